@@ -142,7 +142,7 @@ class Proxy:
 
     @property
     def config(self) -> Config:
-        """What it serves by now."""
+        """Present configuration."""
         return self._generation.config
 
     @property
@@ -152,12 +152,12 @@ class Proxy:
 
     @property
     def routes(self) -> Routes:
-        """Which request goes to which cluster."""
+        """Routes from requests to clusters."""
         return self._generation.routes
 
     @property
     def observers(self) -> Sequence[RequestObserver]:
-        """What watches every request."""
+        """Observers of every request."""
         return self._shared.observers
 
     @property
@@ -183,10 +183,9 @@ class Proxy:
     async def reload(self, config: Config) -> Reloaded:
         """Serve by this configuration from now on; running requests finish by the one before.
 
-        What did not change stays as it is: endpoints with their loads, learned speeds and health, indexes, leases,
+        Unchanged parts stay as they are: endpoints with their loads, learned speeds and health, indexes, leases,
         connections, rate limits. Raises ConfigError, and whatever a new part raises when it is started; then nothing
-        has changed.
-        """
+        has changed."""
         return self.adopt(await self.prepare(config))
 
     async def prepare(self, config: Config) -> Generation:
@@ -322,7 +321,7 @@ def _observe_requests(proxy: Proxy, config: Config) -> Iterator[WritingObserver[
 
 
 def _needs_restart(old: Config, new: Config) -> list[str]:
-    """Settings whose change takes effect only at the next start of the process, by path."""
+    """Return changed settings that take effect only at the next start of the process, by path."""
     names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
     of_features = (name for feature in installed(Feature) for name in feature.read_at_start)
     return [name for name in (*names, *of_features) if getattr(old, name) != getattr(new, name)]

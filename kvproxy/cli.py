@@ -271,7 +271,7 @@ def _add_reload(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_worker(commands: _Commands[argparse.ArgumentParser]) -> None:
-    """What `serve --workers` starts; without a help it is not shown."""
+    """Add the hidden command that `serve --workers` starts."""
     worker = commands.add_parser("worker")
     worker.add_argument("line", type=int, metavar="DESCRIPTOR", help="of the line to the supervisor")
     worker.set_defaults(run="features.workers.command:main")

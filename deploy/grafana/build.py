@@ -23,14 +23,14 @@ OPEN = 2
 
 
 def expand(query: str) -> str:
-    """The query with its macros replaced."""
+    """Return the query with its macros replaced."""
     for macro, text in MACROS.items():
         query = query.replace(macro, text)
     return query
 
 
 def variable(name: str, label: str, series: str) -> dict[str, Any]:
-    """A variable with the values that a label has in some series."""
+    """Return a variable with the values that a label has in some series."""
     return {
         "name": name,
         "label": label,
@@ -46,7 +46,7 @@ def variable(name: str, label: str, series: str) -> dict[str, Any]:
 
 
 def variables() -> list[dict[str, Any]]:
-    """The data source, then what narrows the series."""
+    """Return the data source, then the variables that narrow the series."""
     return [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
         variable("job", "Job", "kvproxy_endpoint_up"),
@@ -57,7 +57,7 @@ def variables() -> list[dict[str, Any]]:
 
 
 def field_config(panel: dict[str, Any]) -> dict[str, Any]:
-    """Unit, bounds, colours and drawing of a panel's values."""
+    """Return unit, bounds, colours and drawing of a panel's values."""
     steps = [{"color": "green", "value": None}]
     steps += [{"color": color, "value": value} for color, value in panel.get("thresholds", {}).items()]
     defaults: dict[str, Any] = {"unit": panel.get("unit", "short"), "min": 0}
@@ -141,7 +141,7 @@ def links() -> list[dict[str, Any]]:
 
 
 def annotations() -> list[dict[str, Any]]:
-    """Marks on every panel: starts of the proxy, and configurations it took over."""
+    """Return marks on every panel: starts of the proxy, and reloads."""
     events = {
         "Started": "changes(process_start_time_seconds{ALL}[RATE]) > 0",
         "Configuration reloaded": 'increase(kvproxy_reloads_total{ALL,result="applied"}[RATE]) > 0',
@@ -162,7 +162,7 @@ def annotations() -> list[dict[str, Any]]:
 
 
 def dashboard() -> dict[str, Any]:
-    """The whole dashboard as Grafana stores it."""
+    """Return the whole dashboard as Grafana stores it."""
     rows = yaml.safe_load((HERE / "panels.yaml").read_text())
     return {
         "uid": "kvproxy",
@@ -184,7 +184,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The text of kvproxy.json."""
+    """Return the text of kvproxy.json."""
     return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
 
 

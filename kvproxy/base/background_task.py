@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-#: A task that swallowed its cancellation is cancelled again after this long, so many times; then it is left behind.
+#: A task that swallowed its cancellation is cancelled again at this interval and this often, then left behind.
 CANCEL_AGAIN_S = 2.0
 CANCELLATIONS = 3
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-#: An error refuses the configuration; a warning does not; a note says what is knowingly done otherwise than written.
+#: An error refuses the configuration; a warning does not; a note reports an intended difference from the file.
 Severity = Literal["error", "warning", "note"]
 
 
@@ -155,7 +155,7 @@ class EngineReportedError(UpstreamError):
     reason = "engine_error"
 
     def __init__(self, message: str, *, status: int = 500) -> None:
-        self.status = status  # what the event amounts to
+        self.status = status  # HTTP status that the event stands for
         super().__init__(message)
 
 
@@ -219,7 +219,7 @@ class InstanceBusy(Refused):
 
 
 class UnknownInstance(Refused):
-    """LMCache knows no such instance (or its ranks disagree, which reads the same)."""
+    """LMCache has no such instance, or its ranks disagree, which looks the same."""
 
     reason = "unknown_instance"
 
@@ -231,7 +231,7 @@ class NotSupported(Refused):
 
 
 class DiscoveryError(KvproxyError):
-    """A source of endpoints could not say which there are."""
+    """A source of endpoints could not list them."""
 
 
 def describe_os_error(error: OSError) -> str:

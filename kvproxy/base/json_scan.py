@@ -25,9 +25,9 @@ MAX_MARKS = 1_000_000
 MAX_DECODED_BYTES = 2 * 1024 * 1024
 #: Python's own parser, which engines use, goes no deeper.
 MAX_DEPTH = 1000
-#: More members of the wanted names make a text unreadable.
+#: A text with more members of the wanted names is unreadable.
 MAX_FOUND = 1000
-#: Of a longer name the beginning counts, as many bytes of its spelling.
+#: Bytes compared of a longer name's spelling.
 MAX_NAME_BYTES = 4096
 
 T = TypeVar("T")
@@ -38,14 +38,14 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _QUOTE, _BACKSLASH, _BRACE, _BRACKET = b'"\\{['
 _CLOSING = {_BRACE: b"}"[0], _BRACKET: b"]"[0]}
 _STEP_MARKS = 4096
-# what a run of backslashes, a member and an item count for besides
+# cost of a run of backslashes, a member and an item, in marks
 _RUN_MARKS = 8
 _MEMBER_MARKS = 16
 _ITEM_MARKS = 8
-# bytes without a mark that are passed at once, and what that counts for
+# bytes without a mark that are skipped at once, and their cost
 _WINDOW_BYTES = 65536
 _WINDOW_MARKS = 512
-_SEARCHED_BYTES = 8 * 1024 * 1024  # for the end of a string, at once
+_SEARCHED_BYTES = 8 * 1024 * 1024  # searched at once for the end of a string
 _COPIED_BYTES = 4 * 1024 * 1024
 _MARK = re.compile(rb'["\[\]{}]')
 _SPACE = re.compile(rb"[ \t\r\n]{0,65536}+")
@@ -87,7 +87,7 @@ class Unreadable(ValueError):
 
 
 class NotAnObject(Unreadable):
-    """Nothing that any parser takes for an object."""
+    """JSON text whose outermost value is not an object."""
 
 
 class Span(NamedTuple):
@@ -213,7 +213,7 @@ def cut_members(found: Iterable[Member]) -> list[Edit]:
     """Return what cuts those members of one object out, each with a comma and the space beside it."""
     edits: list[Edit] = []
     for cut, member in enumerate(found):
-        if member.place == cut:  # no member before it stays
+        if member.place == cut:  # all members before it are cut
             edits.append(Edit(member.start, member.after))
         else:
             edits.append(Edit(member.before, member.value.end))
@@ -253,7 +253,7 @@ def replace_model(data: bytes, model: str, *, named: str) -> bytes | None:
     value = msgspec.json.encode(model)
     replaced = b"".join((data[: start - 1], value, data[end + 1 :]))
     try:
-        return replaced if bytes(_named(replaced).model) == value else None  # that was not the top level's
+        return replaced if bytes(_named(replaced).model) == value else None  # and it was the top level's model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -291,7 +291,8 @@ class _Walk:
         self._turn = _STEP_MARKS
 
     def spend(self, marks: int, uncounted: int = 0) -> bool:
-        """So much was looked at; whether the step ends here. What is `uncounted` is bounded by the text's length."""
+        """Charge the values looked at and return True if the step ends here. `uncounted` is bounded by the text's
+        length."""
         self._left -= marks
         self._turn -= marks + uncounted
         if self._left < 0:

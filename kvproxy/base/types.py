@@ -29,7 +29,7 @@ class Tier(StrEnum):
     DEVICE = "device"  # the engine's own memory
     PINNED = "pinned"  # host memory that the device reads by itself
     HOST = "host"
-    DISK = "disk"  # of that machine
+    DISK = "disk"  # of the engine's machine
     SHARED = "shared"  # a store that several engines read
 
 
@@ -67,12 +67,11 @@ CONNECTION = "kvproxy.connection"
 
 
 class ClientConnection(Protocol):
-    """The client of one request as plain calls: what ASGI's receive and send say, without messages and awaiting.
+    """Client of one request as plain calls instead of ASGI's receive and send messages.
 
     A response goes either all through `start` and `write` or all through `send`: an app behind a filter that wraps
     `send` (or `receive`) and should see the messages must use those. The calls raise RuntimeError where `send` would: a
-    head with forbidden characters, a body of another length than announced. After the client left they do nothing.
-    """
+    head with forbidden characters, a body of another length than announced. After the client left they do nothing."""
 
     loop: asyncio.AbstractEventLoop
     """The one it is served in; asking for that costs a system call."""
@@ -94,11 +93,11 @@ class ClientConnection(Protocol):
     def start(
         self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool
     ) -> None:
-        """The response head and the first piece of its body in one write; `more` pieces follow, or it is complete."""
+        """Write the response head and the first piece of its body at once; `more` pieces follow, or it is complete."""
         ...
 
     def write(self, piece: bytes, *, more: bool) -> None:
-        """The next piece of the body; the last one has `more` False and may be empty."""
+        """Write the next piece of the body; the last one has `more` False and may be empty."""
         ...
 
     async def drain(self) -> None:
@@ -107,7 +106,7 @@ class ClientConnection(Protocol):
 
 
 class RequestKind(StrEnum):
-    """Which inference API a request speaks; its value is a metric label."""
+    """Inference API of a request; the value is a metric label."""
 
     CHAT = "chat"
     COMPLETION = "completion"
@@ -128,7 +127,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     shape: bytes
     parts: tuple[bytes, ...]
-    unread_bytes: int = 0  # that the digests stand for
+    unread_bytes: int = 0  # tokens covered by the digests
 
     @property
     def size_bytes(self) -> int:
@@ -136,7 +135,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return len(self.shape) + sum(map(len, self.parts)) + self.unread_bytes
 
 
-#: Of a prompt's first part, what hashing policies go by.
+#: Bytes of a prompt's beginning that hashing policies use.
 _HEAD_BYTES = 1024
 
 
@@ -151,13 +150,13 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     session_key: str | None = None  # of the conversation; long ones as a digest
     cache_salt: str | None = None
     client: str = ""  # kind of client, one of `proxy.request.session.CLIENTS`; "": unknown
-    parent_session: str | None = None  # key of the session that this one, a sub-agent's or a fork, comes from
-    session_ends: bool = False  # nothing more comes of the session
-    cache_group: str | None = None  # of `prompt_cache_key`: requests that share prefixes, often of many sessions
-    continues: str | None = None  # id of the response, or conversation, that comes before this prompt
-    continuable: bool = False  # another request may go on from its response by that one's id
-    retention_s: float | None = None  # how long its client asks for the whole prompt to be kept after the answer
-    request_id: str = ""  # that the body names, if it is fit for a header field
+    parent_session: str | None = None  # key of the parent session of a sub-agent or a fork
+    session_ends: bool = False  # the session ends with this request
+    cache_group: str | None = None  # from `prompt_cache_key`: requests that share prefixes, often of many sessions
+    continues: str | None = None  # id of the response or conversation that this prompt continues
+    continuable: bool = False  # another request may continue from its response by id
+    retention_s: float | None = None  # how long its client wants the whole prompt to be kept after the answer
+    request_id: str = ""  # from the body, if it is fit for a header field
 
     @property
     def head(self) -> bytes:
@@ -169,5 +168,5 @@ class InferenceRequest(msgspec.Struct, frozen=True):
 
     @property
     def affinity_key(self) -> str | None:
-        """What sticky policies go by: a sub-agent or a fork goes where the session goes that it was made from."""
+        """Key for sticky policies: a sub-agent or a fork shares the key of its parent session."""
         return self.parent_session or self.session_key

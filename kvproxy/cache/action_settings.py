@@ -29,7 +29,7 @@ class SignalSource(StrEnum):
 
 
 class ScoreWeights(Model):
-    """What makes a prefix go first when KV memory is short. Only their ratios matter."""
+    """Weights of the order in which prefixes are evicted when KV memory is short. Only their ratios matter."""
 
     frequency: float = Field(default=0.5, ge=0)
     """Few uses within `hot_window`."""
@@ -42,7 +42,7 @@ class ScoreWeights(Model):
 
 
 class CacheStrategySettings(Model):
-    """What is done with cached prefixes after a response. Every action is off unless enabled."""
+    """Actions on cached prefixes after a response. Each is off unless enabled."""
 
     enable_pinning: bool = False
     """Pin prefixes that are hot."""
@@ -65,7 +65,7 @@ class CacheStrategySettings(Model):
     evict_batch: int = Field(default=4, ge=1, le=64)
     """Prefixes evicted, or compressed, after one response; memory is read again before the next ones."""
     score_weights: ScoreWeights = ScoreWeights()
-    """Which of the cold prefixes go first."""
+    """Order in which cold prefixes are evicted."""
     keep_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=1024)
     """Prefixes that are neither evicted nor compressed, by the name that the audit log gives them (16 hex digits)."""
     hot_content_threshold: int = Field(default=5, ge=1)
@@ -87,9 +87,9 @@ class CacheStrategySettings(Model):
     compress_min_tokens: int = Field(default=2048, ge=0)
     """Shorter prefixes are not compressed: little would be won, and to use them again they are decompressed."""
     compress_method: str = "cachegen"
-    """Compression method; LMCache knows `cachegen` only and answers others with no effect."""
+    """Compression method; LMCache supports `cachegen` only and ignores others."""
     evict_instance_id: str = ""
-    """LMCache instance that evicts; empty: the one whose memory is short."""
+    """LMCache instance that evicts; empty: the one short of memory."""
     evict_location: str = "LocalCPUBackend"
     """Storage location that is evicted from."""
     allow_clear: bool = False
@@ -106,8 +106,8 @@ class TransferSettings(Model):
     """To where a request goes: while the router queue holds it or, with `max_wait`, as part of the decision. Needs a
     cluster with `queue`."""
     max_wait: Duration = Field(default=0.0, ge=0, le=60)
-    """On demand: a request whose turn has come waits for its copy, so long at most and never longer than the copy is to
-    save; 0: none waits."""
+    """On demand: upper bound of a request's wait for its copy, which is never longer than the expected saving; 0: no
+    wait."""
     at_once: int = Field(default=2, ge=1, le=64)
     """Transfers under way at once, over all instances; further ones are not made."""
     tokens_per_second: int = Field(default=50_000, ge=1)
@@ -120,7 +120,7 @@ class TransferSettings(Model):
     @model_validator(mode="before")
     @classmethod
     def _name_what_went(cls, given: Any) -> Any:
-        """The setting that went with what it was of, and the reason."""
+        """Refuse a removed setting with the reason."""
         if isinstance(given, dict) and "ahead" in given:
             why = "turns took 1.04 of the time without copies ahead of them; leave it out, or use on_demand"
             raise ValueError(f"transfers.ahead is gone: {why}")

@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 log = logging.getLogger("kvproxy.kvcache")
 
-#: What it means that an operation fails; of all others that it is not done.
-_BY_ROUTING = "whose tokens are not known are matched by what was routed where alone"
+#: Consequence of a failing operation; otherwise that it is not done.
+_BY_ROUTING = "with unknown tokens are matched by the approximate index alone"
 _MEANING = {
-    "lookup": "requests are routed by what was routed where and by KV events alone",
+    "lookup": "requests are routed by the approximate index and KV events alone",
     "tokenize": f"prompts {_BY_ROUTING}",
     "tokenize_messages": f"prompts of /v1/messages {_BY_ROUTING}",
     "tokenize_responses": f"prompts of /v1/responses {_BY_ROUTING}",
@@ -72,11 +72,11 @@ class OperationBreakers:
 
     @property
     def outages(self) -> Sequence[Outage]:
-        """Those that last, the oldest first."""
+        """Present outages, the oldest first."""
         return tuple(self._outages.values())
 
     def admits(self, operation: str) -> bool:
-        """Whether a call would be let through now."""
+        """Return True if a call would be let through now."""
         return self.breaker(operation).admits
 
     async def call(self, operation: str, call: Callable[[], Awaitable[T]]) -> T:
@@ -96,10 +96,10 @@ class OperationBreakers:
             (permit.record_success if alive else permit.record_failure)()
             raise
         finally:
-            permit.record_cancellation()  # means nothing once a verdict was given
+            permit.record_cancellation()  # no effect after a verdict
 
     def _changed(self, operation: str) -> None:
-        """The breaker may have opened or closed."""
+        """Handle a breaker that may have opened or closed."""
         known = self._outages.get(operation)
         closed = self._breakers[operation].state is BreakerState.CLOSED
         error = self._errors.get(operation)

@@ -67,7 +67,7 @@ class Engines:
         return self.client(endpoint.engine), endpoint
 
     def cannot_tokenize(self, endpoint: Endpoint) -> None:
-        """The engine has no `/tokenize`: it is not asked again."""
+        """Note that the engine has no `/tokenize`, so that it is not tried again."""
         self._unable.add(endpoint.engine)
 
     def keep_only(self, engines: Iterable[Engine]) -> None:
@@ -81,11 +81,11 @@ log = logging.getLogger("kvproxy.kvcache")
 
 
 class SharedReadings:
-    """What engines said, where several processes read the same ones: whose turn comes first reads an engine and tells
-    the others, who leave it out of their turn. Turns must not keep step, or each would read."""
+    """Readings shared by several processes: one at a time reads an engine and sends the result to the others, which
+    skip their turn. Turns must not keep step, or each would read."""
 
     def __init__(self, *, clock: Clock, max_age_s: float) -> None:
-        self.tell: Callable[[str, str, EngineMetrics], None] | None = None  # cluster, engine and what it said
+        self.tell: Callable[[str, str, EngineMetrics], None] | None = None  # cluster, engine and its reading
         self._clock = clock
         self._max_age_s = max_age_s
         self._heard: BoundedMapping[tuple[str, str], tuple[float, EngineMetrics]] = BoundedMapping(_MAX_HEARD)
@@ -95,21 +95,22 @@ class SharedReadings:
         self._heard[cluster, engine] = (self._clock(), metrics)
 
     def take(self, cluster: str, engine: str) -> EngineMetrics | None:
-        """Return what was heard since the latest turn."""
+        """Return the reading received since the latest turn."""
         heard_at, metrics = self._heard.pop((cluster, engine), (0.0, None))
         return metrics if self._clock() - heard_at <= self._max_age_s else None
 
 
 class RankFinder:
-    """An engine whose metrics show several ranks is asked where each publishes its KV events (SGLang: how many it was
-    started with); `stated` says it for engines that cannot. Asked once for each set of ranks that metrics show."""
+    """Finder of the ranks of engines whose metrics show several: their KV event sources are queried (SGLang: how many
+    it was started with); `stated` replaces the answer of engines without it. Once for each set of ranks in the
+    metrics."""
 
     def __init__(self, engines: Engines, *, stated: EventSources) -> None:
         self._engines = engines
         self._stated = stated
 
     async def follow_ranks(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
-        """Tell the cluster what is known of the engine's ranks now."""
+        """Report the engine's ranks as known now to the cluster."""
         shown = metrics.ranks.keys()
         ranks = engine.ranks
         named: Collection[int] | None = ranks.named if shown == set(ranks.shown) else None
@@ -122,8 +123,8 @@ class RankFinder:
         cluster.ranks.observe_ranks(engine, shown, named, in_body=metrics.kind is EngineKind.SGLANG)
         if unknown and ranks.unknown and named is not None:
             log.warning(
-                "[kvcache] %s/%s has the data-parallel ranks %s by its metrics, and nothing else says that requests "
-                "may ask for them: it balances by itself, and a prefix is computed once a rank (set `data_parallel`)",
+                "[kvcache] %s/%s has the data-parallel ranks %s by its metrics, but requests cannot name them: it "
+                "balances by itself, and a prefix is computed once per rank (set `data_parallel`)",
                 cluster.name,
                 engine.id,
                 ", ".join(map(str, ranks.shown)),

@@ -30,9 +30,9 @@ View = Literal["live", "status", "leases"]
 
 
 class CacheNeeds(NamedTuple):
-    """What the core does only on demand, since it costs memory or time."""
+    """Work that the core does only on demand, since it costs memory or time."""
 
-    facts: bool = False  # match requests against what endpoints hold, where no policy wants it
+    facts: bool = False  # match requests against the caches even if no policy wants it
     uses: bool = False  # count uses of prefixes, and keep the tokens of their prompts
 
 
@@ -54,7 +54,7 @@ class CacheParts:
 
 
 class RequestWatch(Protocol):
-    """An observer of one request (`proxy.request.observer.RequestObserver`), as far as this room knows it."""
+    """Observer of one request (`proxy.request.observer.RequestObserver`), as this room uses it."""
 
     @property
     def hooks(self) -> frozenset[str]: ...
@@ -71,33 +71,33 @@ class CacheObserver:
     lifetime: AbstractAsyncContextManager[object] | None = None
 
     def watch(self, facts: RequestFacts) -> RequestWatch | None:
-        """The observer of one request, whose facts are known; None: none. Its `finished` comes before the service
+        """Return the observer of a request whose facts are known; None: none. Its `finished` comes before the service
         learns from the request, and so before `tokens_known`."""
 
     def tokens_known(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds, endpoint: Endpoint) -> None:
-        """This endpoint has computed a prompt; its longest message prefix and its tokens are known."""
+        """Note that this endpoint has computed a prompt with this longest message prefix and these tokens."""
 
     def learned(self, facts: RequestFacts, result: Result) -> None:
-        """A request is over, and the service has learned from it; `result.notes` takes a note."""
+        """Handle the end of a request, after the service has learned from it; `result.notes` takes a note."""
 
     def tick(self) -> None:
         """Between requests, after each reading of the engines' metrics."""
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """The gauges read this observer from now on."""
+        """Bind the gauges to this observer."""
 
     def close(self) -> None:
-        """The service ends; its queue of actions still takes some."""
+        """Close the observer with its service; the queue of actions still takes some."""
 
 
 Observer = TypeVar("Observer", bound=CacheObserver)
 
 
 class CacheFeature(BaseFeature):
-    """What a feature adds to the cache service."""
+    """Contributions of a feature to the cache service."""
 
     def needs(self, settings: KvCacheSettings) -> CacheNeeds:
-        """What it needs of the core, by these settings."""
+        """Return the feature's needs under these settings."""
         return CacheNeeds()
 
     def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
@@ -127,12 +127,12 @@ class CacheObservers:
         return next((one for one in self.by_feature.values() if isinstance(one, kind)), None)
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """The gauges read these from now on."""
+        """Bind the gauges to these observers."""
         for one in self.by_feature.values():
             one.bind_gauges(metrics)
 
     def close(self) -> None:
-        """The service ends."""
+        """Close all observers with their service."""
         for one in self.by_feature.values():
             one.close()
 
@@ -149,6 +149,6 @@ class CacheObservers:
 
 
 def find_needs(features: Iterable[CacheFeature], settings: KvCacheSettings) -> CacheNeeds:
-    """What these need of the core together."""
+    """Return the features' combined needs."""
     found = [feature.needs(settings) for feature in features]
     return CacheNeeds(facts=any(one.facts for one in found), uses=any(one.uses for one in found))

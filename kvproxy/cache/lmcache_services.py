@@ -19,7 +19,7 @@ from kvproxy.cluster.routing.policy import FactSource
 
 #: Host memory, as the controller calls it.
 MEMORY = "LocalCPUBackend"
-#: Between questions whether a prefetch is over: the first pause, doubling up to the last. 16 MiB take 30 to 70 ms.
+#: Pauses between polls of a prefetch: the first one, doubling up to the last. 16 MiB take 30 to 70 ms.
 FIRST_POLL_S = 0.02
 LAST_POLL_S = 0.2
 
@@ -41,8 +41,8 @@ class ControllerProvider:
         return frozenset(kinds if self._client.evicts is False else {*kinds, ActionKind.EVICT})
 
     async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
-        """A chunk's first holder alone is named, and each holder's last chunk: only a sole holder surely has a prefix,
-        because the search ends at the first chunk without a holder."""
+        """Look a prefix up. A chunk's first holder alone is named, and each holder's last chunk: only a sole holder
+        surely has a prefix, because the search ends at the first chunk without a holder."""
         holders = await self._client.lookup(prefix.tokens, timeout_s=timeout_s)
         return [Holder(one.instance_id, one.matched_tokens, len(holders) == 1) for one in holders]
 
@@ -125,8 +125,8 @@ class CoordinatorProvider:
         return Effect(change.affected)
 
     async def _prefetch(self, instance_id: str, scope: CacheScope, tokens: TokenIds) -> Effect:
-        """From what its server reads (a shared store, its disk, its peers) into its memory. The answer that it is
-        over comes once, and says how much was found: nothing is found of what nothing holds."""
+        """Prefetch from the server's sources (a shared store, its disk, its peers) into its memory. The report of the
+        end comes once, with the number of chunks found, which is 0 if no source has them."""
         job = await self._client.prefetch(instance_id, scope, tokens)
         if not job.request_id:
             return Effect(0)  # shorter than a chunk
@@ -159,7 +159,7 @@ class CoordinatorProvider:
 
 
 async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
-    """Whether a coordinator answers there; ClientError when nothing does."""
+    """Return True if a coordinator answers there; ClientError when nothing does."""
     try:
         await client.fetch_stats()
     except (Refused, BadResponse):

@@ -22,7 +22,7 @@ class KvEventMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.batches = Counter(
-            "kvproxy_kv_event_batches", "Batches by what became of them", ["endpoint", "outcome"], registry=r
+            "kvproxy_kv_event_batches", "Batches by outcome", ["endpoint", "outcome"], registry=r
         )  # applied, replayed, duplicate, malformed
         self.blocks = Counter("kvproxy_kv_event_blocks", "Blocks in events", ["endpoint", "kind"], registry=r)
         self.skipped = Counter(
@@ -46,7 +46,7 @@ class KvEventMetrics(MetricGroup):
 
 
 class KvCacheMetrics(MetricGroup):
-    """Which endpoints hold a prefix: what was asked, predicted, and true."""
+    """Holders of prefixes: looked up, predicted, and confirmed."""
 
     across = {
         "kvproxy_kvcache_prediction_alarm": Across.MAX,
@@ -61,7 +61,10 @@ class KvCacheMetrics(MetricGroup):
             registry=r,
         )
         self.lookups = Counter(
-            "kvproxy_kvcache_lookups", "Requests by what came of asking LMCache before routing", ["outcome"], registry=r
+            "kvproxy_kvcache_lookups",
+            "Requests by outcome of the LMCache lookup before routing",
+            ["outcome"],
+            registry=r,
         )  # hit, miss, lookup_timeout, error, breaker_open, busy, no_tokens
         self.lookup_seconds = Histogram(
             "kvproxy_kvcache_lookup_seconds",
@@ -78,7 +81,7 @@ class KvCacheMetrics(MetricGroup):
         )
         self.predictions = Counter(
             "kvproxy_kvcache_predictions",
-            "Predicted matches by what the engine then reused",
+            "Predicted matches by the engine's reuse",
             ["cluster", "endpoint", "source", "result"],
             registry=r,
         )  # hit, partial, miss
@@ -105,14 +108,14 @@ class KvCacheMetrics(MetricGroup):
         )
         self.trust = CallbackGauge(
             "kvproxy_kvcache_trust_ratio",
-            "How far what only this source says of an endpoint is believed, once tried",
+            "Trusted share of claims by this source alone about an endpoint, once tested",
             ["cluster", "endpoint", "source"],
             registry=r,
         )
 
 
 class HoldingMetrics(MetricGroup):
-    """What the indexes, the engines and token memory hold, and the work to keep it."""
+    """Contents of the indexes, the engines and token memory, and the work to keep them."""
 
     across = {
         "kvproxy_kvcache_index_blocks": Across.MAX,
@@ -141,19 +144,19 @@ class HoldingMetrics(MetricGroup):
         )  # sessions, responses
         self.index_utilisation = CallbackGauge(
             "kvproxy_kvcache_index_utilisation_ratio",
-            "Blocks believed to be at an endpoint against its capacity",
+            "Blocks estimated to be at an endpoint against its capacity",
             ["cluster", "endpoint"],
             registry=r,
         )
         self.index_capacity = CallbackGauge(
             "kvproxy_kvcache_index_capacity_blocks",
-            "Room in an endpoint's cache, as `told` by it and as `learned`",
+            "Capacity of an endpoint's cache, as `told` by it and as `learned`",
             ["cluster", "endpoint", "kind"],
             registry=r,
         )
         self.reuse_step = CallbackGauge(
             "kvproxy_endpoint_reuse_step_tokens",
-            "What an endpoint reuses is a multiple of this, where that is long",
+            "Step of an endpoint's reuse, if it is long",
             ["cluster", "endpoint"],
             registry=r,
         )
@@ -186,10 +189,10 @@ class HoldingMetrics(MetricGroup):
         )
         self.token_memory_bytes = Gauge("kvproxy_kvcache_token_memory_bytes", "Bytes of token memory", registry=r)
         self.recalls = CallbackGauge(
-            "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew", ["result"], counts=True, registry=r
+            "kvproxy_kvcache_token_recalls", "Prompts by result of token memory", ["result"], counts=True, registry=r
         )  # exact, prefix, missed
         self.actions = Counter(
-            "kvproxy_kvcache_actions", "What is done to prefixes at LMCache", ["action", "result"], registry=r
+            "kvproxy_kvcache_actions", "Actions on prefixes at LMCache", ["action", "result"], registry=r
         )
         self.background = Counter(
             "kvproxy_kvcache_background_jobs", "Work after responses", ["result"], registry=r
@@ -209,7 +212,7 @@ class TierMetrics(MetricGroup):
     def __init__(self, r: CollectorRegistry) -> None:
         self.blocks = CallbackGauge(
             "kvproxy_tier_blocks",
-            "Blocks at an endpoint by where they lie, as its KV events say (twice a minute)",
+            "Blocks at an endpoint by tier, from its KV events (twice a minute)",
             ["cluster", "endpoint", "tier"],
             registry=r,
         )
@@ -218,14 +221,13 @@ class TierMetrics(MetricGroup):
         )
         self.cached = CallbackGauge(
             "kvproxy_engine_cached_tokens",
-            "Prompt tokens an engine found cached since its start, by its own counts; "
-            "unspecified: what a connector brought",
+            "Prompt tokens an engine found cached since its start, by its own counts; unspecified: from a connector",
             ["cluster", "endpoint", "tier"],
             registry=r,
         )  # a tier, peer, unspecified
         self.bytes = CallbackGauge(
             "kvproxy_tier_bytes",
-            "KV below engine memory, and room for it, as LMCache's coordinator says; the shared store has no instance",
+            "KV below engine memory, and its capacity, from LMCache's coordinator; the shared store has no instance",
             ["instance", "tier", "kind"],
             registry=r,
         )  # used, capacity

@@ -28,10 +28,10 @@ log = logging.getLogger("kvproxy.kvcache")
 #: The first round comes this long after the start: engines that just came up are busy enough.
 FIRST_ROUND_S = 1.0
 MAX_CONCURRENT = 16
-#: A reading older than this many intervals (and a while) says nothing any more.
+#: A reading older than this many intervals (and a while) no longer counts.
 _STALE_INTERVALS = 3
 _STALE_S = 5.0
-#: Rounds that read nothing still forget endpoints that left and renew leases.
+#: Rounds without a reading still forget endpoints that left and renew leases.
 WITHOUT_READING_S = 5.0
 
 
@@ -74,7 +74,7 @@ class MetricsScraper(BackgroundTask):
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     def show(self, metrics: Metrics) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to this scraper."""
         metrics.group(HoldingMetrics).engine_kv_usage.set_source(
             lambda: ((of, one.kv_usage) for of, one in self._readings() if one.kv_usage is not None)
         )
@@ -132,7 +132,7 @@ class MetricsScraper(BackgroundTask):
             self._indexes[name].note_kinds([reading[1].kind for reading in readings if reading is not None])
 
     def _follow(self) -> None:
-        """An endpoint that left, or is another engine now, holds nothing we know of."""
+        """Forget endpoints that left or are another engine now."""
         left: set[str] = set()
         for name, cluster in self._clusters.items():
             indexes = self._indexes[name]

@@ -1,5 +1,4 @@
-"""What LMCache's two services are asked, behind one interface: the holders of a prompt, and what is to be done to it
-there."""
+"""Common interface of LMCache's two services: the holders of a prompt, and actions on it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from kvproxy.cluster.routing.policy import FactSource
 
 
 class ActionKind(StrEnum):
-    """What can be done to a prefix; a metric label and the name of a breaker."""
+    """Actions on a prefix; a metric label and the name of a breaker."""
 
     PIN = "pin"
     UNPIN = "unpin"
@@ -34,7 +33,7 @@ class Prefix:
     cache_salt: str = ""
 
 
-#: What is in a store that all of them read, whichever put it there.
+#: Content of a store that all of them read, whoever put it there.
 EVERY_INSTANCE = ""
 
 
@@ -50,14 +49,14 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What an action did; success is `amount > 0`. None: the service does not say. Of a transfer: leading tokens."""
+    """Result of an action; success is `amount > 0`. None: not reported. Of a transfer: leading tokens."""
 
     amount: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """Of one instance, or of a store that EVERY_INSTANCE reads, as the service says."""
+    """Memory use of one instance, or of a store that EVERY_INSTANCE reads, as reported by the service."""
 
     instance_id: str
     tier: Tier
@@ -75,7 +74,7 @@ class Provider(Protocol):
     def supports(self) -> frozenset[ActionKind]: ...
     @property
     def copies(self) -> bool:
-        """Whether a transfer may come from another instance."""
+        """True if a transfer may come from another instance."""
         ...
 
     async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
@@ -96,6 +95,6 @@ class Provider(Protocol):
         ...
 
     async def memory(self) -> Sequence[TierMemory]:
-        """Return what is used of it by instance and tier; empty where the service cannot say. Asked again and again:
-        whether it `copies` is as of then."""
+        """Return the used memory by instance and tier; empty if the service does not report it. Called repeatedly:
+        `copies` is as of the last call."""
         ...

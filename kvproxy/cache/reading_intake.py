@@ -1,4 +1,4 @@
-"""What an engine's reading changes: load, ranks, the size of its index, and what is trusted of one that restarted or
+"""Effects of an engine's reading: load, ranks, the size of its index, and the trust in an engine that restarted or
 sleeps."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReadingIntake:
         self._clock = clock
 
     def take(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
-        """What an engine says, into all that learns of it."""
+        """Distribute an engine's reading to all that learn from it."""
         engine.adapters.use = metrics.lora
         restarted = False
         for endpoint in cluster.of_engine(engine):
@@ -45,11 +45,11 @@ class ReadingIntake:
             if own is not None:
                 restarted |= self._observe(cluster, endpoint, own)
         if restarted:
-            log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster.name, engine.id)
+            log.info("[kvcache] %s/%s is a new process: its index is cleared", cluster.name, engine.id)
             cluster.forget_process(engine)
 
     def _observe(self, cluster: Cluster, endpoint: Endpoint, metrics: EngineMetrics) -> bool:
-        """Take in what an engine, or one rank of it, says; whether it is another process than before."""
+        """Observe the reading of an engine, or of one rank; returns True for a new process."""
         latest = self._signals.latest_scrape(endpoint)
         self._signals.note_scrape(endpoint, metrics)
         if metrics.asleep is not endpoint.asleep:
@@ -70,7 +70,7 @@ class ReadingIntake:
         return restarted
 
     def forget_sleep(self, cluster: Cluster, engine: Engine) -> None:
-        """What it said last is too old to keep it out."""
+        """Forget an old report of sleep, which must not exclude the engine any longer."""
         for endpoint in cluster.of_engine(engine):
             latest = self._signals.latest_scrape(endpoint)
             if latest is None or latest[0] > self._signals.max_age_s:
@@ -84,7 +84,7 @@ class ReadingIntake:
         self._losses.note_loss(cluster, endpoint.id, LossReason.ASLEEP)
 
     def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
-        """Whether this is another process than before; one that does not say when it began tells by its counters."""
+        """Return True if this is another process than before; without a start time its counters decide."""
         indexes = self._indexes[cluster]
         restarted = self._hit_ratios.read_counters((cluster, endpoint), metrics)
         if metrics.started_at is not None:
@@ -94,8 +94,8 @@ class ReadingIntake:
         return restarted
 
     def _size(self, cluster: str, endpoint: Endpoint, metrics: EngineMetrics) -> None:
-        """The index believes an endpoint to hold as much as its engine has room for, in blocks as long as that says, as
-        far as nothing contradicts."""
+        """Size the index of an endpoint by its engine's reported capacity, in blocks of its own size, unless evidence
+        contradicts."""
         cache = metrics.cache
         indexes = self._indexes[cluster]
         block_tokens = None if cache is None else cache.block_tokens

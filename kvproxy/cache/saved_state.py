@@ -1,10 +1,9 @@
-"""What the service learned, as bytes and back: for the next start, and for another process.
+"""Encoding of the service's learned state, for the next start and for another process.
 
 Saved are the approximate index, when each engine's process began, learned speeds, steps and prompt lengths, and where
 sessions and stored responses were served. Left out are the precise index (engines replay their events), token memory
 (token ids are the prompt), and heat (a few hundred requests teach it again). As bytes: head, contents (msgpack), the
-indexes' hashes, checksum of all before it. Both ways go in small steps.
-"""
+indexes' hashes, checksum of all before it. Both ways go in small steps."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _CHECKSUM = Struct("<Q")  # xxh3_64
 
 
 class Outcome(StrEnum):
-    """What became of a saved state at the start; a metric label."""
+    """Outcome of a saved state at the start; a metric label."""
 
     RESTORED = "restored"
     NONE = "none"
@@ -166,13 +165,13 @@ _HEAD_BYTES = 64  # head and checksum of the file
 #: A wall clock may be set back by so much while the proxy is away.
 _CLOCK_S = 60.0
 _NOTHING = IndexColumns(b"", b"", [])
-#: Entries of a table are put down, and taken up again, so many in a step.
+#: Entries of a table written, or read, per step.
 _STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What came back."""
+    """Result of a restore."""
 
     blocks: int
     endpoints: int

@@ -83,7 +83,7 @@ class KvCache:
             metrics=metrics,
             clock=clock,
         )
-        #: What every request asks and tells, without a call between.
+        #: Calls of every request, without a wrapper.
         self.gather = self.overlap.gather
         self.placed = self.overlap.placed
         self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
@@ -165,7 +165,7 @@ class KvCache:
         await self._running.aclose()
 
     def show(self) -> None:
-        """The gauges read this service from now on, and no earlier one."""
+        """Bind the gauges to this service, in place of an earlier one."""
         self.overlap.show(self._metrics)
         self.feedback.show(self._metrics)
         self.scraper.show(self._metrics)
@@ -180,8 +180,7 @@ class KvCache:
         self.overlap.add_lookup(facts, self.actions.without_compressed(facts, holders))
 
     def refresh(self, facts: RequestFacts) -> None:
-        """The facts of a request that was not placed yet, from our own sources as they are now; what a lookup said
-        stands."""
+        """Refresh the facts of a request that was not placed yet from our own sources; a lookup's answer stays."""
         self.overlap.refresh(facts)
 
     async def facts_for(
@@ -194,7 +193,7 @@ class KvCache:
         return facts
 
     def finished(self, facts: RequestFacts, result: Result) -> None:
-        """The request is over. Queues what is to be done about it; never waits."""
+        """End a request: queue the actions that follow; never waits."""
         self.feedback.finished(facts, result)
         if facts.request.session_ends:
             self._end_session(facts)
@@ -211,7 +210,7 @@ class KvCache:
         self.actions.run_strategies(facts, endpoint)
 
     def _end_session(self, facts: RequestFacts) -> None:
-        """What was kept for the session alone goes: nothing asks for it again."""
+        """Drop the data kept for the session alone: it will not be requested again."""
         last = facts.indexes.last_served.end_session(facts.names.session)
         self._metrics.group(KvCacheMetrics).sessions_ended.labels("unknown" if last is None else "known").inc()
         if last is not None:
@@ -220,8 +219,8 @@ class KvCache:
                 self.overlap.tokens.memory.release(key)
 
     def _cleared(self, cluster: str, endpoint: EndpointId) -> None:
-        """The engine reports that it dropped its cache."""
-        log.info("[kvcache] %s/%s dropped its cache: what it held is forgotten", cluster, endpoint)
+        """Handle an engine's report that it dropped its cache."""
+        log.info("[kvcache] %s/%s dropped its cache: its index is cleared", cluster, endpoint)
         self.overlap.indexes[cluster].reset_endpoint(endpoint)
         self.state.losses.note_loss(cluster, endpoint, LossReason.CLEARED)
 
@@ -236,5 +235,5 @@ class KvCache:
 
 
 def _acts(settings: KvCacheSettings) -> bool:
-    """Whether anything is done about finished requests but learning, KV events apart."""
+    """Return True if finished requests cause actions besides learning, KV events apart."""
     return bool(settings.lmcache_endpoint)

@@ -25,7 +25,7 @@ URL_SIGNATURES = (
 
 
 class Provider(StrEnum):
-    """Which LMCache service `lmcache_endpoint` is."""
+    """Kind of the LMCache service at `lmcache_endpoint`."""
 
     AUTO = "auto"
     CONTROLLER = "controller"
@@ -49,7 +49,7 @@ class TokenizeSettings(Model):
     """When the engine's `/tokenize` is asked before routing."""
 
     inline: bool = True
-    """Ask before routing, under `lookup_routing_timeout`; otherwise only afterwards, for the next turn."""
+    """Tokenize before routing, under `lookup_routing_timeout`; otherwise only afterwards, for the next turn."""
     inline_min: Size = 1024
     """Shorter prompts are tokenized afterwards: LMCache matches whole chunks only (256 tokens by default)."""
     max_concurrent: int = Field(default=64, ge=1)
@@ -88,7 +88,7 @@ class KvCacheSettings(Model):
     lmcache_endpoint: str = ""
     """URL of LMCache's controller or coordinator; empty: no lookups and no actions."""
     provider: Provider = Provider.AUTO
-    """Which of the two it is; `auto` asks it at start."""
+    """Kind of service; `auto` queries it at start."""
     directory_model: str = ""
     """Model name in the coordinator's directory (vLLM's `--model`, not its served name); empty: the request's model."""
     vllm_endpoint: str = ""
@@ -98,7 +98,7 @@ class KvCacheSettings(Model):
     request_timeout: Duration = 2.0
     """For one background call to LMCache or `/tokenize`."""
     lookup_routing_timeout: Duration = 0.05
-    """All that tokenize and lookup together may delay a request; what comes later still trains the memory."""
+    """Upper bound on the delay of a request by tokenize and lookup together; later answers still train the memory."""
     min_matched_tokens: int = Field(default=1, ge=1)
     """A match of fewer tokens is no preference."""
     lookup_min_tokens: int = Field(default=256, ge=0)
@@ -110,14 +110,14 @@ class KvCacheSettings(Model):
     """How often each engine's `/metrics` is read (KV usage, queue, cache size), never for a request; 0: never."""
     url_signatures: tuple[str, ...] = URL_SIGNATURES
     """Parameters of URLs of pictures and other media that do not name the content: two URLs that differ in these alone
-    are one picture. `*` at the end stands for any name that begins so."""
+    are one picture. `*` at the end stands for any ending."""
     learn_capacity: bool = True
-    """Correct the size of each engine's cache by what it reuses (an eighth to eight times what its `/metrics` say);
-    other clients of the same engines are accounted for that way. KV events that miss nothing make it needless."""
+    """Correct the size of each engine's cache by what it reuses (an eighth to eight times the value in its `/metrics`);
+    other clients of the same engines are accounted for that way. Complete KV events make it needless."""
     kv_events: bool | Literal["auto"] = "auto"
     """Follow the KV events of engines that publish them (`--kv-events-config` of vLLM and SGLang). `auto`: of all that
-    do, in clusters whose policy weighs cached prefixes; `true`: every engine is expected to publish, and a warning
-    names those that do not; `false`: none is followed."""
+    do, in clusters whose policy weighs cached prefixes; `true`: every engine is expected to publish, with a warning
+    that names the others; `false`: none is followed."""
     kv_event_sources: EventSources = EventSources()
     """Where older engines publish them."""
     hot_window: Duration = 300.0
@@ -125,7 +125,7 @@ class KvCacheSettings(Model):
     hot_max_records: int = Field(default=300, ge=1)
     """Uses remembered per prefix."""
     hot_max_keys: int = Field(default=100_000, ge=1)
-    """Prefixes whose uses are remembered; the longest unused goes first."""
+    """Prefixes whose uses are counted; the longest unused is dropped first."""
     max_connections: int = Field(default=64, ge=1)
     """Connections to `lmcache_endpoint`, and as many to `vllm_endpoint`."""
     token_cache: TokenCacheSettings = TokenCacheSettings()

@@ -1,4 +1,4 @@
-"""What the cache service has learned and must not lose: it outlives the machinery, which each reload builds again."""
+"""Learned state of the cache service; it outlives the machinery, which each reload builds again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CacheState:
     media_counts: MediaCounts = field(default_factory=MediaCounts)
     indexes: dict[str, IndexState] = field(default_factory=dict)  # by cluster
     present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
-    #: Told the model, the prompt's keys, its bytes and its tokens of what an engine counted.
+    #: Called with the model, the prompt's keys, its bytes and its tokens as counted by an engine.
     on_counted: Callable[[str, Sequence[int], int, int], None] | None = None
     fresh: bool = True  # no service has run with it: a saved state may still fill it
     _of_features: dict[type, object] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class CacheState:
         return cls(predictions, CacheLosses(metrics, clock=clock))
 
     def of(self, kind: type[T]) -> T:
-        """A feature's own state, made on first use."""
+        """Return a feature's own state, made on first use."""
         found = self._of_features.get(kind)
         if not isinstance(found, kind):
             found = self._of_features[kind] = kind()
@@ -67,7 +67,7 @@ class CacheState:
         return known
 
     def note_count(self, model: str, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
-        """An engine counted so many tokens in a prompt of `model` with these keys."""
+        """Note an engine's count of the tokens in a prompt of `model` with these keys."""
         self.bytes_per_token.observe_prompt(model, prompt_bytes, prompt_tokens)
         if keys:
             self.counted.note_prompt(keys, prompt_bytes, prompt_tokens)

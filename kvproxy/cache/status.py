@@ -1,5 +1,4 @@
-"""What the cache service knows and does, in all and by endpoint, as plain data for people. Reads only; hashes, never
-prompts."""
+"""Status of the cache service, in all and by endpoint, as plain data for people. Reads only; hashes, never prompts."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 
-#: Runs looked at before other tasks get their turn: well under a millisecond.
+#: Runs examined before other tasks run: well under a millisecond.
 SLICE_RUNS = 512
 
 
 def cache_status(service: KvCache) -> dict[str, object]:
-    """Sources, indexes, token memory, queues and breakers."""
+    """Return sources, indexes, token memory, queues and breakers."""
     overlap = service.overlap
     settings = service.settings
     memory = overlap.tokens.memory
@@ -77,7 +76,7 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
             "what": f"{one.endpoint}/{one.dp_rank}",
             "for_s": one.for_s,
             "last_error": one.status.reason.value,
-            "meaning": "what was routed there counts until its KV events are complete again",
+            "meaning": "routed requests count until its KV events are complete again",
         }
         for one in (() if streams is None else streams.find_troubles())
     ]
@@ -85,7 +84,7 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
 
 
 def leases(service: KvCache, now: float) -> list[dict[str, object]]:
-    """Running pins of hot prefixes."""
+    """Return running pins of hot prefixes."""
     pin = service.actions.pin
     if pin is None:
         return []
@@ -125,7 +124,7 @@ async def hot_prefixes(
             touched = [(one.approximate.requests(run), cluster, run) for run in kept[start : start + SLICE_RUNS]]
             found = heapq.nlargest(limit, [*found, *touched], key=lambda each: each[0])
             await pause()
-    # What was found in an early slice may be gone by now.
+    # Entries of an early slice may be gone by now.
     present = [(cluster, run, indexes[cluster].approximate.requests(run)) for _, cluster, run in found]
     return [_hot_prefix(service, cluster, run, touches) for cluster, run, touches in present if touches > 0.0]
 
@@ -189,7 +188,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
 
 
 def engine_status(service: KvCache, endpoint: Endpoint) -> dict[str, object] | None:
-    """Return what the engine's own metrics said last; None before that."""
+    """Return the engine's last metrics; None before the first."""
     reading = service.scraper.signals.latest_scrape(endpoint)
     if reading is None:
         return None

@@ -19,10 +19,10 @@ from kvproxy.base.types import EndpointId
 
 log = logging.getLogger(__name__)
 
-#: Adapters known of one engine; their names are its own.
+#: Bound on the adapters of one engine, whose names it chooses.
 MAX_ADAPTERS = 1024
 MAX_NAME = 200
-#: Where an engine does not say how many slots it has: vLLM's default.
+#: Slots of an engine that does not report them: vLLM's default.
 _SLOTS = 1
 
 
@@ -30,7 +30,7 @@ _SLOTS = 1
 class LoraUse:
     """As of the engine's latest steps: after the last request of an adapter the engine may go on naming it."""
 
-    slots: int  # adapters of which requests run at the same time; 0: not said
+    slots: int  # adapters whose requests run at the same time; 0: not reported
     running: frozenset[str]
     waiting: frozenset[str]
 
@@ -40,7 +40,7 @@ class AdapterState(StrEnum):
 
     RUNNING = "running"  # its weights are in a slot
     ROOM = "room"  # they are not, and a slot is free
-    WAITING = "waiting"  # requests for it wait there already
+    WAITING = "waiting"  # requests for it already wait there
     FULL = "full"  # all slots are in use by other adapters
 
 
@@ -51,13 +51,13 @@ class Adapters:
 
     def __init__(self, elsewhere: Mapping[str, int]) -> None:
         self.elsewhere = elsewhere
-        self._requests: Counter[str] = Counter()  # of ours that are under way, by adapter
-        self._recent: OrderedDict[str, None] = OrderedDict()  # adapters placed here of late, the latest last
+        self._requests: Counter[str] = Counter()  # our requests in flight, by adapter
+        self._recent: OrderedDict[str, None] = OrderedDict()  # adapters of recent requests, the latest last
         self.names: frozenset[str] = frozenset()  # as the engine lists them
         self.use: LoraUse | None = None
 
     def state(self, adapter: str) -> AdapterState:
-        """By what the engine said last, and what was placed there since."""
+        """State by the engine's last report and the requests placed since."""
         use = self.use
         running: frozenset[str] = frozenset() if use is None else use.running
         if adapter in self._requests or adapter in running or adapter in self._recent:
@@ -69,7 +69,7 @@ class Adapters:
 
     @property
     def pushes_out(self) -> bool:
-        """Whether to load one more takes the slot of another one that was used of late."""
+        """True if loading one more adapter takes the slot of one that was used recently."""
         return len(self._recent) >= self.slots
 
     @property
@@ -78,7 +78,7 @@ class Adapters:
         return (0 if self.use is None else self.use.slots) or _SLOTS
 
     def begin_request(self, adapter: str) -> None:
-        """A request for it goes there; `end` follows."""
+        """Count a request for the adapter; `end_request` follows."""
         self._requests[adapter] += 1
         self._recent[adapter] = None
         self._recent.move_to_end(adapter)
@@ -86,7 +86,7 @@ class Adapters:
             self._recent.popitem(last=False)
 
     def end_request(self, adapter: str) -> None:
-        """The request is over."""
+        """Count the end of a request."""
         self._requests[adapter] -= 1
         if self._requests[adapter] <= 0:
             del self._requests[adapter]
@@ -104,7 +104,7 @@ class Adapters:
         return {"served": sorted(self.names), "loaded": in_use, "slots": None if self.use is None else self.slots}
 
 
-#: Seconds that a request waits for an adapter beside the engine's backlog, before anything was learned.
+#: Seconds that a request waits for an adapter beside the engine's backlog, before the first sample.
 _PRIOR_S = {AdapterState.RUNNING: 0.0, AdapterState.ROOM: 0.2, AdapterState.WAITING: 0.5, AdapterState.FULL: 1.0}
 _PRIOR_WEIGHT = 3
 _WEIGHT = 0.1
@@ -112,14 +112,14 @@ _MOST_S = 60.0
 
 
 class LoadTimes:
-    """What a request waited beyond what the backlog explains, on average, by how the engine stood to its adapter."""
+    """Mean wait of requests beyond the backlog's, by the adapter's state at their engine."""
 
     def __init__(self) -> None:
         self._mean_s = dict(_PRIOR_S)
         self.samples: Counter[AdapterState] = Counter()
 
     def observe_wait(self, state: AdapterState, late_s: float) -> None:
-        """A first token came so much later than was expected."""
+        """Record by how many seconds a first token was later than expected."""
         self.samples[state] += 1
         weight = max(_WEIGHT, 1.0 / (_PRIOR_WEIGHT + self.samples[state]))
         self._mean_s[state] += weight * (min(max(late_s, 0.0), _MOST_S) - self._mean_s[state])
@@ -136,36 +136,36 @@ class Placement(msgspec.Struct, eq=False):
     times: LoadTimes
     adapter: str
     state: AdapterState
-    expected_at: float | None  # its first token, without the adapter; None: that will not be seen
+    expected_at: float | None  # expected time of its first token, without the adapter; None: hidden
     over: bool = False
 
     def first_token(self, now: float) -> None:
-        """It came."""
+        """Record the arrival of the first token."""
         if self.expected_at is not None:
             self.times.observe_wait(self.state, now - self.expected_at)
             self.expected_at = None
 
     def end(self) -> None:
-        """The attempt is over. Idempotent."""
+        """End the attempt. Idempotent."""
         if not self.over:
             self.over = True
             self.adapters.end_request(self.adapter)
 
 
 class KnownAdapters:
-    """What becomes known of a cluster's adapters. `on_change` is called when what engines serve changed."""
+    """Adapters of a cluster's engines. `on_change` is called when the adapters that engines serve changed."""
 
     def __init__(self, cluster: str, *, on_change: Callable[[], None]) -> None:
         self._cluster = cluster
         self._on_change = on_change
         self.names: Counter[str] = Counter()  # engines that list it, by adapter
         self.times = LoadTimes()
-        self.lost: set[str] = set()  # once listed, and by no engine of the cluster now
+        self.lost: set[str] = set()  # once listed, and now by no engine of the cluster
 
     def keep_engines(self, present: Iterable[Adapters]) -> None:
-        """These are the cluster's engines."""
+        """Set the cluster's engines."""
         before = set(self.names)
-        self.names.clear()  # in place: engines hold it too
+        self.names.clear()  # in place: engines share it
         for adapters in present:
             if adapters.names:
                 self.names.update(adapters.names)
@@ -173,7 +173,7 @@ class KnownAdapters:
         self.lost = set(sorted(lost)[:MAX_ADAPTERS])
 
     def observe_list(self, engine: str, adapters: Adapters, *, listed: Iterable[str]) -> None:
-        """What an engine listed."""
+        """Record the adapters an engine listed."""
         names = frozenset(sorted({name for name in listed if 0 < len(name) <= MAX_NAME})[:MAX_ADAPTERS])
         if names != adapters.names:
             log.info("%s/%s serves the adapters %s", self._cluster, engine, ", ".join(sorted(names)[:8]) or "none")
@@ -181,9 +181,9 @@ class KnownAdapters:
             self._on_change()
 
     def record_missing(self, engine: str, adapters: Adapters, adapter: str) -> None:
-        """The engine answered that it has no such adapter: until it lists it again it is sent none of its requests."""
+        """Record the engine's reply that it lacks the adapter: it gets none of its requests until it lists it again."""
         if adapter in adapters.names:
-            log.warning("%s/%s does not know the adapter %s any more", self._cluster, engine, adapter)
+            log.warning("%s/%s no longer has the adapter %s", self._cluster, engine, adapter)
             adapters.names -= {adapter}
             self._on_change()
 
@@ -199,7 +199,7 @@ class KnownAdapters:
         return prices
 
     def place_request(self, adapters: Adapters, adapter: str, expected_at: float | None) -> Placement:
-        """A request for the adapter goes to this engine; its first token was to come at `expected_at`."""
+        """Place a request for the adapter at this engine; its first token was expected at `expected_at`."""
         placement = Placement(adapters, self.times, adapter, adapters.state(adapter), expected_at)
         adapters.begin_request(adapter)
         return placement

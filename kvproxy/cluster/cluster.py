@@ -72,7 +72,7 @@ class Cluster:
         self._members = Membership(self)
         #: The member of an id.
         self.find_endpoint = self._members.find_endpoint
-        #: What attempts and probes say of its engines.
+        #: Verdicts on its engines from attempts and probes.
         self.verdicts = Verdicts(
             name,
             settings.health,
@@ -81,9 +81,9 @@ class Cluster:
             clock=clock,
             on_return=self.forget_process,
         )
-        #: What becomes known of the adapters of its engines.
+        #: Adapters of its engines.
         self.adapters = KnownAdapters(name, on_change=self._follow)
-        #: What becomes known of its engines' data-parallel ranks.
+        #: Data-parallel ranks of its engines.
         self.ranks = KnownRanks(name, self._members, on_change=self._follow)
         self._sleep = sleep
         self._tasks = TaskSet()
@@ -91,15 +91,15 @@ class Cluster:
         self._poller = self._make_poller(sources)
         self._applying: asyncio.Task[None] | None = None
         self._shown = False
-        self._hiding: set[Endpoint] = set()  # with requests under way whose first token cannot be seen
+        self._hiding: set[Endpoint] = set()  # with requests in flight whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
-        #: How urgent its requests are, where their engines are told.
+        #: Priority of its requests, where their engines get one.
         self.priority = ClusterPriority(
             ageing=settings.queue.ageing, speeds=lambda: self.speeds, clock=clock, wall_clock=wall_clock
         )
-        #: Whether any engine is told: then a client's own word for it is not passed on as it is.
+        #: Whether any engine gets a priority: a client's own is then not passed on as it is.
         self.tells_priority = False
-        #: Where requests wait; None: none does.
+        #: Queue of requests; None: none waits.
         self.queue: RouterQueue | None = None
         found = (feature.observe_cluster(self) for feature in installed(ClusterFeature))
         self.observers: Sequence[ClusterObserver] = [one for one in found if one is not None]
@@ -139,12 +139,12 @@ class Cluster:
 
     @property
     def discovery_complaints(self) -> Mapping[str, str]:
-        """Why sources of endpoints do not answer, by name; what they said last stands meanwhile."""
+        """Errors of sources that do not answer, by name; their last answer stays in use."""
         return self._poller.complaints
 
     @property
     def left_out(self) -> Mapping[str, Sequence[LeftOut]]:
-        """What of sources' answers cannot be an endpoint, by source."""
+        """Parts of sources' answers that cannot be an endpoint, by source."""
         return self._poller.left_out
 
     @property
@@ -169,7 +169,7 @@ class Cluster:
 
     @property
     def speeds(self) -> SpeedModel | None:
-        """What is being learned about the engines' speeds, if something learns them."""
+        """Speed estimates of the engines, if a policy learns them."""
         return self.policies.speeds
 
     def find_named(self, name: EndpointId) -> Sequence[Endpoint]:
@@ -181,10 +181,9 @@ class Cluster:
         return self._members.of_engine(engine)
 
     def reconfigure(self, settings: ClusterSettings, *, probe: Probe | None) -> None:
-        """These are the settings from now on. Endpoints that stay keep their load, health and breaker, policies what
-        they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
-        """
-        # Kept over a reload, and not built again around its state: requests of every generation hold picks on it.
+        """Apply new settings. Endpoints that stay keep their load, health and breaker, policies what they learned, and
+        requests that wait their turn. ValueError as in `apply_endpoints`; the endpoints are then unchanged."""
+        # Kept over a reload rather than rebuilt, since requests of every generation hold picks on it.
         before = self.settings
         self.settings = settings
         self.verdicts.settings = settings.health
@@ -206,8 +205,7 @@ class Cluster:
         self._arrange_queue()
 
     def show(self) -> None:
-        """The gauges read it from now on, with all that comes into it. Not before it serves: a configuration that names
-        it may still be refused."""
+        """Bind the gauges to this cluster. Not before it serves: a configuration that names it may still be refused."""
         self._shown = True
         for endpoint in self._members.all_endpoints():
             endpoint.show(self._metrics)
@@ -215,7 +213,7 @@ class Cluster:
             self.queue.show()
 
     def close(self) -> None:
-        """The cluster is no more: requests that wait are refused, and its endpoints take their metric series along."""
+        """Refuse the requests that wait and remove the endpoints with their metric series."""
         self._ask_sources(())
         self.apply_endpoints((), in_steps=False)
         for endpoint in self.endpoints:  # those an operator added
@@ -223,8 +221,8 @@ class Cluster:
         self._close_queue()
 
     def apply_endpoints(self, endpoints: Sequence[EndpointSettings], *, in_steps: bool = True) -> None:
-        """These are the static endpoints from now on; where very many come, change or leave, most do so in later turns
-        of the event loop. ValueError for a URL that is none, and then nothing changed."""
+        """Set the static endpoints. Where very many come, change or leave, most do so in later turns of the event loop.
+        ValueError for an invalid URL; nothing changed then."""
         if self._applying is not None:
             self._applying.cancel()
         in_steps = in_steps and self._tasks.running
@@ -248,8 +246,8 @@ class Cluster:
         return added
 
     def remove_endpoint(self, name: EndpointId) -> bool:
-        """Take a member, or all of an engine, out until it is added again; it finishes what it has. Whether there was
-        such a one."""
+        """Take a member, or all of an engine, out until it is added again; it finishes its requests. Return False for
+        an unknown name."""
         found = self._members.remove_endpoint(name)
         self._follow()
         return found
@@ -315,24 +313,24 @@ class Cluster:
         return self.reserve(decision, now)
 
     def observe_reuse(self, pick: Pick, cached_tokens: int, now: float) -> None:
-        """The engine said how many prompt tokens it had cached; policies hear of it while they know the endpoint."""
+        """Pass the engine's report of cached prompt tokens on to the policies while the endpoint exists."""
         if not pick.endpoint.metrics.closed:
             self.policies.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
 
     def observe_engine(self, endpoint: Endpoint, reading: Reading) -> None:
-        """An engine's own count of its prefills, read just now: what streams do not teach, it does."""
+        """Learn from an engine's own counters of prefills."""
         if not endpoint.metrics.closed:
             endpoint.ended.read_counters(reading, self._clock())
 
     def forget_process(self, engine: Engine) -> None:
-        """It is another process than before: what it was found to heed or to refuse is open again."""
+        """Reset the verdicts on an engine's priority and ranks after it restarted."""
         for endpoint in self.of_engine(engine):
             endpoint.priority.forget_verdict()
         self.ranks.forget_refusals(engine)
         engine.adapters.forget_loaded()
 
     def on_release(self, endpoint: Endpoint, now: float) -> None:
-        """An attempt's load has been released; called by its pick."""
+        """React to an attempt's released load; called by its pick."""
         if endpoint.load.in_flight + 1 == endpoint.max_in_flight:
             self._screening.invalidate()
         if endpoint.removed:
@@ -345,7 +343,7 @@ class Cluster:
         return self._screening.find_pool(model, now).usable
 
     def may_serve(self, model: str, now: float) -> bool:
-        """Whether an endpoint that is not out could take a request for `model` now."""
+        """Return True if an endpoint that is not out could take a request for `model` now."""
         pool = self._screening.find_pool(model, now)
         return bool(pool.usable) and not pool.panic
 
@@ -388,8 +386,8 @@ class Cluster:
         )
 
     def _ask_sources(self, sources: Sequence[Source] | None) -> None:
-        """These and no others (None: as the settings say), at once for the first time. What one of the same name
-        answered stands until it does."""
+        """Poll these sources and no others (None: those of the settings), at once for the first time. The last answer
+        of a source of the same name stays in use until the next one."""
         self._poller.stop()
         self._poller = self._make_poller(sources)
         self._members.keep_sources([source.name for source in self._poller.sources])
@@ -445,7 +443,7 @@ class Cluster:
                 self._hiding.discard(endpoint)
 
     def _arrange_queue(self) -> None:
-        """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
+        """Create, keep or close the queue as configured; a closed one places its requests at once."""
         settings = self.settings.queue
         speeds = self.policy.speeds
         awaits = settings.enabled is True and bool(self.settings.discovery.named)

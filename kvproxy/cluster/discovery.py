@@ -26,22 +26,22 @@ from kvproxy.cluster.sources.protocols import Discovery, Tell
 
 log = logging.getLogger(__name__)
 
-#: A source that takes longer to answer is asked again later.
+#: A source that takes longer to answer is polled again later.
 POLL_TIMEOUT_S = 10.0
-#: A watched source that cannot even begin is tried again after this long.
+#: Pause before a watched source that failed at once is tried again.
 _FOLLOW_AGAIN_S = 5.0
 #: Of very many endpoints, the share that comes, changes or leaves in one turn of the event loop.
 _SHARE = 0.01
-#: Objects that are left out and named in the log.
+#: Invalid objects named in one log line.
 _NAMED = 3
-#: No source is asked more often, whatever its interval says.
+#: Lower bound on the interval of polls.
 MIN_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A discovery with the name it goes by and how often it is asked; or `follow` of one that is watched, and may know
-    for sure that there is no endpoint."""
+    """Discovery with its name and interval, or `follow` of a watched one, which may report with certainty that there is
+    no endpoint."""
 
     name: str
     discovery: Discovery
@@ -72,12 +72,11 @@ def sources_of(
 
 
 class Poller:
-    """One task a source, among `tasks`.
+    """Polls each source in a task of its own, among `tasks`.
 
-    A source that fails, or knows no endpoint at all and is not watched, changes nothing: its last good answer (`known`)
-    stands, and the reason is logged when it is a new one. An object that is no endpoint is left out alone. `on_update`
-    gets a source's name and its whole new answer; ValueError refuses it.
-    """
+    A source that fails, or lists no endpoint at all and is not watched, changes nothing: its last good answer (`known`)
+    stays in use, and a new reason is logged. Invalid objects are left out one by one. `on_update` gets a source's name
+    and its whole new answer; ValueError refuses it."""
 
     def __init__(
         self,
@@ -102,9 +101,9 @@ class Poller:
         self._failing = metrics.group(EndpointStateMetrics).discovery_failing
         self._skipped = metrics.group(EndpointStateMetrics).discovery_left_out
         self._asking: list[asyncio.Task[None]] = []
-        #: Why a source does not answer, by its name; not of those that do.
+        #: Why a source does not answer, by its name; only of those that fail.
         self.complaints: dict[str, str] = {}
-        #: What is left out of the last answer, by source; none of those without.
+        #: Objects left out of the last answer, by source.
         self.left_out: dict[str, Sequence[LeftOut]] = {}
 
     async def ask_all(self) -> None:
@@ -143,7 +142,7 @@ class Poller:
         try:
             answer = await self._ask(source)
             if not answer and source.follow is None:
-                raise DiscoveryError("it knows no endpoint")
+                raise DiscoveryError("it lists no endpoint")
         except Exception as error:  # noqa: BLE001 - of whatever kind: the others go on
             self._failed(source, self._reason(source, error))
         else:
@@ -230,8 +229,8 @@ class Poller:
 def steps_towards(
     wanted: Sequence[EndpointSettings], known: Sequence[EndpointSettings]
 ) -> Iterator[Sequence[EndpointSettings]]:
-    """Yield what to have one after the other, `wanted` at last. First those change that are there, a few in each step,
-    then others come, then they leave. What says the same as before is the same object."""
+    """Yield the sets of endpoints between `known` and `wanted`: first changes, a few in each step, then additions, then
+    removals. An unchanged endpoint is the same object in all of them."""
     before = {one.id: one for one in known}
     wanted = tuple(was if (was := before.get(one.id)) == one else one for one in wanted)
     named = {one.id: one for one in wanted}

@@ -50,5 +50,5 @@ class DiscoverySettings(Model):
 
     @property
     def named(self) -> bool:
-        """Whether there is any, of features too."""
+        """True if any source is configured, those of features included."""
         return any(getattr(self, name) is not None for name in type(self).model_fields)

@@ -21,14 +21,14 @@ from kvproxy.features.priority.priority_trial import PriorityPayoff
 
 
 class Condition(StrEnum):
-    """Whether an endpoint may be picked, and the first reason why not; shown in status."""
+    """Condition of an endpoint: whether it may be picked, and the first reason why not; shown in status."""
 
     UP = "up"
     DRAINING = "draining"
-    NOT_READY = "not_ready"  # by its source's word
-    ASLEEP = "asleep"  # by its engine's own word
-    UNHEALTHY = "unhealthy"  # by its probes
-    EJECTED = "ejected"  # by its failed requests
+    NOT_READY = "not_ready"  # reported by its source
+    ASLEEP = "asleep"  # reported by its engine
+    UNHEALTHY = "unhealthy"  # by failed probes
+    EJECTED = "ejected"  # by failed requests
     BREAKER_OPEN = "breaker_open"
     SATURATED = "saturated"
 
@@ -40,12 +40,11 @@ DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN
 
 
 class Endpoint:
-    """What the cluster chooses among: an engine, or one of its data-parallel ranks, which share the engine's address,
-    health and breaker and have a load of their own.
+    """Unit of routing: an engine, or one of its data-parallel ranks, which share the engine's address, health and
+    breaker and have a load of their own.
 
     Equal only to itself: an engine that moved to another address is another endpoint, even under the same id.
-    `on_change` is called whenever its condition or weight may have changed for another reason than time.
-    """
+    `on_change` is called whenever its condition or weight may have changed for another reason than time."""
 
     __slots__ = (
         "_asleep",
@@ -94,21 +93,21 @@ class Endpoint:
     ) -> None:
         self.id = engine.endpoint_id(rank)
         self.engine = engine
-        self.rank = rank  # None: all of the engine
+        self.rank = rank  # None: the engine as a whole
         self.origin = engine.origin
         self.health = engine.health
         self.breaker = engine.breaker
         self.load = EndpointLoad()
         self.ended = EndedWork(self.load)
-        self.removed = False  # no longer in the cluster, finishing what it has
-        #: Attempts without a first byte, and how each is told that the endpoint is out (its pick adds and removes it).
+        self.removed = False  # removed from the cluster, finishing its requests
+        #: Attempts without a first byte, and the callback that ends each when the endpoint goes out (set by its pick).
         self.waiting: dict[object, Callable[[], None]] = {}
         self._draining = self._asleep = False
         self._on_change = on_change
         self.metrics = EndpointMetrics(metrics, cluster, self.id)
         self._clock = clock
         self._shown = False
-        #: Whether its engine is told in which order to admit, and what it makes of that.
+        #: Whether its engine gets a priority, and what effect that has.
         self.priority = EndpointPriority(config, settings, load=self.load, payoff=payoff, rng=rng)
         self.configure(config, settings)
 
@@ -116,15 +115,15 @@ class Endpoint:
         return f"<Endpoint {self.id} {self.origin} in_flight={self.load.in_flight}>"
 
     def configure(self, config: EndpointSettings, settings: ClusterSettings) -> None:
-        """Take over everything about it that may change while it runs: its own, what its engine was configured to
-        before, and what its cluster says of every endpoint. Its load goes on."""
+        """Apply settings that may change at run time: the endpoint's own, the engine's, and those of the cluster. Its
+        load is kept."""
         self.max_in_flight = settings.max_in_flight
         self.configured_weight = self.weight = config.weight
         self.ready = config.ready
         self.models = frozenset(config.models)
         self.instance_id = config.instance_id or config.id
         self.reads_shared_kv = config.shared_kv
-        self.kv_event_sources = config.kv_event_sources  # of an engine that cannot say it
+        self.kv_event_sources = config.kv_event_sources  # for an engine that does not report them
         self.authorization = self.engine.authorization
         self.labels = dict(config.labels)
         self.retry = config.retry
@@ -155,7 +154,7 @@ class Endpoint:
             self._on_change()
 
     def load_told(self, in_flight_before: int) -> None:
-        """Another proxy told of its load here."""
+        """React to a change of the load that other proxies report here."""
         if self.max_in_flight and (in_flight_before < self.max_in_flight) is self.saturated:
             self._on_change()
 
@@ -165,15 +164,15 @@ class Endpoint:
         return 0 < self.max_in_flight <= self.load.in_flight
 
     def serves(self, model: str) -> bool:
-        """Whether it would take this model; "" is any. An adapter that engines of its cluster list goes to these; of
-        what none lists an endpoint without `models` is asked."""
+        """Return True if the endpoint serves this model; "" is any. An adapter that engines of its cluster list goes to
+        these; requests for one that none lists go to endpoints without `models`."""
         if not model or model in self.models:
             return True
         adapters = self.engine.adapters
         return model in adapters.names if model in adapters.elsewhere else not self.models
 
     def condition(self, now: float) -> Condition:
-        """Whether it may be picked now."""
+        """Return the condition at this time."""
         if self._draining or self.removed:
             return Condition.DRAINING
         if not self.ready:
@@ -218,7 +217,7 @@ class Endpoint:
         self.metrics.engine_priority("refused")
 
     def show(self, metrics: Metrics) -> None:
-        """The gauges read it from now on. Idempotent; nothing once it is gone."""
+        """Bind the gauges to this endpoint. Idempotent; does nothing once it is gone."""
         if self._shown or self.metrics.closed:
             return
         self._shown = True

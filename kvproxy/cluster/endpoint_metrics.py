@@ -14,7 +14,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.metrics import EndpointRequestMetrics, EndpointStateMetrics, EnginePriorityMetrics
 from kvproxy.features.priority.engine_priority import EndpointPriority, PriorityState
 
-#: Models told apart on one endpoint; further ones are counted together.
+#: Models counted one by one on one endpoint; further ones are counted together.
 MAX_MODELS = 16
 OTHER = "other"
 
@@ -24,7 +24,7 @@ class Latency:
     """How long the requests of one model took on one endpoint."""
 
     ttft: HistogramCell  # of streamed answers
-    whole: HistogramCell  # the same of others, whose first byte is their end
+    whole: HistogramCell  # the same for other answers, whose first byte is their end
     itl: HistogramCell
     duration: HistogramCell
 
@@ -40,16 +40,16 @@ class EndpointMetrics:
         self.cluster = cluster
         self._labels = (cluster, str(endpoint))
         self._children: dict[tuple[Counter, str], CounterCell] = {}
-        self._answers: dict[int, CounterCell] = {}  # of `requests`, by status: the one that every request needs
+        self._answers: dict[int, CounterCell] = {}  # of `requests`, by status: the counter that every request needs
         self._latencies: dict[str, Latency] = {}
         self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
-        self.closed = False  # the series are gone
+        self.closed = False  # its series are removed
         self._priority_shown = False
         self.last_failure = ""  # reason of the last failed attempt; "": none failed yet
         self.last_probe = ""  # outcome of the last probe
 
     def count_request(self, status: int) -> None:
-        """A request was answered from here with this status."""
+        """Count a request by the status of its response."""
         tally = self._answers.get(status)
         if tally is None:
             tally = self._tally(self._metrics.group(EndpointRequestMetrics).finished, str(status))
@@ -75,29 +75,29 @@ class EndpointMetrics:
         return latency
 
     def attempt_failure(self, reason: str) -> None:
-        """An attempt here failed; `reason` as UpstreamError names it."""
+        """Count a failed attempt; `reason` as UpstreamError names it."""
         self.last_failure = reason
         self._count(self._metrics.group(EndpointRequestMetrics).attempt_failures, reason)
 
     def count_ejection(self, reason: str) -> None:
-        """The endpoint was taken out."""
+        """Count an ejection."""
         self._count(self._metrics.group(EndpointStateMetrics).ejections, reason)
 
     def count_probe(self, outcome: str) -> None:
-        """An active probe ended."""
+        """Count an active probe."""
         self.last_probe = outcome
         self._count(self._metrics.group(EndpointStateMetrics).probes, outcome)
 
     def engine_priority(self, outcome: str) -> None:
-        """A request carried its `priority`, or the engine refused it for that."""
+        """Count a request with `priority`, or the engine's refusal of it."""
         self._count(self._metrics.group(EnginePriorityMetrics).engine_priority_requests, outcome)
 
     def rank_refused(self, refusal: str) -> None:
-        """The engine does not know the rank by this number; `refusal` is what was done about it."""
+        """Count a rank number that the engine refused; `refusal` is the reaction."""
         self._count(self._metrics.group(EndpointStateMetrics).rank_refusals, refusal)
 
     def show_priority(self, priority: EndpointPriority) -> None:
-        """The gauges read it from now on, if the engine is told a priority at all. Idempotent."""
+        """Bind the gauges to this state, if engines get a priority at all. Idempotent."""
         if priority.off or self._priority_shown or self.closed:
             return
         self._priority_shown = True

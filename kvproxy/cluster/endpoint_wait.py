@@ -13,7 +13,7 @@ from kvproxy.base.types import Clock
 
 AnswerT = TypeVar("AnswerT")
 
-#: Requests let in within one turn of the event loop.
+#: Requests released within one turn of the event loop.
 _LET_IN_A_TURN = 8
 
 
@@ -21,13 +21,13 @@ _LET_IN_A_TURN = 8
 class _Place:
     """A request that waits."""
 
-    own_s: float  # of prefill, where nothing is cached
+    own_s: float  # prefill seconds without any cached token
     since: float
     called: asyncio.Event = field(default_factory=asyncio.Event)
-    over: bool = False  # its time
+    over: bool = False  # its wait is over
 
     def end(self) -> None:
-        """It has waited for as long as it may."""
+        """End the wait at its deadline."""
         self.over = True
         self.called.set()
 

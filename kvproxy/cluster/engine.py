@@ -23,33 +23,33 @@ _SLOW_START_STEPS = 20
 #: 2**this times `eject_for` is beyond any bound a person would write.
 _MAX_DOUBLINGS = 20
 
-#: An attempt that failed longer ago than this says nothing about the present.
+#: An attempt that failed longer ago does not count.
 _FAILING_S = 60.0
 
 
 class Health:
-    """Whether one engine is fit to serve: a pure state machine over probes and request outcomes.
+    """Health of one engine: a pure state machine over probes and request outcomes.
 
     Two verdicts stand side by side and both must be good. *Probes* take an engine out after some failed ones in a row
     and bring it back after some good ones. *Ejection* follows failed requests, ends by itself, and lasts twice as long
     each time; every `eject_for` of good behaviour afterwards takes one doubling back. Answers of the 4xx kind and
     clients that leave are no failures and must not be reported as such.
 
-    `now` is monotonic seconds and never steps back. `settings` may be replaced at any
-    time: other bounds count from then on."""
+    `now` is monotonic seconds and never steps back. `settings` may be replaced at any time: other bounds count from
+    then on."""
 
     def __init__(self, settings: HealthCheckSettings) -> None:
         self.settings = settings
-        self.heard = False  # whether another process probed it since the last turn here
-        self._healthy = True  # until a probe says otherwise
+        self.heard = False  # another process probed it since its last turn here
+        self._healthy = True  # until a probe fails
         self._ever_healthy = False
-        self._streak = 0  # probes in a row that contradict the present verdict
+        self._streak = 0  # probes in a row that contradict the present state
         self.failures = 0  # failed requests in a row that are its own fault
-        self.unserved = 0  # attempts in a row that served nothing, for whatever reason
+        self.unserved = 0  # attempts in a row without a response, for whatever reason
         self._unserved_at = -math.inf  # the last of them
         self._failed_clients: tuple[str, ...] = ()  # the first two that got a 500 since the last success
         self._ejected_until = -math.inf
-        self._ejections = 0  # doublings the next ejection starts from
+        self._ejections = 0  # number of doublings of the next ejection
         self._back_at = -math.inf
 
     @property
@@ -68,7 +68,7 @@ class Health:
         return self._ejected_until
 
     def ejected(self, now: float) -> bool:
-        """Whether failed requests keep it out at present."""
+        """Return True while failed requests keep the engine out."""
         return now < self._ejected_until
 
     def record_probe(self, well: bool, now: float) -> bool:
@@ -101,12 +101,12 @@ class Health:
         return self.unserved if now - self._unserved_at < _FAILING_S else 0
 
     def record_unserved(self, now: float) -> None:
-        """An attempt ended with a failure, "busy" or nothing; blame apart."""
+        """Record an attempt that ended with a failure, "busy" or nothing; blame apart."""
         self.unserved = self.unserved_in_a_row(now) + 1
         self._unserved_at = now
 
     def record_success(self) -> None:
-        """The engine answered a request."""
+        """Record an answered request."""
         self.failures = self.unserved = 0
         self._failed_clients = ()
 
@@ -120,7 +120,7 @@ class Health:
         """Return the engine failed a request; whether it now deserves ejection (the cluster decides if it can be
         spared)."""
         if now < self._ejected_until:
-            return False  # requests from before the ejection, failing late
+            return False  # late failures of requests from before the ejection
         self.failures += 1
         return 0 < self.settings.eject_after <= self.failures
 
@@ -164,11 +164,9 @@ class Health:
 
 
 class Engine:
-    """A server as the cluster knows it. Its endpoints are its ranks, or it is the only one.
+    """Server of a cluster. Its endpoints are its ranks, or it is the only one.
 
-    `on_breaker_change` is called with it whenever what its breaker admits may have changed for another reason than
-    time.
-    """
+    `on_breaker_change` is called when its breaker changed for another reason than time."""
 
     __slots__ = ("adapters", "authorization", "breaker", "health", "id", "members", "origin", "ranks", "software")
 
@@ -190,7 +188,7 @@ class Engine:
         self.ranks = Ranks(config.data_parallel or settings.data_parallel)
         self.adapters = adapters
         self.members: tuple[EndpointId, ...] = ()  # its endpoints in the cluster
-        self.software: str | None = None  # such as "vLLM 0.32.0"; "": it does not report it; None: it was not asked
+        self.software: str | None = None  # such as "vLLM 0.32.0"; "": not reported; None: not queried
         self.configure(config, settings)
 
     def __repr__(self) -> str:
@@ -205,7 +203,7 @@ class Engine:
         self.authorization = f"Bearer {key}".encode() if key else None  # never in repr, status or logs
 
     def endpoint_id(self, rank: int | None) -> EndpointId:
-        """What the endpoint of this rank is called; None: the engine as one."""
+        """Return the id of this rank's endpoint; None: the engine as one."""
         return self.id if rank is None else EndpointId(f"{self.id}@{rank}")
 
 

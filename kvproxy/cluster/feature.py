@@ -28,7 +28,7 @@ class ClusterObserver:
     """Observes one cluster as long as it lives; hooks that a class does not override are not called."""
 
     def placed(self, reservation: Reservation, speeds: SpeedModel, now: float) -> None:
-        """A request has its place, in a cluster whose speeds are learned. In the turn of the decision: no wait."""
+        """React to a placed request in a cluster with learned speeds. Called in the turn of the decision: no wait."""
 
 
 class ObservedCluster(Protocol):
@@ -46,12 +46,12 @@ class ObservedCluster(Protocol):
 
 
 class SilentPolicy(Protocol):
-    """A policy that takes part in every decision of a cluster without effect. Nothing that it does may raise."""
+    """Policy that takes part in every decision of a cluster without effect. It must not raise."""
 
     policy: Policy
 
     def decide(self, live: Decision[Endpoint], now: float) -> None:
-        """A decision is about to take effect."""
+        """Decide before the live decision takes effect."""
         ...
 
     def observe_sample(
@@ -79,7 +79,7 @@ ListClusters = Callable[[], Iterable[ObservedCluster]]
 
 
 class ClusterFeature(BaseFeature):
-    """What a feature adds to clusters."""
+    """Contributions of a feature to clusters."""
 
     def list_sources(
         self, discovery: DiscoverySettings, *, clock: Clock, rng: Random, sleep: Sleep

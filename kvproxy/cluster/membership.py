@@ -1,4 +1,4 @@
-"""The members of a cluster: what the sources say, merged, against the endpoints there are."""
+"""Members of a cluster: merges the sources' answers and updates the endpoints."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 #: The source whose endpoints come first and win over others of the same id.
 STATIC = "static"
-#: What an operator added while it runs: comes last, and wins over every other source's endpoint of the same id.
+#: Endpoints an operator added at run time: the last source, which wins over others of the same id.
 OPERATOR = "operator"
-#: What engines and endpoints read of their cluster's settings: of thousands nothing is done where none of that changed.
+#: Settings of a cluster that engines and endpoints use; if none changed, thousands of endpoints are left alone.
 CONFIGURED_BY = "health", "breaker", "data_parallel", "max_in_flight", "engine_priority", "engine_priority_order"
-MAX_ADDED = 1024  # by an operator, at once in one cluster
+MAX_ADDED = 1024  # bound on an operator's endpoints in one cluster
 
 
 class Owner(Protocol):
@@ -30,13 +30,13 @@ class Owner(Protocol):
     def settings(self) -> ClusterSettings: ...
     def make_engine(self, config: EndpointSettings) -> Engine: ...
     def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint: ...
-    def endpoint_left(self, endpoint: Endpoint) -> None: ...  # for good, or another one took its id
+    def endpoint_left(self, endpoint: Endpoint) -> None: ...  # for good, or because another one took its id
 
 
 class _Member(NamedTuple):
     """An endpoint that is to be there."""
 
-    config: EndpointSettings  # its engine's
+    config: EndpointSettings  # settings of its engine
     engine: Engine
     rank: int | None
 
@@ -48,10 +48,10 @@ class Membership:
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._sources: dict[str, tuple[EndpointSettings, ...]] = {STATIC: ()}
-        self._weights: dict[EndpointId, float] = {}  # an operator's, over the sources'
-        self._removed: frozenset[EndpointId] = frozenset()  # by an operator, whatever the sources say
+        self._weights: dict[EndpointId, float] = {}  # set by an operator, over those of the sources
+        self._removed: frozenset[EndpointId] = frozenset()  # removed by an operator, whatever the sources list
         self._engines: dict[EndpointId, Engine] = {}
-        self._named: dict[EndpointId, EndpointSettings] = {}  # what engines are configured by
+        self._named: dict[EndpointId, EndpointSettings] = {}  # settings of the engines
         self._settings: ClusterSettings | None = None  # likewise
         self._configs: dict[EndpointId, EndpointSettings] = {}  # of the members
         self._present: dict[EndpointId, Endpoint] = {}
@@ -87,7 +87,7 @@ class Membership:
         return tuple(endpoint for endpoint in present if endpoint is not None and endpoint.engine is engine)
 
     def named_by(self, source: str) -> Sequence[EndpointSettings] | None:
-        """Return what the source knew last; None: it has not said anything yet."""
+        """Return the source's last answer; None before the first."""
         return self._sources.get(source)
 
     def keep_sources(self, names: Collection[str]) -> None:
@@ -98,7 +98,7 @@ class Membership:
             self._apply(sources, self._removed)
 
     def apply_source(self, source: str, configs: Iterable[EndpointSettings]) -> None:
-        """All that `source` knows now. ValueError for a URL that is none, and then nothing changed."""
+        """Apply the complete answer of `source`. ValueError for an invalid URL; nothing changed then."""
         self._apply({**self._sources, source: tuple(configs)}, self._removed)
 
     def add_endpoint(self, config: EndpointSettings) -> bool:
@@ -120,7 +120,7 @@ class Membership:
         return True
 
     def apply_ranks(self) -> None:
-        """An engine has other ranks now."""
+        """Apply changed ranks of an engine."""
         self._apply(self._sources, self._removed)
 
     def _apply(self, sources: dict[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
@@ -130,7 +130,7 @@ class Membership:
         last = self._settings
         afresh = last is None or any(getattr(settings, one) != getattr(last, one) for one in CONFIGURED_BY)
         changed = {one: c for one, c in named.items() if before.get(one) is not c or one not in self._engines}
-        origins = {one: origin_of(config) for one, config in changed.items()}  # before anything changes
+        origins = {one: origin_of(config) for one, config in changed.items()}  # before any change
         engines = {one: self._engines[one] for one in named if one not in changed}
         engines.update((one, self._engine_at(config, origins[one])) for one, config in changed.items())
         for one in named if afresh else changed:
@@ -174,7 +174,7 @@ class Membership:
         return (*self._present.values(), *self._draining)
 
     def on_idle(self, endpoint: Endpoint) -> None:
-        """A request on a draining endpoint is over."""
+        """Remove a draining endpoint after its last request."""
         if endpoint.load.own_in_flight == 0 and endpoint in self._draining:
             self._draining.remove(endpoint)
             self._finalize(endpoint)

@@ -8,7 +8,7 @@ from kvproxy.base.metrics.across_workers import Across
 from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Histogram
 from kvproxy.base.metrics.groups import MetricGroup
 
-#: As far as `timeouts.first_byte` goes.
+#: Up to `timeouts.first_byte`.
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 COST_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0, 100_000.0)  # seconds, blocks, scores
@@ -25,7 +25,7 @@ class RoutingMetrics(MetricGroup):
     def __init__(self, r: CollectorRegistry) -> None:
         self.picks = Counter("kvproxy_picks", "Routing decisions", ["cluster", "policy", "reason"], registry=r)
         self.preferences = Counter(
-            "kvproxy_preferences", "What became of a preferred endpoint", ["result"], registry=r
+            "kvproxy_preferences", "Outcome of a preference for an endpoint", ["result"], registry=r
         )  # followed, unknown, unhealthy, draining, asleep, saturated, excluded, breaker_open
         self.router_queue_wait = Histogram(
             "kvproxy_router_queue_wait_seconds",
@@ -58,7 +58,7 @@ class EndpointRequestMetrics(MetricGroup):
         )
         self.ttft = Histogram(
             "kvproxy_ttft_seconds",
-            "Request received to first body byte from upstream; of an answer that is not streamed that is its end",
+            "Request received to first body byte from upstream, which is the end of an answer that is not streamed",
             ["cluster", "endpoint", "model", "stream"],
             buckets=TTFT_BUCKETS_S,
             registry=r,
@@ -72,7 +72,7 @@ class EndpointRequestMetrics(MetricGroup):
         )
         self.itl = Histogram(
             "kvproxy_itl_seconds",
-            "Mean time between the tokens of a streamed answer, one observation a request",
+            "Mean time between the tokens of a streamed answer, one observation per request",
             ["cluster", "endpoint", "model"],
             buckets=ITL_BUCKETS_S,
             registry=r,
@@ -110,21 +110,21 @@ class EndpointStateMetrics(MetricGroup):
         )
         self.cache_losses = Counter(
             "kvproxy_engine_cache_losses",
-            "Times an endpoint's engine lost what it held, by how that was noticed",
+            "Times an endpoint's engine lost its cache, by how that was noticed",
             ["cluster", "endpoint", "reason"],
             registry=r,
         )  # restarted, cleared, forgot, asleep
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.rank_refusals = Counter(
             "kvproxy_rank_refusals",
-            "Requests whose data-parallel rank an engine did not know",
+            "Requests whose data-parallel rank an engine refused",
             ["cluster", "endpoint", "outcome"],
             registry=r,
         )  # renumbered, dropped, doubted, late
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
         self.discovery_failing = Gauge(
             "kvproxy_discovery_failing",
-            "1: this source of endpoints does not answer, and what it said last stands",
+            "1: this source of endpoints does not answer; its last answer stays in use",
             ["cluster", "source"],
             registry=r,
         )
@@ -137,7 +137,7 @@ class EndpointStateMetrics(MetricGroup):
 
 
 class SpeedMetrics(MetricGroup):
-    """What was learned of the engines' speeds."""
+    """Learned speeds of the engines."""
 
     across = {
         "kvproxy_learned_prefill_tokens_per_second": Across.MEAN,
@@ -160,7 +160,7 @@ class SpeedMetrics(MetricGroup):
         )
         self.learned_onboarding = CallbackGauge(
             "kvproxy_learned_onboarding_seconds_per_token",
-            "What bringing a token up from a tier takes, as learned; no series of tiers that nothing came from",
+            "Learned time to load a token from a tier; no series for tiers without a load",
             ["cluster", "endpoint", "tier"],
             registry=r,
         )
@@ -176,13 +176,13 @@ class EnginePriorityMetrics(MetricGroup):
     def __init__(self, r: CollectorRegistry) -> None:
         self.engine_priority_requests = Counter(
             "kvproxy_engine_priority_requests",
-            "Requests that carried the number by which engines order what waits",
+            "Requests with the number by which engines order their queue",
             ["cluster", "endpoint", "outcome"],
             registry=r,
         )  # sent, refused
         self.engine_priority_state = Gauge(
             "kvproxy_engine_priority_state",
-            "1: this is what is known of the engine, where it is told a priority",
+            "1: this is the engine's state, if it gets a priority",
             ["cluster", "endpoint", "state"],
             registry=r,
         )  # unknown, obeys, ignores, refused, does_not_pay

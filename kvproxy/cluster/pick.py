@@ -22,7 +22,7 @@ from kvproxy.cluster.routing.work import PromptSplit
 
 
 class AttemptOutcome(StrEnum):
-    """How an attempt ended, as far as it says something of its endpoint."""
+    """How an attempt ended, by its meaning for the endpoint."""
 
     SUCCESS = "success"
     CLIENT_ERROR = "client_error"  # the engine answered 4xx: alive, the request was wrong
@@ -36,7 +36,7 @@ _UNSERVED = frozenset({AttemptOutcome.BUSY, AttemptOutcome.FAILURE, AttemptOutco
 
 
 class Judge(Protocol):
-    """What draws the conclusions of attempts."""
+    """Receiver of the attempts' outcomes."""
 
     def record_outcome(self, engine: Engine, outcome: AttemptOutcome, now: float) -> None: ...
     def follow_outage(self, now: float) -> None: ...
@@ -62,11 +62,11 @@ class Pick(msgspec.Struct, eq=False):
     """A reserved place on an endpoint. Its holder settles it on every way out, best in a `finally`."""
 
     decision: Decision[Endpoint]
-    endpoint: Endpoint  # of the decision
+    endpoint: Endpoint  # chosen by the decision
     reservation: Reservation
     permit: Permit | None  # None: picked in panic past an open breaker
     picker: Picker
-    placement: Placement | None = None  # of its adapter
+    placement: Placement | None = None  # of its request's adapter
 
     @property
     def policy(self) -> str:
@@ -97,13 +97,13 @@ class Pick(msgspec.Struct, eq=False):
         return f"<Pick {self.endpoint.id} {self.reason}>"
 
     def begin(self, facts: OverlapFacts, speeds: SpeedModel | None, now: float) -> None:
-        """It goes to the engine only now, having waited for something else than the engine: these are the facts now."""
+        """Start the request at the engine after a wait that was not the engine's, with the facts as of now."""
         here = self.endpoint.id
         split = split_prompt(facts.prompt_tokens, facts.by_endpoint.get(here), here, speeds)
         self.endpoint.load.begin(self.reservation, split, now)
 
     def first_token(self, now: float) -> None:
-        """The engine sent the first body byte."""
+        """Record the first body byte."""
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.first_token(self.reservation, now)
         if self.placement is not None:
@@ -113,7 +113,8 @@ class Pick(msgspec.Struct, eq=False):
         if self.picker.queue is not None:
             self.picker.queue.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
-            self.permit.record_success()  # a probe that streams for minutes must not hold the breaker half open so long
+            # a probe that streams for minutes must not keep the breaker half open that long
+            self.permit.record_success()
 
     def on_unhealthy(self, give_back: Callable[[], None]) -> None:
         """Until the first byte or the end, `give_back` is called when the endpoint is found unhealthy, and after each
@@ -121,7 +122,7 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.waiting[self] = give_back
 
     def settle(self, outcome: AttemptOutcome, now: float) -> None:
-        """The attempt is over. Idempotent: the first outcome stands."""
+        """End the attempt. Idempotent: the first outcome stands."""
         if self.reservation.released:
             return
         self._release(now)
@@ -133,13 +134,13 @@ class Pick(msgspec.Struct, eq=False):
         self.picker.on_release(self.endpoint, now)
 
     def suspend(self, now: float) -> None:
-        """The attempt failed, and whether the endpoint is to blame will be known later: `blame` must follow."""
+        """Release a failed attempt whose blame is decided later: `blame` must follow."""
         self._release(now)
         self.endpoint.health.record_unserved(now)
         self.picker.on_release(self.endpoint, now)
 
     def blame(self, outcome: AttemptOutcome, now: float) -> None:
-        """The verdict on a suspended attempt: FAILURE or UNPROVEN."""
+        """Decide on a suspended attempt: FAILURE or UNPROVEN."""
         self._record(outcome, now)
 
     def _release(self, now: float) -> None:
@@ -151,7 +152,7 @@ class Pick(msgspec.Struct, eq=False):
             self.endpoint.priority.forget_request(self)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
-        if outcome is AttemptOutcome.SUCCESS:  # nearly all: no verdict changes by it
+        if outcome is AttemptOutcome.SUCCESS:  # the common case: no verdict changes
             if self.permit is not None:
                 self.permit.record_success()
             health = self.endpoint.health
@@ -181,7 +182,7 @@ def reserve(endpoint: Ledgered, request: PickRequest, speeds: SpeedModel | None,
 
 
 def split_prompt(tokens: int, overlap: Overlap | None, endpoint: EndpointId, speeds: SpeedModel | None) -> PromptSplit:
-    """What of a prompt of so many tokens is there, where this is known of `endpoint`."""
+    """Split a prompt of `tokens` into its cached part at the endpoint and the rest."""
     if overlap is None:
         return PromptSplit(tokens, 0)
     cached = overlap.device_tokens

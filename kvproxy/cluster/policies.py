@@ -33,7 +33,7 @@ class NamedPolicy:
         self._counts: dict[str, CounterCell] = {}  # by reason: closed sets of the policy, the selector and the cluster
 
     def count_result(self, reason: str) -> None:
-        """A placement, or a refusal."""
+        """Count a placement or a refusal."""
         counter = self._counts.get(reason)
         if counter is None:
             counter = self._counts[reason] = self._picks(reason)
@@ -64,7 +64,7 @@ class PolicySet:
         self._settings = settings
         self._metrics = metrics
         self._rng = rng
-        #: Learned under earlier policies, where none of these learns speeds.
+        #: Speeds of earlier policies, kept if none of these learns any.
         self._known: SpeedModel | None = None if earlier is None else earlier.speeds or earlier._known
         self._preferences: dict[str, CounterCell] = {}
         if earlier is not None:
@@ -104,7 +104,7 @@ class PolicySet:
         return self.named.get(name, self.own)
 
     def placed(self, decision: Decision[Endpoint], now: float) -> None:
-        """The decision takes effect: it is counted, silent policies decide, too, and every policy hears of it."""
+        """Apply the decision: count it, let silent policies decide, and pass it to every policy."""
         request = decision.request
         candidates = decision.candidates
         index = decision.index
@@ -129,7 +129,7 @@ class PolicySet:
         lower: LowerTokens = (),
         scraped: bool = False,
     ) -> None:
-        """As of Policy; each model of speeds hears of it once."""
+        """Pass a sample to each speed model once, as in Policy."""
         for policy in self._learners:
             policy.observe_sample(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
         for silent in self._silent:

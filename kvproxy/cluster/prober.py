@@ -17,14 +17,14 @@ from kvproxy.cluster.settings import HealthCheckSettings
 
 log = logging.getLogger(__name__)
 
-#: Asks an engine whether it is well. KvproxyError and OSError mean no.
+#: Checks an engine's health. KvproxyError and OSError mean unhealthy.
 Probe = Callable[[Engine], Awaitable[bool]]
 
 #: Probes in flight at once.
 MAX_CONCURRENT = 16
 #: The first probes are spread over this long (or the interval, if shorter): soon, but not all at once.
 FIRST_PROBES_S = 1.0
-#: Share by which every pause varies either way, so that many proxies do not probe in step.
+#: Random variation of every pause, as a share, so that many proxies do not probe in step.
 JITTER = 0.1
 
 
@@ -32,11 +32,11 @@ class ProbeOutcome(StrEnum):
     """A metric label."""
 
     OK = "ok"
-    FAILED = "failed"  # it answered, and not well
+    FAILED = "failed"  # it answered, but not well
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
-    NOT_SENT = "not_sent"  # for want of a socket on our side: says nothing about the engine
-    STALLED = "stalled"  # this process stood still while the answer may have come: nor does that
+    NOT_SENT = "not_sent"  # no socket on our side, so no finding about the engine
+    STALLED = "stalled"  # this process stood still while the answer may have come: no finding either
 
     @property
     def says_nothing(self) -> bool:
@@ -44,13 +44,13 @@ class ProbeOutcome(StrEnum):
         return self in (ProbeOutcome.NOT_SENT, ProbeOutcome.STALLED)
 
 
-#: Tells the other workers of the name of an engine that was probed, and the outcome.
+#: Reports the name of a probed engine and the outcome to the other workers.
 TellProbe = Callable[[EndpointId, ProbeOutcome], None]
 
 
 class Prober:
-    """One task an engine, among `tasks`. `on_result` gets every outcome, in the event loop. Of several workers
-    the one whose turn comes first probes an engine; the others hear of it, and leave out their turn."""
+    """Probes each engine in a task of its own, among `tasks`. `on_result` gets every outcome, in the event loop. One
+    worker at a time probes an engine and shares the outcome; the others skip their turn."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Prober:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     def probe_engines(self, engines: Iterable[Engine]) -> None:
-        """These from now on, and no others; none while `tasks` do not run."""
+        """Probe these engines and no others; none while `tasks` do not run."""
         if self._probe is None:
             return
         wanted = list(engines) if self._tasks.running else []
@@ -122,7 +122,7 @@ class Prober:
             return ProbeOutcome.NOT_SENT
         except (KvproxyError, OSError):
             return ProbeOutcome.UNREACHABLE
-        except Exception:  # a probe written elsewhere must not end the probing of its engine
+        except Exception:  # a third-party probe must not end the probing of its engine
             log.exception("the probe of %s/%s is broken", self._cluster, engine.id)
             return ProbeOutcome.FAILED
 
@@ -143,5 +143,5 @@ class HttpProbe:
         credential: Headers = [(b"authorization", engine.authorization)] if engine.authorization else []
         headers = [(b"user-agent", b"kvproxy-health"), *credential]
         response = await self._pool.request(engine.origin, b"GET", self._target, headers, None, timeouts=self._timeouts)
-        response.abort()  # the status says it all
+        response.abort()  # only the status is needed
         return 200 <= response.status < 300

@@ -1,4 +1,4 @@
-"""Which data-parallel ranks an engine has that requests may ask for, and the numbers it knows them by. Pure."""
+"""Data-parallel ranks of an engine that requests may name, and the engine's numbers for them. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from enum import StrEnum
 
 from kvproxy.cluster.settings import DataParallelSettings
 
-#: Refusals without a word of the rank, by which it is dropped all the same.
+#: Refusals that do not name the rank, after which it is dropped all the same.
 DOUBTS = 3
-#: Ranks followed of one engine; a larger deployment has several front ends.
+#: Bound on the ranks of one engine; a larger deployment has several front ends.
 MAX_RANKS = 256
 
 
 class RankRefusal(StrEnum):
-    """What is done about a rank that an engine refused; a metric label."""
+    """Reaction to a rank that an engine refused; a metric label."""
 
-    RENUMBERED = "renumbered"  # it counts from its own first rank: asked so from now on
-    DROPPED = "dropped"  # it is no candidate any more
-    DOUBTED = "doubted"  # the engine does not say that it is for the rank: nothing, as yet
-    LATE = "late"  # the answer to what is not sent any more
+    RENUMBERED = "renumbered"  # the engine counts from its own first rank, and is sent such numbers from now on
+    DROPPED = "dropped"  # no longer a candidate
+    DOUBTED = "doubted"  # the error does not name the rank: no reaction yet
+    LATE = "late"  # a late answer to a number no longer sent
 
 
 class Ranks:
@@ -39,16 +39,16 @@ class Ranks:
         self._refused: frozenset[int] = frozenset()
         self._doubts: Counter[int] = Counter()
         self._first = 0  # subtracted from a rank to get its number
-        self.in_body = False  # requests name theirs in the body, too
-        self.shown: tuple[int, ...] = ()  # by its metrics, if several
-        #: By its event sources, or what is configured of them; None: they were not asked.
+        self.in_body = False  # requests name their rank in the body, too
+        self.shown: tuple[int, ...] = ()  # from its metrics, if several
+        #: From its event sources, or as configured for them; None: not queried.
         self.named: tuple[int, ...] | None = None
-        #: The ranks that are chosen among; () where the engine is one candidate.
+        #: Ranks to choose among; () if the engine is one candidate.
         self.candidates: tuple[int, ...] = ()
         self._choose()
 
     def configure(self, settings: DataParallelSettings) -> None:
-        """Take over what the configuration says. Other ranks than before have not been refused yet."""
+        """Apply the configured ranks. Changed ranks lose their record of refusals."""
         if settings != self._settings:
             self._settings = settings
             self.forget_refusals()
@@ -60,17 +60,17 @@ class Ranks:
 
     @property
     def asks(self) -> bool:
-        """Whether they are to be found out."""
+        """True if the ranks have to be discovered."""
         return self._settings.steer and not self._settings.ranks
 
     @property
     def refused(self) -> tuple[int, ...]:
-        """Ranks that the engine does not know."""
+        """Ranks that the engine refuses."""
         return tuple(sorted(self._refused))
 
     @property
     def unknown(self) -> bool:
-        """Whether it has several by its metrics, and nothing else says which requests may ask for."""
+        """True if the metrics show several ranks, but their numbers are not confirmed."""
         return self.asks and bool(self.shown) and not self._found
 
     def number(self, rank: int) -> int:
@@ -78,8 +78,8 @@ class Ranks:
         return rank - self._first
 
     def observe_sources(self, shown: Collection[int], named: Collection[int] | None) -> None:
-        """What its metrics show now, and what its event sources name: where these are the same, and several, the ranks
-        are known."""
+        """Record the ranks in the metrics and those in the event sources: if both agree on several, they are the
+        ranks."""
         self.shown = tuple(sorted(shown)[:MAX_RANKS]) if len(shown) > 1 else ()
         self.named = None if named is None else tuple(sorted(named))
         found = self.shown if self.shown == self.named else ()
@@ -89,14 +89,14 @@ class Ranks:
             self._choose()
 
     def resume_ranks(self, found: Collection[int]) -> None:
-        """The ranks it had when it was last seen, until it is asked."""
+        """Restore the ranks of an earlier life until the engine reports its own."""
         if self.asks and not self.shown:
             self._found = tuple(sorted(found)[:MAX_RANKS])
             self._choose()
 
     def record_refusal(self, rank: int, number: int, *, named: bool = True) -> RankRefusal:
-        """Return the engine refused a request for the rank of this number, and served it without one. `named`: it said
-        that it is for the rank."""
+        """Record that the engine refused a request with this rank's number and served it without one. `named`: the
+        error named the rank as the reason."""
         if rank in self._refused or rank not in self.candidates or number != self.number(rank):
             return RankRefusal.LATE
         self._doubts[rank] += 1
@@ -111,7 +111,7 @@ class Ranks:
         return RankRefusal.DROPPED
 
     def forget_refusals(self) -> None:
-        """It may be another engine now: nothing has been refused."""
+        """Forget all refusals: the engine may be another one now."""
         self._refused = frozenset()
         self._first = 0
         self._doubts.clear()

@@ -29,13 +29,13 @@ from kvproxy.cluster.settings import RouterQueueSettings
 
 log = logging.getLogger(__name__)
 
-#: Waits shrink continuously; looking more often than this gains nothing.
+#: Interval of looks at the endpoints: waits shrink continuously, and a shorter one gains nothing.
 _TICK_S = 0.005
-#: Requests decided on in one turn of the event loop, a millisecond each over 200 endpoints.
+#: Requests decided in one turn of the event loop, a millisecond each over 200 endpoints.
 _DECIDED_A_TURN = 8
 
 Verdict = Decision[Endpoint] | Refusal
-#: Where a request would go by what is known now; then makes that true in the same turn of the loop (None: refused).
+#: Decides where a request would go now, and places it in the same turn of the loop (None: refused).
 Decide = Callable[[float], Verdict]
 Take = Callable[[Verdict, float], Pick | None]
 
@@ -43,11 +43,11 @@ Take = Callable[[Verdict, float], Pick | None]
 class ReleaseReason(StrEnum):
     """Why a request waits no longer, or could not begin to; a metric label."""
 
-    TURN = "turn"  # an endpoint had room
-    MAX_WAIT = "max_wait"  # the bound on waiting, whatever the endpoints had pending
-    NO_ENDPOINT = "no_endpoint"  # none was left to take it, or came in time
-    ARRIVED = "arrived"  # there was none, and then one came
-    QUEUE_OFF = "queue_off"  # a reload took the queue away
+    TURN = "turn"  # an endpoint had capacity
+    MAX_WAIT = "max_wait"  # the bound on waiting, whatever was pending at the endpoints
+    NO_ENDPOINT = "no_endpoint"  # no endpoint was left, or came in time
+    ARRIVED = "arrived"  # there was no endpoint, and then one came
+    QUEUE_OFF = "queue_off"  # a reload removed the queue
     CLIENT_LEFT = "client_left"
     REFUSED = "refused"  # the queue was full
 
@@ -80,7 +80,7 @@ class RouterQueue:
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        #: Whether endpoints may come where there is none.
+        #: Whether endpoints may still appear if there is none.
         self.awaits = awaits
         self._refuses = settings.enabled is True
         self._without_endpoint: EndpointWait[Verdict] = EndpointWait(settings.limit, settings.max_wait, clock=clock)
@@ -121,8 +121,7 @@ class RouterQueue:
         }
 
     def admits(self, decision: Decision[Endpoint], now: float) -> bool:
-        """Whether a request for which this was decided need not wait: one of its endpoints has room, and no request
-        waits."""
+        """Return True if the request need not wait: one of its endpoints has capacity, and no request waits."""
         queue = self._queue
         speeds = self._speeds
         if queue.waiting:
@@ -149,7 +148,8 @@ class RouterQueue:
             raise QueueFull(self._queue.retry_after_s(now))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._release_in_turn(), name=f"router queue {self._cluster}")
-        self._load_decreased.set()  # an endpoint may have room, since requests for another model kept this one waiting
+        # an endpoint may have capacity, since requests for another model kept this one waiting
+        self._load_decreased.set()
         try:
             pick = await queued.placed
         except asyncio.CancelledError:
@@ -159,8 +159,7 @@ class RouterQueue:
         return pick
 
     async def wait_for_endpoint(self, decide: Decide, facts: OverlapFacts) -> Verdict:
-        """What is decided of a request that found no endpoint, once there is one or its time is over. Raises
-        QueueFull."""
+        """Wait for an endpoint and return the decision, or the last refusal at the deadline. Raises QueueFull."""
         now = self._clock()
         reason = ReleaseReason.CLIENT_LEFT
         try:
@@ -186,12 +185,12 @@ class RouterQueue:
             self._without_endpoint.let_in()
 
     def on_load_decrease(self) -> None:
-        """An endpoint has less to do than before: the turn of a waiting request may have come."""
+        """Wake the queue: an endpoint's load has decreased."""
         self._load_decreased.set()
 
     def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel, *, awaits: bool) -> None:
         """Other bounds, and maybe other speeds. Requests go on waiting, by the new ones."""
-        # Kept over a reload with the task that places them: requests of both generations wait in one line.
+        # Kept over a reload with its task: requests of both generations wait in one line.
         self.awaits = awaits
         self._refuses = settings.enabled is True
         self._without_endpoint.limit = settings.limit
@@ -203,7 +202,7 @@ class RouterQueue:
         self._load_decreased.set()
 
     def show(self) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to this queue."""
         self._shown = True
         bounds = self._metrics.group(BoundMetrics)
         clock = self._clock
@@ -212,7 +211,7 @@ class RouterQueue:
         oldest = self._metrics.group(RoutingMetrics).router_queue_oldest.labels(self._cluster)
         oldest.set_function(lambda: self._oldest_wait_s(clock()))
         for reason in ReleaseReason:
-            self._exit_count(reason)  # from 0 on, so that the first of a kind is an increase
+            self._exit_count(reason)  # starts at 0, so that the first of a kind is an increase
 
     def close(self) -> None:
         """Let all requests go, and show no queue any more."""
@@ -266,7 +265,7 @@ class RouterQueue:
             return
         try:
             pick = queued.take(queued.decide(now), now)
-        except Exception as error:  # noqa: BLE001 - it belongs to the request, not to the others that wait
+        except Exception as error:  # noqa: BLE001 - belongs to this request, not to the others that wait
             queued.placed.set_exception(error)
             return
         self._exit_count(ReleaseReason.NO_ENDPOINT if pick is None else why).inc()
@@ -290,7 +289,7 @@ class RouterQueue:
         return self._metrics.group(RoutingMetrics).router_queue_exits.labels(self._cluster, reason.value)
 
     def _abandon(self, ticket: Ticket[_QueuedRequest]) -> None:
-        """The client is gone; maybe its turn had come in the same moment."""
+        """Remove the request of a client that left, possibly in the same moment as its turn."""
         queued = ticket.item
         if not ticket.released:
             self._exit_count(ReleaseReason.CLIENT_LEFT).inc()

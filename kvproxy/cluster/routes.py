@@ -15,11 +15,11 @@ from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.cluster.metrics import SpeedMetrics
 from kvproxy.cluster.settings import RouteSettings
 
-#: Answers remembered. Paths and models come from clients, so the memory starts over when it is full. A dict: every
-#: request asks, and a BoundedMapping's hit takes six times as long.
+#: Cached answers. Paths and models come from clients, so the cache starts over when it is full. A dict, since a
+#: BoundedMapping's hit takes six times as long.
 _MAX_REMEMBERED = 4096
 
-#: Paths longer than this are not remembered, so that the memory is bounded in bytes too.
+#: Longer paths are not cached, so that the cache is bounded in bytes too.
 _MAX_KEY = 512
 
 

@@ -1,5 +1,5 @@
-"""Which endpoints may serve a model at present, worked out when something changed and not for every request; and which
-data-parallel ranks are endpoints at all."""
+"""Screen the endpoints of a model, computed on changes and not for every request, and decide which data-parallel ranks
+are endpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvproxy.cluster.settings import HealthCheckSettings
 
 log = logging.getLogger(__name__)
 
-#: No candidates while another is left, however all of them are. Where all sleep, one may have been woken since.
+#: Never candidates while another endpoint is left, whatever its condition. If all sleep, one may have been woken since.
 _UNANSWERING = frozenset({Condition.DRAINING, Condition.NOT_READY, Condition.ASLEEP})
 
 
@@ -37,16 +37,15 @@ class Pool:
     """Endpoints for one model. The same tuple as long as nothing changed."""
 
     usable: tuple[Endpoint, ...]
-    panic: bool = False  # none is well; these are all that serve the model and are not draining
+    panic: bool = False  # none is healthy; these are all that serve the model and are not draining
 
 
 class Screening:
-    """Screens a cluster's endpoints and remembers the result until `invalidate`, or until time alone changes it.
+    """Screening of a cluster's endpoints; the result is kept until `invalidate`, or until time alone changes it.
 
-    Panic: when no endpoint of a model is well, all of them are candidates again (save draining and saturated ones).
-    Verdicts that condemn all of them say more about the network, the probes or a bad prompt than about the engines, and
-    a full outage is the one answer that is surely wrong.
-    """
+    Panic: when no endpoint of a model is well, all of them are candidates again (save draining and saturated ones). If
+    all of them fail, the cause is more likely the network, the probes or a bad prompt than the engines, and a full
+    outage is the one answer that is surely wrong."""
 
     def __init__(self) -> None:
         self._endpoints: tuple[Endpoint, ...] = ()
@@ -54,7 +53,7 @@ class Screening:
         #: Models that some endpoint's configuration names; these, and the adapters that engines list.
         self.declared: frozenset[str] = frozenset()
         self.named: frozenset[str] = frozenset()
-        self._pools: dict[str | None, Pool] = {}  # None: models that none names
+        self._pools: dict[str | None, Pool] = {}  # None: models that no endpoint names
         self._stale_at = -math.inf
 
     def screen_endpoints(self, endpoints: Collection[Endpoint]) -> None:
@@ -85,7 +84,7 @@ class Screening:
         for endpoint in self._endpoints:
             endpoint.weight = endpoint.configured_weight * endpoint.health.weight_factor(now)
             for moment in (endpoint.health.next_change(now), endpoint.breaker.reopens_at):
-                # A breaker whose time has come admits until its probe slots are taken, and that invalidates.
+                # An expired breaker admits until its probe slots are taken, which invalidates the result.
                 if now < moment < stale_at:
                     stale_at = moment
         self._stale_at = stale_at
@@ -128,7 +127,7 @@ def refusal_of(request: PickRequest, endpoints: Sequence[Endpoint], now: float) 
 
 
 def may_eject(engines: Collection[Engine], settings: HealthCheckSettings, now: float) -> bool:
-    """Whether one more engine may be ejected: within the share, and one always may."""
+    """Return True if one more engine may be ejected: within the share, and always the first."""
     ejected = sum(engine.health.ejected(now) for engine in engines)
     return ejected < max(1, math.floor(settings.max_ejected * len(engines)))
 
@@ -144,22 +143,22 @@ class KnownRanks:
     def observe_ranks(
         self, engine: Engine, shown: Collection[int], named: Collection[int] | None, *, in_body: bool = False
     ) -> None:
-        """The ranks that an engine's metrics show now, and those that its event sources name (None: they were not
-        asked); whether it reads them in a body. Once they are known each is an endpoint."""
+        """Record the ranks in an engine's metrics and in its event sources (None: not queried), and whether it reads
+        them in a body. Confirmed ranks become endpoints."""
         before = engine.ranks.candidates
         engine.ranks.in_body = in_body
         engine.ranks.observe_sources(shown, named)
         self._follow(engine, before)
 
     def resume_ranks(self, engine: Engine, found: Collection[int]) -> None:
-        """An engine had these when an earlier life of this proxy saw it last."""
+        """Restore an engine's ranks from the saved state."""
         before = engine.ranks.candidates
         engine.ranks.resume_ranks(found)
         self._follow(engine, before)
 
     def record_refusal(self, endpoint: Endpoint, number: int, *, named: bool = True) -> None:
-        """An engine served a request without a rank that it had refused with this one; `named`: for the rank's sake, by
-        its own word."""
+        """Record that an engine served a request only without this rank; `named`: the error named the rank as the
+        reason."""
         engine = endpoint.engine
         rank = endpoint.rank
         assert rank is not None
@@ -169,14 +168,17 @@ class KnownRanks:
         endpoint.metrics.rank_refused(refusal.value)
         if refusal is RankRefusal.RENUMBERED:
             log.info(
-                "%s counts its ranks from its own first: %d is asked for as %d", where, rank, engine.ranks.number(rank)
+                "%s counts its ranks from its own first: rank %d is requested as %d",
+                where,
+                rank,
+                engine.ranks.number(rank),
             )
         elif refusal is RankRefusal.DROPPED:
-            log.warning("%s has no data-parallel rank %d: it is no candidate any more", where, rank)
+            log.warning("%s has no data-parallel rank %d, which is no longer a candidate", where, rank)
         self._follow(engine, before)
 
     def forget_refusals(self, engine: Engine) -> None:
-        """It is another process than before, which has refused nothing yet."""
+        """Forget the refusals of an engine that restarted."""
         before = engine.ranks.candidates
         engine.ranks.forget_refusals()
         self._follow(engine, before)

@@ -21,20 +21,20 @@ class KvAwareSettings(Model):
     """Weights of the cost."""
 
     kappa: float | None = Field(default=None, ge=0, le=10)
-    """What a second of own work costs later requests; None: what `crowding` and `congestion` make of traffic."""
+    """Cost to later requests of a second of own work; None: estimated from traffic by `crowding` and `congestion`."""
     crowding: float = Field(default=0.25, ge=0, le=10)
     """Share of those bound to the endpoint and expected until its backlog is over that own work delays."""
     congestion: float = Field(default=0.2, ge=0, le=10)
     """Share of all those expected while the pool's mean backlog lasts that own work delays."""
     stall: float = Field(default=0.04, ge=0, le=1)
-    """What it costs each sequence it stalls there; 0.1 goes with a constant kappa of 1."""
+    """Cost of own work to each sequence it stalls there; 0.1 goes with a constant kappa of 1."""
     foresight: float = Field(default=0.4, ge=0, le=10)
     """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
     hot_discount: float = Field(default=0.25, ge=0, le=1)
-    """What a missing hot token counts."""
+    """Weight of a missing hot token."""
     target_itl: float | None = Field(default=None, ge=0.001, le=10)
-    """Seconds between two tokens of an answer that are to be kept where possible: an endpoint counts as dearer by what
-    its answers would end late by. None: answers may slow down where sequences gather on a hot prefix."""
+    """Target seconds between two tokens of an answer: an endpoint costs more by the lateness of its answers. None:
+    answers may slow down where sequences gather on a hot prefix."""
 
 
 class PrefixAffinitySettings(Model):
@@ -58,15 +58,15 @@ class PolicyParameters(Model):
 
 
 class EnginePriorityMode(StrEnum):
-    """Whether forwarded requests carry `priority`, by which an engine orders those that wait in it."""
+    """When forwarded requests carry `priority`, by which an engine orders its waiting requests."""
 
     OFF = "off"  # bodies stay as clients sent them
     ON = "on"  # the engines are started for it
-    AUTO = "auto"  # as long as none is found to ignore it
+    AUTO = "auto"  # until an engine is found to ignore it
 
 
 class PriorityOrder(StrEnum):
-    """Which number an engine admits first."""
+    """Order in which an engine admits numbers."""
 
     LOWEST_FIRST = "lowest_first"  # vLLM with `--scheduling-policy priority`
     HIGHEST_FIRST = "highest_first"  # SGLang with `--enable-priority-scheduling`
@@ -133,7 +133,7 @@ class HealthCheckSettings(Model):
 
 
 class EndpointRetrySettings(Model):
-    """What follows a failed attempt on one endpoint, before the first byte went to the client."""
+    """Retries of a failed attempt on one endpoint, before the first byte went to the client."""
 
     attempts: int = Field(default=1, ge=1, le=20)
     """Attempts on this endpoint in a row, the first included, before another one is tried."""
@@ -148,7 +148,7 @@ class EndpointRetrySettings(Model):
 
 
 class EventSources(Model):
-    """Where engines publish their KV events that cannot say it themselves (vLLM without `/kv_event_sources`).
+    """Addresses of KV events for engines that do not report them (vLLM without `/kv_event_sources`).
 
     As in their `--kv-events-config`: only ports are taken, the host is the endpoint's own. Each further data-parallel
     rank publishes one port higher."""
@@ -169,7 +169,7 @@ class DataParallelSettings(Model):
     """Choose the rank for each request and name it in `x-data-parallel-rank`; false: the engine balances."""
     ranks: tuple[Rank, ...] = Field(default=(), max_length=256)
     """Their numbers in the whole deployment, such as 4 to 7 for the second of two servers with four each; empty: found
-    out where the engine's metrics and its KV event sources say the same."""
+    out if the engine's metrics and its KV event sources agree."""
 
     @field_validator("ranks")
     @classmethod
@@ -193,7 +193,7 @@ class EndpointSettings(Model):
     instance_id: str = ""
     """Its id at the LMCache controller; empty: the same as `id`."""
     shared_kv: bool = True
-    """It reads the store that LMCache's directory calls shared: what any engine put there counts for it, too."""
+    """It reads the store that LMCache's directory calls shared, and shares the entries of all engines there."""
     api_key: Secret | None = None
     """Sent to this endpoint alone as `Authorization: Bearer`, instead of the client's."""
     ca_file: str = ""
@@ -208,18 +208,18 @@ class EndpointSettings(Model):
     insecure: bool = False
     """Do not verify an https endpoint's certificate (tests only)."""
     kv_event_sources: EventSources = EventSources()
-    """Where it publishes KV events, for an older engine; unset: as `kv_event_sources` of the kvcache filter says."""
+    """Addresses of its KV events, for an older engine; unset: those in `kv_event_sources` of the kvcache filter."""
     data_parallel: DataParallelSettings | None = None
     """As the cluster's, for this engine alone; unset: the cluster's."""
     retry: EndpointRetrySettings | None = None
-    """Attempts on this endpoint itself; unset: one, then another endpoint as `retry` at the top says."""
+    """Attempts on this endpoint itself; unset: one, then another endpoint as set by `retry` at the top."""
     engine_priority: EnginePriorityMode | None = None
     """As the cluster's, for this engine alone; unset: the cluster's."""
     engine_priority_order: PriorityOrder | None = None
     """As the cluster's, for this engine alone; unset: the cluster's."""
     ready: bool = True
-    """False: it takes no new requests and finishes those it has. Sources that know set it, such as Kubernetes for a pod
-    that is not ready any more."""
+    """False: it takes no new requests and finishes those it has. Set by sources such as Kubernetes for a pod that is no
+    longer ready."""
     labels: Mapping[str, str] = Field(default_factory=dict)
     """Free text for people; shown in status."""
 
@@ -230,7 +230,7 @@ class RouterQueueSettings(Model):
 
     enabled: bool | Literal["auto"] = True
     """`auto`, the default without a `queue`: on with kv_aware, and no request is refused by it. `queue: {}` keeps to
-    `limit` and, with `discovery`, waits for a first endpoint; it may go with least_ttft too. `false`: none waits."""
+    `limit` and, with `discovery`, waits for a first endpoint; also for least_ttft. `false`: none waits."""
     limit: int = Field(default=1024, ge=1, le=100_000)
     """Requests held; further ones get 429 with `retry-after`, or with `auto` go to their endpoint at once."""
     admit_below: Duration = 0.3
@@ -238,16 +238,16 @@ class RouterQueueSettings(Model):
     ageing: float = Field(default=0.3, ge=0, le=10)
     """Seconds of own prefill that one second of waiting outweighs; in engines that take a `priority` too."""
     max_wait: Duration = 300.0
-    """Then a request goes out whatever the endpoints have pending. A bound for clients that would give up, not a part
-    of the order: what goes out by it overtakes what is more urgent."""
+    """Then a request goes out, whatever is pending at the endpoints. A bound for clients that would give up, not a part
+    of the order: such a request overtakes more urgent ones."""
     priority_header: str = ""
     """Header with an integer from -100 to 100, larger first; empty: all are alike. Let clients you trust send it. One
     level is worth 3 s of prefill; in engines that take a `priority` too."""
 
 
 class TierWeights(Model):
-    """What a cached token saves of computing it, by the tier it is kept on, until bringing tokens up from there was
-    measured; in engine memory it saves all. Too low a weight costs more than too high a one."""
+    """Share of computing a token that a cached one saves, by its tier, until loading from there was measured; in engine
+    memory it saves all. Too low a weight costs more than too high a one."""
 
     pinned: Fraction = 0.75
     """Host memory that the device reads by itself."""
@@ -272,9 +272,9 @@ class ClusterSettings(Model):
     """Policies a client may ask for instead, in the router's `policy_header`; empty: none may. The cluster's own may
     always be named then."""
     parameters: PolicyParameters = PolicyParameters()
-    """What the policies weigh, where the defaults do not fit."""
+    """Weights of the policies, where the defaults do not fit."""
     tier_weights: TierWeights = TierWeights()
-    """What KV on host memory, disk or a shared store is worth at first (see docs/kvcache.md#tiers)."""
+    """Initial worth of KV in host memory, on disk or in a shared store (see docs/kvcache.md#tiers)."""
     endpoints: tuple[EndpointSettings, ...] = ()
     """Static endpoints. Also written as a mapping `id: url`."""
     discovery: DiscoverySettings = DiscoverySettings()
@@ -289,24 +289,24 @@ class ClusterSettings(Model):
     data_parallel: DataParallelSettings = DataParallelSettings()
     """Ranks of the engines that have several behind one address."""
     queue: RouterQueueSettings = RouterQueueSettings(enabled=AUTO)
-    """The router queue, for policies that know how long a prefill takes (kv_aware, least_ttft). Given with `discovery`
+    """The router queue, for policies that estimate prefill times (kv_aware, least_ttft). Given with `discovery`
     it also holds requests while there is no endpoint at all, until one is found."""
     engine_priority: EnginePriorityMode = EnginePriorityMode.OFF
-    """Tell engines by the body's `priority` in which order to admit what waits in them, for the same policies: `on`
-    where they are started for it, `auto` where that is to be found out, `off`."""
+    """Order of admission that engines get in the body's `priority`, for the same policies: `on` if they are started for
+    it, `auto` to find that out, `off`."""
     engine_priority_order: PriorityOrder = PriorityOrder.LOWEST_FIRST
-    """Which number these engines admit first: vLLM the lowest, SGLang the highest (unless it is started with
+    """Number that these engines admit first: vLLM the lowest, SGLang the highest (unless it is started with
     `--schedule-low-priority-values-first`)."""
 
     @property
     def queues(self) -> bool:
-        """Whether requests may wait at the proxy."""
+        """True if requests may wait at the proxy."""
         enabled = self.queue.enabled
         return self.policy is PolicyName.KV_AWARE if enabled == AUTO else enabled
 
 
 class RouteMatch(Model):
-    """What a route applies to; all that is given must hold."""
+    """Conditions of a route; all that are given must hold."""
 
     prefix: str = "/"
     """Path prefix."""
@@ -320,4 +320,4 @@ class RouteSettings(RouteMatch):
     cluster: str = "default"
     """Name of the cluster."""
     upstream_model: str = ""
-    """Model name the engine knows (the route's `model` is then an alias); empty: as the client wrote it."""
+    """Model name in the engine (the route's `model` is then an alias); empty: as the client wrote it."""

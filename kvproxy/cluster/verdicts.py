@@ -1,4 +1,4 @@
-"""What probes and attempts say of a cluster's engines: which are out, what is their fault, if all are."""
+"""Verdicts on a cluster's engines from probes and attempts: which are out, and whether they are to blame if all are."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvproxy.cluster.settings import HealthCheckSettings
 
 log = logging.getLogger(__name__)
 
-#: So many attempts in a row that served nothing, on every engine at least one, make an outage. One request makes three.
+#: Attempts in a row without a response, at least one on every engine, that make an outage. One request makes three.
 _OUTAGE_ATTEMPTS = 4
-#: A kind of failure that requests had on several engines is held against none for this long.
+#: Time for which a failure seen by requests on several engines is held against none.
 _SHARED_FAILURE_S = 10.0
 
 
 class Verdicts:
     """Of one cluster's engines; the data-parallel ranks of one are well or not well together. `on_return` is called
-    with an engine that is well again."""
+    with an engine that is healthy again."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Verdicts:
         self._clock = clock
         self._on_return = on_return
         self.tell_probe: TellProbe | None = None
-        self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several engines
+        self._shared_failures: dict[str, float] = {}  # time of the last request that failed alike on several engines
         self._all_down = False
 
     def record_outcome(self, engine: Engine, outcome: AttemptOutcome, now: float) -> None:
@@ -57,7 +57,8 @@ class Verdicts:
             engine.health.record_success()
 
     def has_outage(self, model: str, now: float) -> bool:
-        """Whether every endpoint of `model` is out, or has of late served nothing: a retry would only be more load."""
+        """Return True if every endpoint of `model` is out or has recently served nothing: a retry would only add
+        load."""
         pool = self._screening.find_pool(model, now)
         if pool.panic or not pool.usable:
             return pool.panic
@@ -77,18 +78,18 @@ class Verdicts:
         return bool(others) and all(other.health.unserved_in_a_row(now) for other in others)
 
     def record_shared_failure(self, reason: str, now: float) -> None:
-        """A request failed in the same way on several engines, and none served it."""
+        """Record a request that failed in the same way on several engines and was served by none."""
         self._shared_failures[reason] = now
 
     def breaker_changed(self, engine: Engine) -> None:
-        """What an engine's breaker admits may have changed."""
+        """React to a change of an engine's breaker."""
         if engine.breaker.state is BreakerState.OPEN:
             self._count_ejection(engine, Condition.BREAKER_OPEN.value)
         self._screening.invalidate()
         self.follow_outage(self._clock())
 
     def record_probe(self, engine: Engine, outcome: ProbeOutcome) -> None:
-        """A probe ended."""
+        """Record the outcome of a probe."""
         for endpoint in self._members.of_engine(engine):
             endpoint.metrics.count_probe(outcome.value)
         if outcome.says_nothing:
@@ -97,7 +98,7 @@ class Verdicts:
             self.tell_probe(engine.id, outcome)
         if self._conclude(engine, well=outcome is ProbeOutcome.OK):
             if engine.health.is_healthy:
-                log.info("%s/%s is well again", self._cluster, engine.id)
+                log.info("%s/%s is healthy again", self._cluster, engine.id)
             else:
                 self._count_ejection(engine, "probes")
                 log.warning("%s/%s is unhealthy: probe %s", self._cluster, engine.id, outcome)
@@ -115,7 +116,7 @@ class Verdicts:
         members = self._members.present
         if all_down:
             count = sum(one.condition(now) in DOWN for one in members)
-            log.error("no engine of %s is up (%d down); requests are tried on them all the same", self._cluster, count)
+            log.error("no engine of %s is up (%d down); requests go to all of them", self._cluster, count)
         else:
             up = next((str(one.id) for one in members if one.condition(now) in TAKING), "none is left")
             log.info("%s has an engine again: %s", self._cluster, up)
@@ -158,7 +159,7 @@ class Verdicts:
         self._screening.invalidate()
         log.warning("%s/%s is ejected for %.1f s: requests failed in a row", self._cluster, engine.id, length_s)
         self.follow_outage(now)
-        if not self.settings.active:  # no probe will say more
+        if not self.settings.active:  # without probes nothing follows
             self._give_back(lambda endpoint: endpoint.engine is engine)
 
     def _count_ejection(self, engine: Engine, reason: str) -> None:

@@ -92,7 +92,7 @@ class Call(msgspec.Struct, eq=False):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def leave(self) -> None:
-        """The answer has no reader any more: the engine stops."""
+        """Leave: the answer has no reader any more, so the engine stops."""
         if self.left or self.complete:
             return
         self.left = True

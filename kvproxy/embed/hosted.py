@@ -1,4 +1,4 @@
-"""One inference request of a host app: what endpoints hold of it, where it goes, and what its answer says."""
+"""Inference request of a host app: its overlaps, its endpoint, and the end of its answer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
     _last: bytes = b""
 
     def follow(self, exchange: Exchange) -> None:
-        """The body was read, and what is known of it is in the exchange."""
+        """Follow the request once its body was read and its facts are in the exchange."""
         self.exchange = exchange
         if exchange.facts is not None and exchange.inference is not None:
             exchange.attach(self)
@@ -105,7 +105,7 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
         return None if self.pick is None else str(self.pick.endpoint.id)
 
     def went_to(self, name: str) -> None:
-        """The app sends it there: requests that begin alike may count on it from now on."""
+        """Record the endpoint the app chose, on which requests with the same beginning may count from now on."""
         endpoint = self._find(name)
         if endpoint is None:
             known = ", ".join(str(one.id) for one in self.cluster.endpoints)
@@ -116,7 +116,7 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
                     observer.went_to(endpoint.id)
 
     def failed(self, name: str | None) -> None:
-        """The endpoint could not be reached, or broke off; None: the one it was sent to."""
+        """Record that the endpoint could not be reached, or broke off; None: the one it was sent to."""
         endpoint = self._find(name or self._sent_to())
         chosen = self.pick
         if chosen is not None and chosen.endpoint is endpoint:
@@ -150,7 +150,7 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
         self.finish()
 
     def finish(self) -> None:
-        """The answer is complete, or will never be."""
+        """Finish after the answer, complete or not."""
         exchange = self.exchange
         if exchange is None or self.over or self not in exchange.observers:
             return
@@ -170,8 +170,8 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
         notify(RequestObserver.finished, exchange, self.clock())
 
     def release(self) -> None:
-        """The app is through with the request; a place that is held still says nothing of its endpoint. The exchange
-        goes: a circle would keep the body until the garbage collector comes by."""
+        """Release the place once the app has returned; a place still held then counts neither for nor against its
+        endpoint. The exchange is dropped: a cycle would keep the body until the garbage collector runs."""
         self._settle(AttemptOutcome.CANCELLED)
         self.exchange = None
 

@@ -87,8 +87,8 @@ def served(request: HasScope | Mapping[str, Any], endpoint: str) -> None:
 
 
 def failed(request: HasScope | Mapping[str, Any], endpoint: str | None = None) -> None:
-    """Report that an endpoint could not be reached, or broke off: by default the one the request was sent to. One that
-    fails three times in a row is not named for a while."""
+    """Report that an endpoint could not be reached, or broke off: by default the one the request was sent to. After
+    three failures in a row an endpoint is not named for a while."""
     hosted = _state(request).get(HOSTED_KEY)
     if isinstance(hosted, HostedRequest):
         hosted.failed(endpoint)
@@ -243,7 +243,7 @@ class KVCacheMiddleware:
         await self._behind(scope, receive, send)
 
     def _note(self, exchange: Exchange, scope: Scope) -> None:
-        """The body was read, or will not be: follow the answer to a request of which there are facts."""
+        """Note the end of reading: follow the answer to a request with facts."""
         hosted: HostedRequest = scope["state"][HOSTED_KEY]
         hosted.follow(exchange)
         if exchange.facts is None:
@@ -258,7 +258,7 @@ class KVCacheMiddleware:
         exchange.body = None  # the app has it: held once is enough
 
     async def _host(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app, with the scope of its server. Its own kvproxy filters, if it has any, begin with an exchange of
+        """Call the app with the scope of its server. Its own kvproxy filters, if it has any, begin with an exchange of
         theirs."""
         hosted: HostedRequest = scope["state"][HOSTED_KEY]
         outer: Scope = scope[_OUTER]

@@ -1,4 +1,4 @@
-"""Which requests of a host app are inference requests, wherever it has mounted them."""
+"""Detection of a host app's inference requests, wherever they are mounted."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from kvproxy.proxy.request.session import Caller
 
 log = logging.getLogger("kvproxy.kvcache")
 
-#: The app is called this long after its request even if the body has not arrived: it may refuse the request, or time
-#: the upload out.
+#: Delay after which the app is called even if the body has not arrived: it may refuse the request, or time the upload
+#: out.
 READ_AHEAD_S = 0.25
 
 #: Called with a body that is complete only while the app reads it.
@@ -101,7 +101,7 @@ class ReadAhead(InferenceRequestFilter):
 
         async def complete(body: bytes) -> None:
             waits = self._parse(exchange, downstream, body, kind, caller)
-            downstream.replayed = None  # the app has it already
+            downstream.replayed = None  # the app has read it already
             exchange.held_bytes -= len(body)  # counted as it arrived
             if waits is not None:
                 await waits
@@ -168,7 +168,7 @@ class _Following(msgspec.Struct, eq=False):
         try:
             await body.complete(body.joined())
         except asyncio.CancelledError:
-            self._seen.append(last)  # the app may ask for it again
+            self._seen.append(last)  # the app may read it again
             raise
         except Exception:
             log.exception("[kvcache] no facts for this request")

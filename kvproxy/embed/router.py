@@ -155,23 +155,24 @@ class PlacedRequest:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What the request has to carry to be served there: the data-parallel rank, where one was chosen."""
+        """Headers the request needs at its endpoint: the data-parallel rank, if one was chosen."""
         return rank_headers(self._carried.listed[0])
 
     @property
     def predicted_cached_tokens(self) -> int:
-        """Tokens of its prompt that are believed to be cached there."""
+        """Tokens of its prompt that are estimated to be cached there."""
         facts = self._carried.exchange.facts
         return 0 if facts is None else facts.matched_tokens(self.endpoint)
 
     def first_token(self) -> None:
-        """The first piece of the answer came; called once, for a streamed answer."""
+        """Record the first piece of a streamed answer; called once."""
         if self._carried.exchange.outcome.ttft_s is None:
             self._carried.first_byte(self._carried.placer.clock())
 
     def finish(self, usage: Any = None, *, status: int = 200) -> None:
-        """The answer is complete. `usage` is its `usage` object, as data or as of the openai package; without it the
-        reuse of the cache is not learned. `status` is the engine's: 4xx is the client's mistake, 5xx the engine's."""
+        """Record the complete answer. `usage` is its `usage` object, as data or as of the openai package; without it
+        the reuse of the cache is not learned. `status` is the engine's: 4xx is the client's mistake, 5xx the
+        engine's."""
         if self._over:
             return
         self._over = True
@@ -184,7 +185,7 @@ class PlacedRequest:
         self._carried.answered(None)
 
     def failed(self, error: BaseException | None = None) -> None:
-        """The engine could not be reached, or broke off. Leave, or ask for another endpoint by `again`."""
+        """Record that the engine could not be reached, or broke off. Leave, or call `again` for another endpoint."""
         carried = self._carried
         if self._over or carried.held is None:
             return

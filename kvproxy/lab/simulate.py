@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     moved = [one for one in plan.engines if not one.port]
     if output is None and (moved or plan.lmcache_port == 0):
         where = moved[0].replaces if moved else plan.lmcache_replaces
-        what = f"{where} is not of this machine, so its stand-in has another address"
+        what = f"{where} is not on this machine, so its stand-in has another address"
         raise ConfigError([Problem("", what, "-o FILE writes a copy of the configuration with the new addresses")])
     return run_loop(lambda: run(plan, out=sys.stdout, config=Path(args.config), output=output))
 
@@ -125,7 +125,7 @@ async def _switch_faults_on(plan: SimulationPlan, urls: Mapping[str, str]) -> No
 
 
 def write_moved(config: Path, output: Path, plan: SimulationPlan, simulation: Simulation) -> None:
-    """A copy of the configuration with the addresses of the stand-ins."""
+    """Write a copy of the configuration with the addresses of the stand-ins."""
     output.write_text(move_addresses(config.read_text("utf-8"), plan, simulation), "utf-8")
 
 
@@ -136,13 +136,13 @@ def move_addresses(text: str, plan: SimulationPlan, simulation: Simulation) -> s
         moves[plan.lmcache_replaces] = simulation.lmcache
     for before in sorted(moves, key=len, reverse=True):
         if before not in text:
-            raise ConfigError([Problem("", f"{before} does not stand in the file as it is", "write the URL out")])
+            raise ConfigError([Problem("", f"{before} is not in the file literally", "write the URL out")])
         text = text.replace(before, moves[before])
     return text
 
 
 def print_addresses(plan: SimulationPlan, simulation: Simulation, out: TextIO, *, config: Path | None) -> None:
-    """What listens where, and the next command."""
+    """Print the servers with their addresses, and the next command."""
     name = {"vllm": "vLLM", "sglang": "SGLang"}[plan.kind]
     for one in plan.engines:
         print(f"{name} {one.name} ({', '.join(one.models)}) on {simulation.engines[one.name]}", file=out)

@@ -1,5 +1,5 @@
-"""Which simulated engines and LMCache services to start, and on which ports: by options, or in place of those that a
-configuration file names."""
+"""Plan of simulated engines and LMCache services with their ports: by options, or in place of those in a configuration
+file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvproxy.cache.settings import KvCacheSettings, Provider
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.operate.config.schema import Config
 
-#: Of an engine's memory, and what it computes in a second, where no option names them.
+#: Memory of an engine, and its tokens per second, unless options name them.
 KV_TOKENS = 65_536
 PREFILL_TOKENS_PER_S = 10_000
 
@@ -33,7 +33,7 @@ class PlannedEngine:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """All that is started. `lmcache_port` None: no LMCache."""
+    """Servers to start. `lmcache_port` None: no LMCache."""
 
     engines: tuple[PlannedEngine, ...]
     kind: str = "vllm"  # or sglang
@@ -43,7 +43,7 @@ class SimulationPlan:
     lmcache_replaces: str = ""
     kv_tokens: int = KV_TOKENS
     prefill_tokens_per_s: int = PREFILL_TOKENS_PER_S
-    version: str = ""  # that engines report; "": that of the newest one they stand in for
+    version: str = ""  # that engines report; "": that of the newest version simulated
     faults: tuple[tuple[str, dict[str, object]], ...] = field(default_factory=tuple)  # engine ("": all), changes
 
 

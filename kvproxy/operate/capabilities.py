@@ -1,7 +1,7 @@
-"""What of a proxy adapts or is optional, whether it is on, and why: for `kvproxy check`, `kvproxy status` and the page.
+"""Adaptive and optional capabilities of a proxy, whether each is on, and why: for `kvproxy check`, `kvproxy status` and
+the page.
 
-Pure: the configuration, and counts of a running proxy where there is one.
-"""
+Pure: the configuration, and counts of a running proxy if there is one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class SeenEngines:
     """Counts of a running proxy's endpoints."""
 
     endpoints: int
-    publishing: int  # KV events
-    ranks: int  # endpoints that are one data-parallel rank each
-    priority_sent: int  # endpoints that are sent a priority now
+    publishing: int  # engines with KV events
+    ranks: int  # endpoints that are single data-parallel ranks
+    priority_sent: int  # endpoints that get a priority now
 
 
 def list_capabilities(config: Config, seen: SeenEngines | None = None) -> list[Capability]:

@@ -46,11 +46,11 @@ class Companion:
 
     @property
     def joining(self) -> bool:
-        """Whether clients are better served once it is done with something."""
+        """True while clients are better served later, such as during a transfer of state."""
         return False
 
     def follow(self, serving: Serving) -> None:
-        """This configuration serves from now on: before it is entered, and after each reload."""
+        """Follow this configuration: before it is entered, and after each reload."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -64,7 +64,7 @@ def find_filters(config: Config, kind: type[M]) -> Iterator[tuple[Path, M]]:
 class Feature(ClusterFeature, CacheFeature, ProxyFeature):
     """One optional capability: a folder, its line in `kvproxy/features/__init__.py`, and nothing anywhere else."""
 
-    #: Its keys of the top level that are read at the start only: a reload names them if they changed.
+    #: Its keys of the top level that are read at the start only: a reload names those that changed.
     read_at_start: ClassVar[Sequence[str]] = ()
 
     def recognizes(self, raw: Mapping[str, Any]) -> bool:
@@ -91,7 +91,7 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         return ()
 
     def find_runner(self, config: Config) -> Run | None:
-        """What serves this configuration in place of a single process; None: nothing."""
+        """Return the runner of this configuration in place of a single process; None: none."""
         return None
 
     def accompany(self, proxy: AdminTarget, config: Config, *, siblings: Siblings | None) -> Companion | None:
@@ -107,11 +107,12 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         return {}
 
     def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
-        """Filters that stand right before the router in every chain, by name; they have no settings of their own."""
+        """Return filters that stand right before the router in every chain, by name; they have no settings of their
+        own."""
         return ()
 
     def find_troubles(self, operated: AdminTarget) -> Iterable[OperatorFinding]:
-        """Findings for the live page, as they are now. One that is a `Trouble` has its own rank and patience."""
+        """Return the current findings for the live page. A `Trouble` has its own rank and patience."""
         return ()
 
     def list_capabilities(self, config: Config) -> Sequence[Capability]:

@@ -16,7 +16,7 @@ _SEVERITIES = ("problem", "error", "warning", "note", "ok")
 
 
 def first(values: list[Any]) -> Any:
-    """Return the first that says anything."""
+    """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
@@ -107,7 +107,7 @@ def pick(key: Callable[[Any], Any]) -> Rule:
 
 
 def known_of(values: Iterable[Any]) -> list[Any]:
-    """Those that say anything."""
+    """Return the values that are not None."""
     return [value for value in values if value is not None]
 
 

@@ -43,7 +43,7 @@ log = logging.getLogger("kvproxy")
 
 
 class Placer:
-    """What all requests that are carried elsewhere share."""
+    """State shared by all requests that are carried elsewhere."""
 
     def __init__(self, target: PlacerTarget, *, lease_s: float, fallbacks: int, queue: str) -> None:
         self.target = target
@@ -66,7 +66,7 @@ class Placer:
         return CarriedRequest(self, method, path.partition("?")[0], headers)
 
     def _follow(self) -> None:
-        """The configuration was replaced."""
+        """Adopt a replaced configuration."""
         target = self.target
         self._routes = target.routes
         config = target.config
@@ -82,7 +82,7 @@ class Placer:
 
 
 class CarriedRequest:
-    """One request: placed once, then told of what becomes of it, and ended once."""
+    """Request carried elsewhere: placed once, updated as it proceeds, and ended once."""
 
     def __init__(self, placer: Placer, method: str, path: str, headers: Headers) -> None:
         self.placer = placer
@@ -99,22 +99,21 @@ class CarriedRequest:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether its first token is seen apart from the end of its answer."""
+        """True if its first token is seen separately from the end of its answer."""
         return self.exchange.inference is not None and self.exchange.inference.stream
 
     @property
     def reads_body(self) -> bool:
-        """Whether its body says something of where to."""
+        """True if its body matters for the placement."""
         return self._kind is not None
 
     async def place(
         self, body: bytes | None, *, subset: frozenset[str] | None = None, sees_answer: bool = False
     ) -> bytes | None:
-        """Decide, and reserve the place; `listed` has it. The body that replaces the client's, if one does.
+        """Decide, and reserve the place; `listed` has it. Returns the body that replaces the client's, if any.
 
-        `subset`: only these addresses; `sees_answer`: the pieces of the answer will be told of as they come. Raises
-        LocalReply where no endpoint may take it.
-        """
+        `subset`: only these addresses; `sees_answer`: the pieces of the answer will be reported. Raises LocalReply if
+        no endpoint may take it."""
         exchange = self.exchange
         placer = self.placer
         await self._read(body)
@@ -122,7 +121,7 @@ class CarriedRequest:
             notify(RequestObserver.received, exchange, placer.clock())
         inference = exchange.inference
         if inference is not None and inference.stream and not sees_answer:
-            exchange.inference = msgspec.structs.replace(inference, stream=False)  # as far as times can tell
+            exchange.inference = msgspec.structs.replace(inference, stream=False)  # its first token is not seen
         model = "" if inference is None else inference.model
         target = placer.target.routes.resolve(self.path, model)
         if target is None:
@@ -151,7 +150,7 @@ class CarriedRequest:
             clients.labels(inference.client or "unknown", session).inc()
 
     async def _know(self, target: RouteTarget) -> None:
-        """What endpoints hold of its prompt. No fact about a cache fails a request."""
+        """Gather overlaps with its prompt. No fact about a cache fails a request."""
         exchange = self.exchange
         service = self.placer.target.kvcache
         if service is None or exchange.inference is None or exchange.body is None:
@@ -234,7 +233,7 @@ class CarriedRequest:
         self.held = placer.held.hold_pick(cluster, pick, service=None, facts=None, lease_s=placer.lease_s)
 
     def first_byte(self, now: float) -> None:
-        """The engine sent the first byte of its answer."""
+        """Record the first byte of the engine's answer."""
         exchange = self.exchange
         if self.held is not None:
             self.placer.held.first_token(self.held.id)
@@ -243,7 +242,8 @@ class CarriedRequest:
             notify(RequestObserver.first_byte, exchange, now)
 
     def answered(self, error: UpstreamError | None) -> None:
-        """The answer is over, and the outcome has its status and counts; `error` is what the engine reported in it."""
+        """Record the end of the answer; the outcome has its status and counts, `error` is the engine's report of
+        one."""
         outcome = self.exchange.outcome
         held = self.held
         now = self.placer.clock()
@@ -278,17 +278,17 @@ class CarriedRequest:
         return verdict
 
     def give_back(self) -> None:
-        """The place is not wanted any more."""
+        """Give the place back."""
         self.settle(AttemptOutcome.CANCELLED)
 
     def left(self) -> None:
-        """The request is over without the end of an answer."""
+        """End a request without the end of an answer."""
         self.exchange.outcome.client_left()
         self.give_back()
         self.finish(self.placer.clock())
 
     def refused(self, why: LocalReply) -> None:
-        """The client got this instead of an endpoint."""
+        """Record a refusal that the client got."""
         self.placer.target.metrics.group(RequestMetrics).local_replies.labels(str(why.status), why.reason).inc()
         self.exchange.outcome.status = why.status
         self.exchange.outcome.end = "local_reply"
@@ -297,12 +297,12 @@ class CarriedRequest:
     def settle(
         self, outcome: AttemptOutcome, *, prompt_tokens: int | None = None, cached_tokens: int | None = None
     ) -> None:
-        """What was reserved is given back."""
+        """Settle the reservation."""
         if self.held is not None:
             self.placer.held.end_pick(self.held.id, Ended(outcome, prompt_tokens, cached_tokens))
             self.held = None
 
     def finish(self, now: float) -> None:
-        """The observers hear of the end."""
+        """Notify the observers of the end."""
         notify(RequestObserver.finished, self.exchange, now)
         notify(RequestObserver.ended, self.exchange, self.exchange.outcome.status, "")

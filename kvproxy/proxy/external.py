@@ -25,7 +25,7 @@ from kvproxy.proxy.settings import ServingSettings
 _MAX_ID_BYTES = 128
 _MESSAGES = {
     404: "No engine serves this model.",
-    429: "The engines have as much to do as they take; try again later.",
+    429: "The engines are at capacity; try again later.",
     503: "No engine can take this request now.",
 }
 
@@ -95,7 +95,7 @@ def list_endpoints(cluster: Cluster, asked: PickRequest, chosen: Endpoint, now: 
 
 
 def read_headers(headers: Headers, sessions: SessionHeaders) -> tuple[Caller, bool, str]:
-    """Who asks, whether the body is compressed, and the id that the request has."""
+    """Return the caller, whether the body is compressed, and the request's id."""
     said = {}
     encoded = False
     request_id = b""
@@ -128,5 +128,5 @@ def refusal_reply(refusal: Refusal, outside: frozenset[EndpointId]) -> LocalRepl
 
 
 def shed_reply(status: int, reason: str, retry_after_s: int = 1) -> LocalReply:
-    """It may come again."""
+    """Return the reply that asks the client to retry later."""
     return LocalReply(status, reason, _MESSAGES[status], headers=[(b"retry-after", b"%d" % retry_after_s)])

@@ -26,7 +26,7 @@ class FilterOrder(NamedTuple):
 
 
 class ProxyFeature(BaseFeature):
-    """What a feature adds to the request path."""
+    """Contributions of a feature to the request path."""
 
     #: Filters by name, each with the model of its settings.
     filters: ClassVar[Mapping[str, type[Model]]] = {}
@@ -37,5 +37,5 @@ class ProxyFeature(BaseFeature):
         raise NotImplementedError(name)
 
     def list_notes(self) -> Mapping[str, type[Struct]]:
-        """Notes that it leaves in `Outcome.notes`, by name: each is a field of receipts."""
+        """Return the notes it leaves in `Outcome.notes`, by name: each is a field of receipts."""
         return {}

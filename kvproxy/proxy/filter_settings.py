@@ -22,7 +22,7 @@ class AccessLogSettings(Model):
     sample: Fraction = 1.0
     """Share of the requests logged; those that failed (5xx, or broken off) always are."""
     format: Literal["text", "json"] | None = None
-    """One readable line, or one JSON object; unset: as `log.format` says."""
+    """One readable line, or one JSON object; unset: as `log.format`."""
 
 
 class RequestIdSettings(Model):
@@ -61,7 +61,7 @@ class ApiKey(Model):
     key: Secret
     """The bearer token, usually `${VARIABLE}`."""
     debug: bool = False
-    """May ask with the router's `debug_header` what is cached where: other tenants' prompts show in that."""
+    """May use the router's `debug_header`, which reveals cached prefixes of other tenants."""
     trusted: bool = False
     """Belongs to another proxy or scheduler of yours: fields and headers by which engines talk to each other
     (`kv_transfer_params`, `bootstrap_*`, ranks) pass. From all other clients they are taken out."""
@@ -78,8 +78,8 @@ class AuthSettings(Model):
     """Send the client's Authorization header on to endpoints that have no key of their own."""
     isolate_tenants: bool = False
     """Cached prefixes of one tenant never serve another: its name goes into every hash and into the `cache_salt` that
-    the engine gets, together with the salt of the client's own. What tenants share (a system prompt) is then computed
-    and held once for each."""
+    the engine gets, together with the salt of the client's own. A prefix that tenants share (a system prompt) is then
+    computed and held once for each."""
     exempt_paths: tuple[str, ...] = ()
     """Exact paths that need no key."""
 
@@ -101,7 +101,7 @@ class InferenceRequestSettings(Model):
     """Settings of `inference_request`."""
 
     session_header: str = ""
-    """Header that names the session, before all those that agents send of their own (docs/sessions.md)."""
+    """Header that names the session, before those that agents send by themselves (docs/sessions.md)."""
 
 
 def _listed_paths(value: Any) -> Any:
@@ -121,11 +121,11 @@ PathList = Annotated[
 
 
 class CachedTokens(StrEnum):
-    """Whose count of cached tokens clients get, where the engine's usage has none in their API's words."""
+    """Count of cached tokens that clients get if the engine's usage lacks it in the format of their API."""
 
     OFF = "off"
     ENGINE = "engine"
-    PREDICTED = "predicted"  # where the engine has none at all
+    PREDICTED = "predicted"  # also kvproxy's prediction if the engine reports none
 
 
 class RouterSettings(Model):
@@ -140,17 +140,17 @@ class RouterSettings(Model):
     it. `all` opens every path of every engine, also those that load adapters, clear caches or stop it."""
     trust_clients: bool = False
     """Every client is trusted as one with a key marked `trusted` is: only for a listener that no user can reach, or in
-    front of something that is no engine."""
+    front of a server that is no engine."""
     health_path: str = "/health"
     """`GET` here is answered by the proxy for load balancers, without a key: 200 while every cluster has an endpoint
     that takes requests, else 503. Empty: none."""
     cached_tokens: CachedTokens = CachedTokens.OFF
     """Writes the count of cached tokens into an answer's usage where the client's API has a place for it and the engine
-    left it empty: `engine`, where the engine says it elsewhere in the answer; `predicted`, where it
-    says it nowhere, as kvproxy predicted it. Answers that are longer than 1 MiB and not streamed stay as they are."""
+    left it empty: `engine`: if the engine reports it elsewhere in the answer; `predicted`: otherwise
+    kvproxy's own prediction. Answers that are longer than 1 MiB and not streamed stay as they are."""
 
 
-#: Settings types of the core's filters; other people's filters bring their own (entry point `kvproxy.filters`).
+#: Settings types of the core's filters; third-party filters bring their own (entry point `kvproxy.filters`).
 FILTER_SETTINGS: dict[str, type[Model]] = {
     "access_log": AccessLogSettings,
     "auth": AuthSettings,
@@ -167,13 +167,13 @@ DEFAULT_FILTERS: tuple[str, ...] = ("request_id", "access_log", "inference_reque
 
 @cache
 def filter_models() -> Mapping[str, type[Model]]:
-    """Settings type of every filter by name, those of features and fields of features included."""
+    """Return the settings type of every filter by name, those of features included."""
     added = {name: kind for feature in installed(ProxyFeature) for name, kind in feature.filters.items()}
     return {name: composed(kind) for name, kind in {**added, **FILTER_SETTINGS}.items()}
 
 
-#: Where filters stand in a chain that is not written out: the first names are outermost, the last ones next to the
-#: engines. Other people's filters stand between the two, so that they see the parsed request and may refuse it.
+#: Positions of filters in a chain that is not written out: the first names are outermost, the last ones next to the
+#: engines. Third-party filters stand between the two, so that they see the parsed request and may refuse it.
 OUTER_FILTERS: tuple[str, ...] = (
     "tracing",
     "request_id",

@@ -14,7 +14,7 @@ class ListenerTls(Model):
     private_key: str
     """PEM file of the private key, without a pass phrase."""
     client_ca: str = ""
-    """PEM file of authorities: who connects must show a certificate of one of them; empty: none is asked for."""
+    """PEM file of authorities: clients must show a certificate of one of them; empty: none is required."""
 
     @property
     def files(self) -> ServerTls:

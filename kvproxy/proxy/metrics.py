@@ -17,7 +17,7 @@ class RequestMetrics(MetricGroup):
         self.ends = Counter("kvproxy_request_ends", "How forwarded requests ended", ["end"], registry=r)
         self.results = Counter(
             "kvproxy_request_results",
-            "Requests over by what became of them; failed: 5xx, or broken off",
+            "Finished requests by result; failed: 5xx, or broken off",
             ["cluster", "result"],
             registry=r,
         )  # ok, failed, client_error, client_left
@@ -34,13 +34,13 @@ class RequestMetrics(MetricGroup):
         self.retries_refused = Counter("kvproxy_retries_refused", "Retries not made", ["reason"], registry=r)
         self.pick_reservations = Counter(
             "kvproxy_pick_reservations",
-            "Places reserved for requests others carry (`POST /pick`), and their ends",
+            "Places reserved for requests forwarded by others (`POST /pick`), and their ends",
             ["result"],
             registry=r,
         )  # made, expired, and the outcomes of AttemptOutcome
         self.cached_counts = Counter(
             "kvproxy_cached_counts_written",
-            "Counts of cached tokens put into answers whose usage had none, by whose they are",
+            "Counts of cached tokens added to answers whose usage had none, by source",
             ["source"],
             registry=r,
         )  # engine, predicted
@@ -60,7 +60,7 @@ class RequestMetrics(MetricGroup):
 
 
 class CacheUseMetrics(MetricGroup):
-    """What the engines' caches were good for."""
+    """Use of the engines' caches."""
 
     across = {
         "kvproxy_cache_hit_ratio": Across.MEAN,
@@ -75,22 +75,25 @@ class CacheUseMetrics(MetricGroup):
             registry=r,
         )
         self.miss_ratio = CallbackGauge(
-            "kvproxy_cache_miss_ratio", "What is missing to 1", ["cluster", "by"], registry=r
+            "kvproxy_cache_miss_ratio", "1 minus the hit ratio", ["cluster", "by"], registry=r
         )
         self.hit_window_requests = CallbackGauge(
-            "kvproxy_cache_window_requests", "Requests these ratios are taken over", ["cluster"], registry=r
+            "kvproxy_cache_window_requests", "Requests these ratios cover", ["cluster"], registry=r
         )
         self.tier_hits = Counter(
             "kvproxy_tier_hits",
-            "Requests placed where a tier was believed to hold some of the prompt",
+            "Requests placed where a tier was estimated to hold some of the prompt",
             ["cluster", "tier"],
             registry=r,
         )
         self.tier_hit_tokens = Counter(
-            "kvproxy_tier_hit_tokens", "Prompt tokens it was believed to hold", ["cluster", "tier"], registry=r
+            "kvproxy_tier_hit_tokens", "Prompt tokens it was estimated to hold", ["cluster", "tier"], registry=r
         )
         self.saved_tokens = Counter(
-            "kvproxy_saved_prompt_tokens", "Prompt tokens not computed, being cached", ["model", "tenant"], registry=r
+            "kvproxy_saved_prompt_tokens",
+            "Prompt tokens not computed because they were cached",
+            ["model", "tenant"],
+            registry=r,
         )
         self.saved_seconds = Counter(
             "kvproxy_saved_prefill_seconds",
@@ -115,6 +118,6 @@ class ClientBoundMetrics(MetricGroup):
         self.connections_refused = Counter(
             "kvproxy_connections_refused", "Client connections beyond the bound", registry=r
         )
-        self.bodies_full = Counter("kvproxy_bodies_full", "Bodies refused since too much was held", registry=r)
-        self.bodies_held = Gauge("kvproxy_bodies_held_bytes", "Request bodies held, all together", registry=r)
+        self.bodies_full = Counter("kvproxy_bodies_full", "Bodies refused because too many bytes were held", registry=r)
+        self.bodies_held = Gauge("kvproxy_bodies_held_bytes", "Request bodies held", registry=r)
         self.bodies_limit = Gauge("kvproxy_bodies_limit_bytes", "Bound of these", registry=r)

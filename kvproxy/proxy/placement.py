@@ -20,7 +20,7 @@ from kvproxy.proxy.request.observer import RequestObserver, notify
 
 NO_ENDPOINTS: frozenset[EndpointId] = frozenset()
 
-#: The largest priority that a header may ask for, and the negative of the least.
+#: Largest priority that a header may request; the least is its negative.
 MAX_PRIORITY = 100
 _SHOWN_CHARS = 64  # of a name that a client chose
 

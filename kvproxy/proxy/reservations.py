@@ -18,17 +18,17 @@ from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.proxy.metrics import RequestMetrics
 
 QUEUE = "picks"
-#: Held at once; a caller that forgets to settle cannot take more than this until its leases run out.
+#: Bound on reservations at once; a caller that never settles cannot take more until its leases run out.
 MAX_RESERVATIONS = 10_000
 
 
 class Timer(Protocol):
-    """What `later` answers with."""
+    """Handle of a `later` call."""
 
     def cancel(self) -> None: ...
 
 
-#: Calls back after so many seconds.
+#: Calls back after this many seconds.
 Later = Callable[[float, Callable[[], None]], Timer]
 
 
@@ -81,7 +81,7 @@ class Reservations:
 
     @property
     def full(self) -> bool:
-        """Whether there is no place for another one."""
+        """True if there is no place for another one."""
         return len(self._held) >= self._limit
 
     def hold_pick(
@@ -104,7 +104,7 @@ class Reservations:
         return held is not None
 
     def end_pick(self, name: str, ended: Ended) -> PickReservation | None:
-        """The request is over; None when there is no such reservation (any more)."""
+        """End a reservation; None when there is no such reservation (any more)."""
         held = self._held.pop(name, None)
         if held is not None:
             held.timer.cancel()

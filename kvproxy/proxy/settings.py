@@ -19,7 +19,7 @@ class LimitSettings(Model):
     """Largest request body, on every path; a larger one gets 413 and is not read into memory."""
     body_timeout: Duration = Field(default=60.0, gt=0)
     """The whole body must have arrived after this long, on every path; otherwise the client gets 408. Of a body that is
-    passed on as it comes, only the time spent waiting for the client counts."""
+    streamed, only the time spent waiting for the client counts."""
     bodies: Size = 1024 * 1024 * 1024
     """All request bodies held at once; beyond it a request gets 503 with `retry-after`. At least `body`."""
     connections: int = Field(default=10_000, ge=1)
@@ -31,8 +31,8 @@ class LimitSettings(Model):
     head_timeout: Duration = Field(default=20.0, le=3600)
     """From a request's first byte (or the connection's start) to the end of its head; then 408. 0: no bound."""
     keep_alive: Duration = Field(default=75.0, le=86_400)
-    """A client's connection without a request is closed after this long: keep it longer than what stands before the
-    proxy does. 0: never."""
+    """A client's connection without a request is closed after this long: set it longer than a load balancer in front of
+    the proxy does. 0: never."""
     stall_timeout: Duration = Field(default=120.0, le=86_400)
     """A client that takes no byte of its answer for this long is gone. 0: no bound."""
 
@@ -110,18 +110,18 @@ class ShutdownSettings(Model):
     """Graceful end."""
 
     drain: Duration = 30.0
-    """After SIGTERM no new connections are taken; running requests have this long to finish. The process
-    ends at most 15 s later, whatever hangs."""
+    """After SIGTERM no new connections are taken; running requests have this long to finish. The process ends at most
+    15 s later in any case."""
     idle: Duration = 5.0
     """For this long of it kept connections stay open without a request: the next one on each is answered with
     `connection: close`, so that a rollout resets no client."""
 
 
 class ServingSettings(Model):
-    """What a chain of filters is built by; the root of a configuration has more."""
+    """Settings of a chain of filters; the root of a configuration has more."""
 
     filters: tuple[FilterSpec, ...] = ()
-    """`name: {settings}` of filters that the default chain lacks or that are to be set; or the whole chain as a list,
+    """`name: {settings}` of filters to add to the default chain or to configure; or the whole chain as a list,
     the last of which is `router`. None: the default chain."""
     clusters: Mapping[str, ClusterSettings] = Field(default_factory=dict)
     """Clusters by name. With only one, `endpoints:` and `policy:` at the top level are short for `clusters.default`."""

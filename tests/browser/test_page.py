@@ -140,7 +140,7 @@ async def test_what_breaks_prefixes_is_shown(browser: Browser) -> None:
             await running.client.post("/v1/messages", json=body, headers={"x-session-id": "s"})
         await browser.until("document.querySelector('#breaks tbody tr')?.innerText.includes('date or id')")
         row = await browser.script("return document.querySelector('#breaks tbody tr').innerText")
-        assert "have the client put what changes into its last message" in row
+        assert "have the client put changing text into its last message" in row
         assert "system block 1, line 3" in row
         assert await browser.complaints() == []
 

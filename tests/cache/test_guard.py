@@ -112,7 +112,7 @@ async def test_an_outage_is_logged_as_it_begins_and_as_it_ends(
         (
             "WARNING",
             "[kvcache] lookup failed 2 times in a row (lmcache controller /lookup: ConnectError): requests are routed "
-            "by what was routed where and by KV events alone; it is tried again every 10 s",
+            "by the approximate index and KV events alone; it is tried again every 10 s",
         ),
         ("INFO", "[kvcache] lookup works again after 40 s"),
     ]

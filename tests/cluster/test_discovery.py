@@ -301,7 +301,7 @@ async def test_a_poller_passes_on_what_changed(caplog: pytest.LogCaptureFixture)
     complaints = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert [complaint.removeprefix("discovery c/s: ").split(";")[0] for complaint in complaints] == [
         "no such host",
-        "it knows no endpoint",
+        "it lists no endpoint",
         "bad is bad",
         "KeyError('a bug')",
         "TimeoutError",

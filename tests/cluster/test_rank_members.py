@@ -148,14 +148,15 @@ def test_an_engine_at_another_address_is_to_be_asked_again(make_cluster: MakeClu
 
 
 def test_a_refused_rank_leaves(make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture) -> None:
-    """It is reported once; requests under way there finish. When the engine was away and is well again, it is back."""
+    """It is reported once; requests under way there finish. When the engine was away and is healthy again, it is
+    back."""
     bench = make_cluster(endpoints=configs("a", data_parallel=TWO))
     running = bench.picked(preferred=A1)
     with caplog.at_level(logging.WARNING):
         bench.cluster.ranks.record_refusal(running.endpoint, 1)
         bench.cluster.ranks.record_refusal(running.endpoint, 1)
     assert [record.getMessage() for record in caplog.records] == [
-        "c/a has no data-parallel rank 1: it is no candidate any more"
+        "c/a has no data-parallel rank 1, which is no longer a candidate"
     ]
     assert bench.ids() == {"a@0"}
     labels = {"cluster": "c", "endpoint": "a@1"}

@@ -76,7 +76,7 @@ async def _check() -> str:
 
 async def _doctor() -> str:
     caching = "560 of 562 prompt tokens came from its cache the second time"
-    unknown = "LMCache knows no instance 'vllm-a': lookups never lead to this endpoint; it holds the engine's prompts "
+    unknown = "LMCache has no instance 'vllm-a': lookups never lead to this endpoint; it holds the engine's prompts "
     unknown += "under 'a'"
     findings = [
         Finding(Severity.OK, "endpoint a", caching, check="prefix caching"),
@@ -120,8 +120,8 @@ async def _advised() -> str:
             Advice(Setting.SEQUENCES, "256 sequences at a time instead of 4",
                    spell_advice(Setting.SEQUENCES, engines, 256), gain=gain),
         ],
-        not_given=[NotGiven(Setting.SCHEDULING, "engines order what waits by priority instead of arrival", ordered,
-                            why_not_given(ordered))],
+        not_given=[NotGiven(Setting.SCHEDULING, "engines order waiting requests by priority instead of arrival",
+                            ordered, why_not_given(ordered))],
     )  # fmt: skip
     out = io.StringIO()
     print_text([pool], [], out, now=traffic.latest_at + 240.0)

@@ -428,7 +428,7 @@ async def test_two_replicas_of_one_name_say_so(store: Store, caplog: pytest.LogC
     ):
         await until(lambda: one.sync.namesake.lives and two.sync.namesake.lives)
         await until(lambda: one.status is two.status is SyncStatus.ALONE)
-        assert caplog.text.count("goes by the name one/0") == 2
+        assert caplog.text.count("has the name one/0") == 2
 
 
 async def test_a_wrong_password_is_said_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

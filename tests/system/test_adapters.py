@@ -237,7 +237,7 @@ async def test_an_operator_is_told_of_an_adapter_that_no_engine_has_any_more() -
         for engine in cluster.engines:
             cluster.adapters.record_missing(str(engine.id), engine.adapters, "x")
         (finding,) = find_lost_adapters(proxy.proxy.clusters)
-        assert finding.what == "no engine serves the adapter x any more: its requests fail"
+        assert finding.what == "no engine serves the adapter x any longer: its requests fail"
         findings = (await admin.get("/live")).json()["findings"]
         assert finding.what in [one["what"] for one in findings]
         cluster.adapters.observe_list("a", cluster.engines[0].adapters, listed=["x"])

@@ -73,7 +73,7 @@ async def test_an_engine_that_loses_its_cache_raises_the_alarm(caplog: pytest.Lo
         assert len(lines) == 1
         for part in (
             "default/a: predicted ",
-            "by what was routed there",
+            "by routed requests",
             "(request ",
             "3 of the last 8",
             "kvproxy doctor",

@@ -1,8 +1,7 @@
-"""One page of metrics out of those of several processes: no label says which process a figure comes from.
+"""Merge the metrics pages of several processes into one, without a label for the process.
 
-Counters and histograms are summed, and never fall: what a process counted that is gone still counts. Gauges have a rule
-each, by what they are a figure of.
-"""
+Counters and histograms are summed and never fall: those of a process that ended still count. Gauges are merged by a
+rule of their own."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from enum import StrEnum
 
 
 class Across(StrEnum):
-    """What several processes' values of one gauge are together."""
+    """How one gauge's values from several processes are combined."""
 
-    SUM = "sum"  # each has its own part
-    MAX = "max"  # each looks at the same thing; the worst or the fullest counts
-    MIN = "min"  # likewise, where less is worse
-    MEAN = "mean"  # shares, and what each learned for itself
-    REST = "rest"  # shares that are not a process's own: what is no process's own
+    SUM = "sum"  # each process has its own share
+    MAX = "max"  # all measure the same thing; the highest counts
+    MIN = "min"  # likewise, but the lowest counts
+    MEAN = "mean"  # ratios, and estimates that each process learned by itself
+    REST = "rest"  # the remainder that no process claims
 
 
 _COMBINE: Mapping[Across, Callable[[Sequence[float]], float]] = {
@@ -92,7 +91,7 @@ def add_pages(pages: Iterable[Page], rules: Mapping[str, Across]) -> Page:
 
 
 def keep_counts(page: Page) -> Page:
-    """What still counts of a process that is gone: its counters and histograms."""
+    """Keep what still counts after a process ended: its counters and histograms."""
     return {name: family for name, family in page.items() if family.kind != "gauge"}
 
 

@@ -23,6 +23,6 @@ class BoundMetrics(MetricGroup):
         self.breaker_state = Gauge("kvproxy_breaker_open", "1: open or half open", ["breaker"], registry=r)
 
     def show_queue(self, name: str, depth: Callable[[], float], *, limit: float) -> None:
-        """What is held there, read at each scrape, and its bound."""
+        """Bind a queue's depth, read at each scrape, and set its limit."""
         self.queue_depth.labels(name).set_function(depth)
         self.queue_limit.labels(name).set(limit)

@@ -1,9 +1,8 @@
 """Kinds of metric: counters and histograms written on the event loop, gauges read at the scrape.
 
 prometheus_client's own take a lock and four Python calls for every increment; a request makes a dozen. Everything here
-is counted on the event loop, so an increment is an addition. What is exposed is the same, without `_created`; a page of
-it is written from texts that are kept with the series.
-"""
+is counted on the event loop, so an increment is an addition. The exposed page is the same, without `_created`, and is
+written from texts that are kept with the series."""
 
 from __future__ import annotations
 
@@ -45,12 +44,12 @@ class HistogramCell:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """A bound belongs to the bucket below it."""
+        """Count a value; a bound belongs to the bucket below it."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
-#: The series there are now: label values and value. Runs in the thread of the scrape.
+#: The current series: label values and value. Runs in the scrape's thread.
 Source = Callable[[], Iterable[tuple[tuple[str, ...], float]]]
 
 S = TypeVar("S")
@@ -68,7 +67,8 @@ class _Family(Collector, Generic[S]):
         self._documentation = documentation
         self._labelnames = tuple(labelnames)
         self._series: dict[tuple[str, ...], S] = {}
-        self._templates: dict[tuple[str, ...], str] = {}  # of a series' text, made by the first scrape that shows it
+        # parts of a series' text, made by the first scrape that shows it
+        self._templates: dict[tuple[str, ...], str] = {}
         if not self._labelnames:
             self.labels()
         registry.register(self)
@@ -109,7 +109,7 @@ class _Family(Collector, Generic[S]):
         yield family_head(self._shown_name(), self.kind, self._documentation)
         for key in list(self._series):
             series = self._series.get(key)
-            if series is None:  # removed while the scrape made a pause
+            if series is None:  # removed while the scrape was paused
                 continue
             template = self._templates.get(key)
             if template is None:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from kvproxy.base.types import Clock
 
-#: How long a scrape may hold the event loop before others have their turn.
+#: How long a scrape holds the event loop before it yields.
 SLICE_S = 0.0005
 
 
@@ -28,7 +28,7 @@ class Texts(Protocol):
 
 
 class Registry(CollectorRegistry):
-    """One that can be walked collector by collector."""
+    """Registry that can be walked collector by collector."""
 
     def __init__(self) -> None:
         super().__init__()

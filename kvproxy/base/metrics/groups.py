@@ -16,7 +16,7 @@ G = TypeVar("G", bound="MetricGroup")
 class MetricGroup:
     """Metrics of one subject. Its docstring is their heading in docs/metrics.md."""
 
-    #: How gauges of several workers become one, by name; those that are not named are summed.
+    #: How gauges of several workers are merged, by name; others are summed.
     across: ClassVar[Mapping[str, Across]] = {}
     #: Contents of labels, beside what other groups have in them.
     labels: ClassVar[Mapping[str, str]] = {}

@@ -10,10 +10,10 @@ from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.metrics.collectors import Histogram
 from kvproxy.base.types import Clock, Sleep
 
-#: Requests a ratio is taken over.
+#: Number of requests that a ratio covers.
 WINDOW = 1000
 
-#: Between two looks at the event loop.
+#: Interval between two samples of the event loop's delay.
 INTERVAL_S = 0.25
 
 

@@ -95,7 +95,7 @@ class Breaker:
         self.settings = settings
         self._clock = clock
         self._on_change = on_change
-        #: As last recorded; an open breaker whose time has come stays open until the first call asks.
+        #: As last recorded: an expired open breaker stays open until the next call.
         self.state = BreakerState.CLOSED
         self._era = 0  # counts state changes
         self._probes = 0  # running in this half-open era
@@ -113,7 +113,7 @@ class Breaker:
 
     @property
     def admits(self) -> bool:
-        """Whether `admit` would succeed now."""
+        """True if `admit` would succeed now."""
         if self.state is BreakerState.CLOSED:
             return True
         if self.state is BreakerState.OPEN:

@@ -65,9 +65,9 @@ async def retry_background(
 
 @dataclass(slots=True)
 class _Slot:
-    """What happened in one slice of the window."""
+    """Requests and retries in one slice of the window."""
 
-    index: int  # which slice of time
+    index: int  # index of the slice of time
     requests: int = 0
     retries: int = 0
 
@@ -92,7 +92,7 @@ class RetryBudget:
         self.began = self.made = 0  # requests and retries so far, for those that share the budget
 
     def count_request(self, now: float) -> None:
-        """A request began (its first attempt, not its retries)."""
+        """Count a request, once for all of its attempts."""
         window = self._window
         if window and int(now / self._slot_s) <= window[-1].index:
             window[-1].requests += 1

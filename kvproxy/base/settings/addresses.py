@@ -24,7 +24,7 @@ def split_address(text: str) -> tuple[str | None, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a listener bound to `host`."""
+    """Return True if only this machine can reach a listener bound to `host`."""
     if host.casefold() == "localhost":
         return True
     try:
@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether it is an address, and no name."""
+    """Return True for an IP address, False for a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -43,7 +43,7 @@ def is_address(host: str) -> bool:
 
 
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}/?")
-#: Ends of what people copy from a client instead of an engine's address.
+#: Path suffixes that people copy from a client instead of an engine's address.
 _PATHS = ("/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/v1/models")
 
 

@@ -27,7 +27,7 @@ M = TypeVar("M", bound=Any)
 
 UNKNOWN_KEY = "unknown key"
 
-#: A cut may bring up what it hid: an unknown key inside a part that was no mapping, say. Deeper data is given up.
+#: Removing a wrong part may reveal a problem it hid, such as an unknown key. Deeper problems are not searched for.
 _ROUNDS = 8
 _MAX_SHOWN = 40
 _NOT_A_MAPPING = {"model_type", "model_attributes_type", "dict_type", "mapping_type"}
@@ -44,7 +44,7 @@ _TEXTS = {
     "string_too_short": "must not be empty",
     "invalid_key": "a key must be text",
 }
-#: Texts that go on with the value: none of these settings is a secret.
+#: Pydantic messages that continue with the value; none of these settings is a secret.
 _TEXTS_WITH_VALUE = {
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
@@ -56,18 +56,17 @@ _TEXTS_WITH_VALUE = {
     "float_type": "must be a number",
     "finite_number": "must be a finite number",
 }
-#: Ends of paths that name a kind of value, and no setting.
+#: Last parts of error paths that name a type instead of a setting.
 _KINDS = {"constrained-int", "constrained-str", "int", "str", "float", "bool"}
 _SHOWING_VALUE = {"enum", "literal_error", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded(Generic[M]):
-    """What could be decoded.
+    """Result of decoding.
 
     `value` is best effort when there are problems: wrong parts have their defaults, or are missing, so that further
-    checks can run on the rest. `moved` maps list positions of `value` back to those in the data.
-    """
+    checks can run on the rest. `moved` maps list positions of `value` back to those in the data."""
 
     value: M | None
     problems: list[Problem]

@@ -32,7 +32,7 @@ def dotted_path(path: Path) -> str:
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Whether a dotted path is `outer` or lies below it."""
+    """Return True if a dotted path is `outer` or lies below it."""
     return not outer or path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
 
 
@@ -43,7 +43,7 @@ class Origins:
         self._written = dict(moves)
 
     def add_move(self, canonical: Path, written: Path) -> None:
-        """What now stands at `canonical` was written at `written`."""
+        """Record that the value now at `canonical` was written at `written`."""
         self._written[canonical] = written
 
     def find_written(self, canonical: Path) -> Path:
@@ -59,7 +59,7 @@ class Origins:
 
 
 _BOUNDARY = re.compile(r"[.\[]")
-#: Keys may hold dots themselves; more of them than this in one key and only its parent is found.
+#: Keys may contain dots; for a key with more dots only its parent is found.
 _MAX_DOTS = 32
 
 
@@ -130,7 +130,7 @@ def model_at(model: type[Model], path: Path) -> type[Model] | None:
 
 
 def keys_of(model: type[Model]) -> list[str]:
-    """The keys a file may give for this model."""
+    """Return the keys a file may give for this model."""
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
@@ -158,9 +158,9 @@ class Finding(NamedTuple):
     hint: str
     severity: Severity
     absence: bool = False
-    """It says that something below the path is missing, which is untrue if that was only wrong."""
+    """Reports a missing part below the path, which is untrue if that part was only wrong."""
     follows: tuple[Path, ...] = ()
-    """Other places that it draws on: nothing is said when one of them is wrong itself."""
+    """Other settings it depends on: not reported if one of them is wrong itself."""
 
 
 def error_at(
@@ -181,7 +181,7 @@ def missing_file(path: Path, name: str) -> Iterator[Finding]:
         yield error_at(path, f"no such file: {name!r}")
 
 
-#: Names in one line of the log; of more changes it gives the number.
+#: Names in one log line; for more changes the line gives the number.
 _NAMED = 8
 
 

@@ -139,7 +139,7 @@ class _Builder:
 
     @staticmethod
     def _merge_places(into: dict[str, Place], place: Place, value: Any) -> None:
-        """What is merged stands where it was written first."""
+        """Merge places; a merged value keeps the place it was written at first."""
         for source in place.below.values() if isinstance(value, list) else [place]:
             for key, below in source.below.items():
                 into.setdefault(key, below)

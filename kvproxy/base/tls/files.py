@@ -223,4 +223,4 @@ class ListenerHandshake(ssl.SSLObject):
                 raise
             self.refused = True
             self.outgoing.write(_PLAIN_HTTP)
-            raise ssl.SSLWantReadError from error  # event loops send then what `outgoing` holds
+            raise ssl.SSLWantReadError from error  # event loops then send the contents of `outgoing`

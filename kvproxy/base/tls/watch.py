@@ -30,7 +30,7 @@ from kvproxy.base.types import Clock
 logger = logging.getLogger("kvproxy")
 
 _INTERVAL_S = 2.0
-#: Files that take longer to be read are on a disk that hangs.
+#: A read that takes longer means a disk that hangs.
 _READ_TIMEOUT_S = 10.0
 #: Different sets of files for engines; more than a deployment has.
 _MAX_CLIENTS = 1024
@@ -72,11 +72,11 @@ class ServerContext(ssl.SSLContext):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the files held at `signature`."""
+    """Contents of the files at `signature`."""
 
     signature: Signature
     context: ssl.SSLContext | None
-    expires_at: float | None = None  # seconds since 1970
+    expires_at: float | None = None  # seconds since the epoch
     fault: UnusableFile | None = None
 
 
@@ -201,7 +201,7 @@ class CertificateWatch(BackgroundTask):
             if one.fault is not None:
                 what = f"the changed certificate is not used: {one.fault.message}"
                 yield CertificateFinding(
-                    one.place, what, one.fault.hint or "the one before serves on: replace the file"
+                    one.place, what, one.fault.hint or "the previous one stays in use: replace the file"
                 )
         for (place,), left_s in self._list_remaining():
             if (finding := describe_expiry(place, left_s)) is not None:

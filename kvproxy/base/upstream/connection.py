@@ -18,7 +18,7 @@ from kvproxy.base.socket_writes import write_pieces
 from kvproxy.base.upstream.request import WireRequest, send_body
 from kvproxy.base.upstream.response import MAX_HEAD_BYTES, ResponseParser, UpstreamResponse
 
-#: A longer read most likely leaves more to be read.
+#: After a read of this size there is most likely more to read.
 _FULL_READ_BYTES = 64 * 1024
 
 
@@ -35,11 +35,11 @@ class Owner(Protocol):
     """The pool a connection belongs to."""
 
     def release(self, connection: Connection) -> None:
-        """It is at a message boundary and may serve another request."""
+        """Take back a connection at a message boundary; it may serve another request."""
         ...
 
     def retire(self, connection: Connection) -> None:
-        """It will serve no other request."""
+        """Take back a connection that will serve no other request."""
         ...
 
     def lost(self, connection: Connection) -> None:
@@ -48,18 +48,18 @@ class Owner(Protocol):
 
 
 class IdleTimer:
-    """Calls `on_idle` once nothing was heard for the limit; `start`, `stop` and a new `last` cost no timer of the loop.
+    """Timer that calls `on_idle` after the limit without data; `start`, `stop` and a new `last` cost no timer of the
+    loop.
 
     A pending loop timer is kept across requests and looks again when it fires, since arming and cancelling one for
-    every request costs more than the rest of the bookkeeping together.
-    """
+    every request costs more than the rest of the bookkeeping together."""
 
     __slots__ = ("_handle", "_limit_s", "_loop", "_on_idle", "last")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_idle: Callable[[], None]) -> None:
         self._loop = loop
         self._on_idle = on_idle
-        #: When something was heard last, in the loop's time; set by the connection.
+        #: Loop time when data last arrived; set by the connection.
         self.last = 0.0
         self._limit_s = 0.0
         self._handle: asyncio.TimerHandle | None = None
@@ -111,11 +111,12 @@ class Connection(asyncio.Protocol):
         max_head_bytes: int = MAX_HEAD_BYTES,
         uploads: set[asyncio.Task[None]] | None = None,
     ) -> None:
-        self.closed = False  # no further request: closing, closed, or the peer said so
+        self.closed = False  # takes no further request: closing, closed, or announced by the peer
         self.lost = False  # the socket is gone
         self.owner: Owner | None = None
         self._loop = loop
-        self._uploads = set[asyncio.Task[None]]() if uploads is None else uploads  # of all connections, while they run
+        # tasks of all connections while they run
+        self._uploads = set[asyncio.Task[None]]() if uploads is None else uploads
         self._high_water_bytes = high_water_bytes
         self._parser = ResponseParser(max_head_bytes=max_head_bytes)
         self._timer = IdleTimer(loop, self._timed_out)
@@ -156,7 +157,7 @@ class Connection(asyncio.Protocol):
         body = request.upload() if request.body is not None else None
         if body is None:
             self._timer.start(timeouts.first_byte_s)
-        else:  # the timer starts when it is sent: until then the client may be the slow one
+        else:  # the timer starts when the request is sent: until then the client may be the slow one
             self._timer.stop()
             upload = self._loop.create_task(self._send_body(body, request.length_bytes), name="upstream upload")
             self._upload = upload
@@ -205,7 +206,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         response = self._response
-        if response is None:  # no request asked for it: the next response could not be told from it
+        if response is None:  # unsolicited bytes could not be distinguished from the next response
             self._shut()
             return
         parser = self._parser
@@ -346,12 +347,12 @@ class Connection(asyncio.Protocol):
 
     async def _send_body(self, body: AsyncIterator[bytes | memoryview], length_bytes: int | None) -> None:
         await send_body(self.write, body, length_bytes=length_bytes)
-        self._upload = None  # here and not in the task's callback, which the engine's response may well precede
+        self._upload = None  # not in the task's callback, since the engine's response may precede that
         if self._response is not None and not self._streaming:
             self._timer.start(self._timeouts.first_byte_s)
 
     def _upload_done(self, upload: asyncio.Task[None]) -> None:
-        """Of an upload that came to its end nothing is left to say; the connection may carry another request by now."""
+        """Drop a finished upload; the connection may carry another request by now."""
         self._uploads.discard(upload)
         if self._upload is not upload:
             return

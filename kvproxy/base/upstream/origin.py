@@ -18,8 +18,7 @@ class Origin:
 
     `host` has no brackets (IPv6 included); `base_path` goes before every request target and has no trailing slash.
     `tls` counts for https alone. `server_name` is the name expected to answer at an address: its certificate is
-    verified for it, and the Host header says it.
-    """
+    verified for it, and it is sent in the Host header."""
 
     scheme: str
     host: str
@@ -44,7 +43,7 @@ class Origin:
 
     @classmethod
     def parse(cls, url: str, *, tls: ClientTls = _PLAIN, server_name: str = "") -> Origin:
-        """Return the origin of `http(s)://host[:port][/base/path]`; ValueError for anything that says more or less."""
+        """Return the origin of `http(s)://host[:port][/base/path]`; ValueError for any other form."""
         parts = urlsplit(url)
         if parts.scheme not in _DEFAULT_PORTS:
             raise ValueError(f"expected http://... or https://..., not {url!r}")

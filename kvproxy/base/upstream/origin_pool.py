@@ -24,11 +24,10 @@ class PoolLimits:
 
 
 class OriginPool:
-    """Counts slots from before a connection is opened until its socket is gone.
+    """Pool of one origin; it counts slots from before a connection is opened until its socket is gone.
 
-    Whatever becomes free goes to the longest waiting request first, so connections are idle and slots unused only
-    while no request waits. `on_empty` is called when nothing is left.
-    """
+    A free slot or connection goes to the longest waiting request first, so connections are idle and slots unused only
+    while no request waits. `on_empty` is called when nothing is left."""
 
     def __init__(
         self, origin: Origin, limits: PoolLimits, *, clock: Clock, on_empty: Callable[[OriginPool], None]
@@ -73,7 +72,7 @@ class OriginPool:
         return True
 
     def free_slot(self) -> None:
-        """A slot is free again: the next in line gets it to connect with."""
+        """Free a slot; the next request in line connects with it."""
         self.open -= 1
         while self._waiting and self.open < self._limits.max_connections:
             waiter = self._waiting.popleft()
@@ -165,7 +164,7 @@ class OriginPool:
         self.free_slot()
 
     def _abandon(self, waiter: asyncio.Future[Connection | None]) -> None:
-        """A waiter gives up; what it was handed in the same moment goes to the next."""
+        """Withdraw a waiter; a connection or slot handed to it in the same moment goes to the next."""
         if not waiter.done() or waiter.cancelled() or waiter.exception() is not None:
             waiter.cancel()
             if waiter in self._waiting:

@@ -25,7 +25,7 @@ __all__ = ["Timeouts", "UpstreamPool", "UpstreamResponse"]
 
 logger = logging.getLogger(__name__)
 
-#: The machine's or the process's own want, not the engine's fault.
+#: The machine or the process has run out of sockets, which is not the engine's fault.
 _OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _WARN_AGAIN_S = 60.0
 
@@ -104,15 +104,14 @@ class UpstreamPool:
         on_head: Callable[[UpstreamResponse], None] | None = None,
         repeated: RepeatedFields = NO_FIELDS,
     ) -> UpstreamResponse:
-        """The response once its head is there; the caller reads it to the end or aborts it. Unless `early`, a part of
-        its body or its end is there too, but for a status of 500 or more; `on_head` is called with a head that came
-        before that.
+        """Send a request and return the response once its head is there; the caller reads it to the end or aborts it.
+        Unless `early`, a part of its body or its end is there too, but for a status of 500 or more; `on_head` is called
+        with a head that came before that.
 
         `start` is written before the body and belongs to it. Host and the framing header are written unless `headers`
         has them, the `repeated` fields behind them. A connection kept from an earlier request that dies before any byte
         of the response is replaced once, when the body is bytes. Raises UpstreamError's kinds, UnsafeRequest before
-        anything was sent, and whatever an iterated body raises.
-        """
+        anything was sent, and whatever an iterated body raises."""
         request = encode_request(
             origin, method, target=target, headers=headers, body=body, start=start, repeated=repeated
         )
@@ -202,7 +201,7 @@ class UpstreamPool:
                 self._warn_out_of_sockets(error)
                 raise NoDescriptors(f"no socket for {origin}: {error}") from error
             raise ConnectError(f"{origin}: {error}") from error
-        except ValueError as error:  # a host name or certificate file that cannot be used
+        except ValueError as error:  # an unusable host name or certificate file
             raise ConnectError(f"{origin}: {error}") from error
         return connection
 

@@ -18,13 +18,13 @@ _VISIBLE = bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
 _TEXT = b"\t " + _VISIBLE
 _PER_REQUEST = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _WANTS_LENGTH = frozenset({b"POST", b"PUT", b"PATCH"})
-#: The first lines of requests for shorter targets are remembered, since they repeat themselves.
+#: First lines of requests for shorter targets are cached, since they repeat.
 _MAX_TARGET_BYTES = 256
 _LAST_CHUNK = b"0\r\n\r\n"
 
 #: A smaller body is copied behind its head, which costs less than another buffer of a write.
 _JOINED_BYTES = 16 * 1024
-#: The kernel takes what it is given in one go: 31 MiB would hold the event loop for 20 ms.
+#: The kernel copies a write at once: 31 MiB would hold the event loop for 20 ms.
 SLICE_BYTES = 1024 * 1024
 
 Body = bytes | memoryview | AsyncIterator[bytes] | None
@@ -38,7 +38,7 @@ class WireRequest(msgspec.Struct, eq=False):
 
     method: bytes
     buffers: tuple[bytes | memoryview, ...]
-    body: Body  # what `buffers` do not hold of it
+    body: Body  # the part of the body that `buffers` lack
     length_bytes: int | None  # of the body; None: chunked
 
     @property

@@ -13,7 +13,7 @@ import msgspec
 from kvproxy.base.errors import ResponseHeadTooLarge, UpstreamDisconnected, UpstreamProtocolError
 from kvproxy.base.types import Headers
 
-#: Of a head, and of what is neither head nor body; engines put the index of binary embeddings into a header field.
+#: Bound of a head, and of all else besides the body; engines put the index of binary embeddings into a header field.
 MAX_HEAD_BYTES = 1024 * 1024
 MAX_HEADERS = 256
 
@@ -21,12 +21,10 @@ _BODILESS = frozenset({204, 304})
 
 
 class ResponseParser:
-    """Feeds bytes to httptools and keeps what came out of them, one response at a time. No I/O and no clock, so that a
-    fuzzer can drive it.
+    """Parser of one response at a time over httptools. No I/O and no clock, so that a fuzzer can drive it.
 
-    `expect` begins a response, `feed` and `eof` advance it, `drain` takes the body that arrived. What is neither
-    head nor body (interim responses, chunk extensions, trailers) is dropped, and bounded like the head.
-    """
+    `expect` begins a response, `feed` and `eof` advance it, `drain` takes the body that arrived. All else (interim
+    responses, chunk extensions, trailers) is dropped, and bounded like the head."""
 
     def __init__(self, *, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
         self._max_head_bytes = max_head_bytes
@@ -49,7 +47,7 @@ class ResponseParser:
         self._until_eof = False
         self._framing_bytes = 0
         self._feeding_bytes = 0
-        if self._head_request:  # the old one may still wait for the body that content-length spoke of
+        if self._head_request:  # the engine may still wait for the body announced by content-length
             self._parser = httptools.HttpResponseParser(self)
         self._head_request = method == b"HEAD"
 
@@ -74,7 +72,7 @@ class ResponseParser:
                 raise self._too_large("head or framing without a body byte")
 
     def feed_eof(self) -> None:
-        """The peer will send no more. Raises UpstreamDisconnected unless that ends the response as it should."""
+        """End the input. Raises UpstreamDisconnected if the response is not complete by that."""
         self.reusable = False
         if self._until_eof:
             self.complete = True
@@ -124,7 +122,7 @@ class ResponseParser:
             raise self._too_large("head")
         self.head_complete = True
         self.reusable = self._parser.should_keep_alive()
-        # How this response ends, as far as httptools does not say it: at once, or with the connection.
+        # End of this response where httptools does not report it: at once, or with the connection.
         chunked = framed = False
         for name, value in headers:
             if name == b"content-length":
@@ -181,20 +179,20 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     """
 
     _source: Source | None
-    _loop: asyncio.AbstractEventLoop  # asking for it costs a system call (getpid)
-    #: The reader is woken by the head alone, not only by what follows it.
+    _loop: asyncio.AbstractEventLoop  # kept, since asking for it costs a system call (getpid)
+    #: Wake the reader by the head alone, not only by the bytes after it.
     early: bool = True
     #: Called with the response when its head has come without a part of its body. It must not raise.
     on_head: Callable[[UpstreamResponse], None] | None = None
     status: int = 0
     headers: Headers = []
     reason: bytes = b""
-    #: The whole response arrived (its last bytes may still wait to be taken); the connection is given back.
+    #: True once the last bytes arrived (they may still wait to be read); the connection is given back.
     complete: bool = False
-    #: Called with a part of the body that arrives while the reader waits; True: it went on, and the reader goes on
-    #: waiting; False: it is to be taken. It must not raise.
+    #: Called with a part of the body that arrives while the reader waits. True: the part was forwarded and the reader
+    #: goes on waiting; False: the reader takes it. It must not raise.
     on_piece: Callable[[bytes], bool] | None = None
-    error: BaseException | None = None  # what came in place of the end
+    error: BaseException | None = None  # error that ended the response early
     _rest: bytes = b""
     waiter: asyncio.Future[None] | None = None  # done: the reader is woken, or gave up
 
@@ -224,21 +222,21 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         return waiter
 
     def abort(self) -> None:
-        """Tells upstream at once by closing the connection, unless the response is complete."""
+        """Close the connection at once, unless the response is complete."""
         if self._source is not None:
             self._source.cancel()
 
     # called by the connection
 
     def finish(self, rest: bytes) -> None:
-        """The end is there; `rest` is what was not taken yet. The source is let go."""
+        """Complete the response; `rest` is the part of the body not taken yet. The source is let go."""
         self._source = None
         self._rest = rest
         self.complete = True
         self.wake()
 
     def fail(self, error: BaseException, *, rest: bytes) -> None:
-        """The end will not come. The source is let go."""
+        """End the response early with `error`. The source is let go."""
         self._source = None
         self._rest = rest
         self.error = error

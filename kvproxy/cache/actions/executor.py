@@ -39,7 +39,7 @@ RETRIED = (ClientTimeout, ClientUnavailable, InstanceBusy, TooManyWaiting)
 #: Of a transfer, which is worth something now or not at all.
 RETRIED_AT_ONCE = (InstanceBusy, TooManyWaiting)
 
-#: Told how an action went (a metric label), its amount, and the seconds it took; also of one that was given up.
+#: Called at the end of an action, dropped ones included: outcome (a metric label), amount, and seconds it took.
 OnOver = Callable[[str, int | None, float], None]
 
 
@@ -47,17 +47,18 @@ class Claims(Protocol):
     """Where several proxies act on the same engines: which of them does what."""
 
     async def claim(self, what: str, ttl_s: float) -> bool:
-        """Whether this one is to do it. No other one is told so within `ttl_s`, in which it must be done."""
+        """Claim an action for this process and return True; no other one may claim it within `ttl_s`, in which it must
+        be done."""
         ...
 
     def acted(self, action: Action) -> None:
-        """It was done, and had its effect."""
+        """Record an action that had its effect."""
         ...
 
 
 class ActionExecutor:
-    """One at a time per instance, each with a breaker of its kind. What keeps having no effect at an instance switches
-    itself off there, and says so."""
+    """Executor of actions: one at a time per instance, each with a breaker of its kind. An action that repeatedly has
+    no effect at an instance is switched off there, with a warning."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class ActionExecutor:
         self._without_effect: Counter[tuple[str, str]] = Counter()  # in a row, by kind and instance
 
     def is_disabled(self, action: Action) -> bool:
-        """Whether this kind of action switched itself off at that instance."""
+        """Return True if this kind of action was switched off at that instance."""
         return self._without_effect[action.kind, action.instance_id] >= self._settings.cache_strategy.disable_after
 
     @property
@@ -160,7 +161,7 @@ class ActionExecutor:
             level = logging.DEBUG if isinstance(error, NotSupported) else logging.WARNING
             log.log(level, "[kvcache] %s at %s: %s", action.kind, action.instance_id, error)
             return error.reason, None
-        # A service that does not say how much it did (before 0.3.5) is taken at its word.
+        # A service that does not report the amount (before 0.3.5) is assumed to have succeeded.
         return "no_effect" if effect.amount == 0 else "done", effect.amount
 
     def _call(self, action: Action) -> Callable[[], Awaitable[Effect]]:

@@ -1,7 +1,6 @@
-"""Which prefixes are asked for again and again.
+"""Prefixes requested repeatedly.
 
-Counted are message prefixes, not only whole prompts, so that a system prompt many chats share becomes hot.
-"""
+Message prefixes are counted, not only whole prompts, so that a system prompt shared by many chats becomes hot."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.prefix.eviction import Use
 
-#: Of a long chat only so many of its first and of its last message prefixes are counted.
+#: Of a long chat only this many of its first and of its last message prefixes are counted.
 EDGE_PREFIXES = 4
 #: Prefixes that agree in this many tokens share cache entries (a chunk of LMCache's).
 HEAD_TOKENS = 256
@@ -35,7 +34,7 @@ class KnownPrefix:
     shared: bool = False  # prompts that differ after it were seen: its tokens end where they part
     instances: set[str] = field(default_factory=set)  # that served it
     head: int = 0  # hash of its first tokens
-    session: int = 0  # that alone asked for it; 0: none, or several
+    session: int = 0  # the only session that requested it; 0: none, or several
     promised_until: float = 0.0  # to a client
 
     @property
@@ -49,7 +48,7 @@ class KnownPrefix:
         return f"{self.key:016x}"
 
 
-#: Told of a use: keys of the prefixes, model, cache salt, instance and session.
+#: Called for each use: keys of the prefixes, model, cache salt, instance and session.
 UseWatch = Callable[[Sequence[int], str, str, str, int], None]
 
 
@@ -108,7 +107,7 @@ class Hotness:
         return used
 
     def learn_tokens(self, used: Sequence[KnownPrefix], tokens: TokenIds) -> None:
-        """The prompt whose prefixes were `used` has these tokens: a prefix ends where two prompts part."""
+        """Set the tokens of a prompt whose prefixes were `used`: a prefix ends where two prompts differ."""
         if not used:
             return
         whole = used[-1].key

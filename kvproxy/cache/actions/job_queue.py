@@ -33,8 +33,8 @@ class Job:
     key: Hashable
     run: Callable[[], Awaitable[bool]]
     lane: str | None = None
-    held_bytes: int = 0  # what it keeps in memory besides
-    about: str = ""  # for people: what is done, to which prefix (a hash)
+    held_bytes: int = 0  # bytes of memory it holds
+    about: str = ""  # for people: the action and its prefix (a hash)
 
 
 class JobQueue:
@@ -58,7 +58,7 @@ class JobQueue:
         self._idle.set()
 
     def show(self, metrics: Metrics) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to this queue."""
         metrics.group(BoundMetrics).show_queue(QUEUE, lambda: self._waiting, limit=self._settings.max_queue)
 
     @property

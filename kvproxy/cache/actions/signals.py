@@ -13,7 +13,7 @@ from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cache.providers import TierMemory
 from kvproxy.cluster.endpoint import Endpoint
 
-#: Sequences an engine runs at once unless told otherwise (vLLM's --max-num-seqs).
+#: Default of sequences an engine runs at once (vLLM's --max-num-seqs).
 ENGINE_SEQUENCES = 256
 
 
@@ -34,7 +34,7 @@ class HostUse:
 
 
 def sample_host() -> HostUse:
-    """Processor use since the last call (the first call says 0) and memory use now; does not block."""
+    """Return processor use since the last call (0 for the first) and memory use now; does not block."""
     return HostUse(psutil.cpu_percent(interval=None) / 100.0, psutil.virtual_memory().percent / 100.0)
 
 
@@ -50,7 +50,7 @@ def engine_load(metrics: EngineMetrics) -> float | None:
 
 
 class Signals:
-    """The latest readings. One that is older than `max_age_s` shows nothing any more."""
+    """Latest readings; one older than `max_age_s` no longer counts."""
 
     def __init__(self, settings: CacheStrategySettings, *, clock: Clock, max_age_s: float) -> None:
         self._settings = settings
@@ -62,15 +62,15 @@ class Signals:
         self._providers: dict[str, float] = {}  # by instance, the fullest of its tiers
 
     def note_scrape(self, endpoint: Endpoint, metrics: EngineMetrics) -> None:
-        """A scrape of one engine."""
+        """Note a scrape of one engine."""
         self._engines[endpoint] = (self._clock(), metrics)
 
     def note_host(self, use: HostUse) -> None:
-        """A sample of this host."""
+        """Note a sample of this host."""
         self._host = use
 
     def note_memory(self, memory: Sequence[TierMemory]) -> None:
-        """What LMCache reports of its own."""
+        """Note LMCache's report of its memory."""
         self.memory = memory
         self._providers = {}
         for one in memory:

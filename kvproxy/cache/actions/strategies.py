@@ -1,4 +1,4 @@
-"""What is done to keep KV cache useful: pin, compress, evict. One class each, all decisions, no I/O."""
+"""Strategies that keep KV cache useful: pin, compress, evict. One class each, all decisions, no I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvproxy.cache.providers import ActionKind
 
 log = logging.getLogger("kvproxy.kvcache")
 
-#: What bears on an instance now.
+#: Current pressure on an instance.
 PressureOf = Callable[[str], Pressure]
 
 
@@ -41,7 +41,7 @@ class Action:
     reason: str
     score: float | None = None  # from 0, to be kept, to 1, to go first
     source: str = ""
-    own: bool = False  # of this process alone: no other one does it instead, or counts it among what it did
+    own: bool = False  # of this process alone: not claimed or counted by another one
 
 
 class Strategy(Protocol):
@@ -53,13 +53,13 @@ class Strategy(Protocol):
         ...
 
     def done(self, action: Action, now: float) -> None:
-        """An action of this strategy had its effect."""
+        """Record that an action of this strategy had its effect."""
         ...
 
 
-#: Prefixes looked at to find those that are acted on in a pass.
+#: Prefixes examined per pass to find those to act on.
 LOOKED_AT = 256
-#: A prefix of so many tokens is neither long nor short, for the score.
+#: Length that scores as neither long nor short.
 TYPICAL_TOKENS = 4096
 
 
@@ -126,15 +126,15 @@ MAX_REMEMBERED = 10_000
 
 
 class ActionRecord:
-    """What was done at LMCache and stands there, by instance: it outlives a reload, or nothing would ever undo it. The
-    operator's priorities, by prefix key, outlive a change of LMCache too."""
+    """Actions in effect at LMCache, by instance; kept over a reload, or nothing would ever undo them. The operator's
+    priorities, by prefix key, are kept over a change of LMCache too."""
 
     def __init__(self, priorities: dict[int, Priority] | None = None) -> None:
         self.priorities = {} if priorities is None else priorities
         self.leases: dict[tuple[str, int], Lease] = {}  # by instance and prefix key, as the next
         self.compressed: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_REMEMBERED)
         self.cleared_at: dict[str, float] = {}
-        self.short: set[str] = set()  # instances whose memory is, until it is well below the threshold
+        self.short: set[str] = set()  # instances short of memory, until they are well below the threshold
 
     def keep_only(self, instances: Collection[str]) -> None:
         """Forget when all others were cleared, and how full they are; leases lapse by themselves."""
@@ -161,7 +161,7 @@ class Pin:
         self._leases = (record or ActionRecord()).leases
 
     def leases(self, now: float) -> dict[tuple[str, int], Lease]:
-        """Running leases by instance and prefix key."""
+        """Return running leases by instance and prefix key."""
         return {where: lease for where, lease in self._leases.items() if not self._lapsed(lease, now)}
 
     def heads(self, now: float) -> set[int]:
@@ -267,8 +267,8 @@ CLEAR_PAUSE_S = 60.0
 
 
 class Evict:
-    """`supports` shows what the service can do at present. A real LMCache controller evicts no single prefix: that is
-    said once, and whole locations are cleared only where the operator allows it."""
+    """Evict strategy. `supports` shows the actions the service supports now. A real LMCache controller evicts no single
+    prefix: that is logged once, and whole locations are cleared only with the operator's permission."""
 
     def __init__(
         self,

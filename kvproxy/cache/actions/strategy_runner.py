@@ -45,8 +45,8 @@ OnTokens = Callable[[RequestFacts, KnownPrefix, TokenIds, Endpoint], None]
 
 
 class StrategyRunner:
-    """The strategies that are switched on, what they know of prefixes (`hotness`), and the queue their actions go
-    through. An async context manager around that queue."""
+    """Runner of the enabled strategies: holds their data on prefixes (`hotness`) and the queue of their actions. An
+    async context manager around that queue."""
 
     def __init__(
         self,
@@ -96,12 +96,12 @@ class StrategyRunner:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to do after a response."""
+        """True if there is work after a response."""
         return bool(self._order) and self._lookups.provider is not None
 
     def run_strategies(self, facts: RequestFacts, endpoint: Endpoint | None) -> None:
-        """The strategies' turn after a response of the endpoint (None: it left), with the prompt's tokens. Where these
-        are not known yet they are asked for, which also lets the next turn of this chat know its beginning."""
+        """Run the strategies after a response of the endpoint (None: it left), with the prompt's tokens. Unknown tokens
+        are fetched first, which also gives the chat's next turn its beginning."""
         used = self._use(facts, endpoint) if endpoint is not None and (self.enabled or self._counts_uses) else []
         if facts.tokens is not None and facts.tokens_exact:
             if endpoint is not None and used:
@@ -112,13 +112,13 @@ class StrategyRunner:
             self.jobs.submit(Job(key, run, about="tokenize", held_bytes=len(facts.body)))
 
     def show(self, metrics: Metrics) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to this runner."""
         self.jobs.show(metrics)
         metrics.group(BoundMetrics).show_queue("priorities", lambda: len(self.priorities), limit=MAX_PRIORITIES)
 
     def set_priority(self, key: int, priority: Priority) -> bool:
-        """What the prefix of this key is kept for from now on, whether it is known or not; NORMAL: nothing but its
-        score and what is promised. False: too many have one."""
+        """Set the priority of the prefix with this key, known or not; NORMAL: decided by its score and promises alone.
+        False: too many have one."""
         if priority is Priority.NORMAL:
             self.priorities.pop(key, None)
         elif key in self.priorities or len(self.priorities) < MAX_PRIORITIES:
@@ -199,7 +199,7 @@ class StrategyRunner:
         return tokens is not None
 
     def _consider(self, facts: RequestFacts, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
-        """The prompt with these prefixes was served there, and its KV exists: decide and queue."""
+        """Decide on a prompt that was served there, so that its KV exists, and queue the actions."""
         self.hotness.learn_tokens(used, tokens)
         for note in self.on_tokens:
             note(facts, used[-1], tokens, endpoint)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 #: Error bodies are read up to here: enough for any message, too little for an echoed prompt to matter.
 MAX_ERROR_BYTES = 64 * 1024
 
-#: Objects and lists of an answer: to make so many takes some milliseconds, however small they are.
+#: Objects and lists of an answer: to make more takes some milliseconds, however small they are.
 MAX_VALUES = 16_384
 
 _TIMEOUTS = (TimeoutError, httpx.TimeoutException, ConnectTimeout, FirstByteTimeout, IdleTimeout)
@@ -128,7 +128,7 @@ class Api:
     def _refusal(self, path: str, status: int, body: bytes) -> Refused:
         text = error_text(body, secret=self._secret)
         message = f"{self._service} {path}: {status}" + (f" {text}" if text else "")
-        # A 404 speaks of the path, or of a thing that was asked for: a model, an instance.
+        # A 404 refers to the path, or to a requested object: a model, an instance.
         of_path = text in ("", "Not Found") and not error_param(body)
         missing = status in (405, 501) or (status == 404 and of_path)
         return (NotSupported if missing else Refused)(message, status=status)

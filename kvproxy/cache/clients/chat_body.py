@@ -1,9 +1,8 @@
-"""From the body of a chat request to what `/tokenize` and `/render` want, without re-serialising its parts; how many of
-its leading messages are of text alone. Pure.
+"""Convert the body of a chat request for `/tokenize` and `/render`, without re-serialising its parts, and count its
+leading messages of text alone. Pure.
 
-What stands for an image differs by engine and is the same for every image, so that tokens are only asked for in front
-of the first one.
-"""
+The placeholder of an image differs by engine and is the same for every image, so that tokens are only requested in
+front of the first one."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from kvproxy.base.types import RequestKind
 
 _Fields = dict[str, msgspec.Raw]
 
-#: Fields of a chat request that `/tokenize` knows under the same name and that shape the prompt.
+#: Fields of a chat request that `/tokenize` takes under the same name and that shape the prompt.
 _TOKENIZE_FIELDS = (
     "messages",
     "tools",
@@ -32,7 +31,7 @@ _TOKENIZE_FIELDS = (
 
 _NO_RAW = msgspec.Raw()
 _READ_FIELDS = (*_TOKENIZE_FIELDS, "model", "documents", "reasoning_effort")
-#: Only what is read: a dict of everything would have as many entries as a client likes.
+#: Only the fields read: a dict of all would have as many entries as a client likes.
 _Read: Any = msgspec.defstruct("_Read", [(name, msgspec.Raw, _NO_RAW) for name in _READ_FIELDS])
 _read = msgspec.json.Decoder(_Read).decode
 _kwargs = msgspec.json.Decoder(_Fields).decode
@@ -113,7 +112,7 @@ def _given(value: msgspec.Raw | None) -> bool:
     return value is not None and bytes(value).strip() != b"null"
 
 
-#: Parts of a message, blocks of Anthropic's, and what a list of either may hold again.
+#: Parts of a message, blocks of Anthropic's, and nested ones in lists of either.
 _TEXTS = frozenset(
     {
         *("text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "reasoning_text"),

@@ -1,6 +1,5 @@
-"""What engines report of their load: `/metrics`, vLLM's or SGLang's, 50 kB in one quick pass, with the LoRA adapters in
-use. Pure.
-"""
+"""Load reported in engines' `/metrics`, vLLM's or SGLang's, 50 kB in one quick pass, with the LoRA adapters in use.
+Pure."""
 
 from __future__ import annotations
 
@@ -77,15 +76,15 @@ _COMPLETED = (b"per_stage_req_latency_seconds_count", b"per_stage_req_latency_se
 #: Its labels of that kind.
 _COMPLETES = re.compile(rb'[{,](?:stage|mode)="([^"]*)"')
 
-#: Cached prompt tokens by where they came from: the metric of vLLM and that of SGLang, and what both call the places.
+#: Cached prompt tokens by source: the metric of vLLM and that of SGLang, and the common names of the places.
 _BY_SOURCE = (b"prompt_tokens_cached_by_source_total", b"cached_tokens_total")
 _SOURCE = re.compile(rb'[{,](?:cache_)?source="([^"]*)"')
 _PLACES = {b"device": "device", b"host": "host", b"disk": "disk", b"storage": "shared", b"p2p": "peer"}
-#: What a connector brought that does not say from where: LMCache's.
+#: Tokens from a connector that does not report their source: LMCache's.
 UNSPECIFIED = "unspecified"
 _CAME_FROM = {name: b"came from " + name.encode() for name in (*_PLACES.values(), UNSPECIFIED)}
 
-#: Beyond it a number is no count, and no double tells it from its neighbours.
+#: A larger number is no count: doubles no longer represent it exactly.
 _MOST = 2.0**53
 _MAX_DIGITS = 15
 
@@ -102,7 +101,7 @@ _SHARD = re.compile(rb'[{,](pp_rank|tp_rank)="([0-9]{1,5})"')
 
 
 class EngineKind(StrEnum):
-    """Which program an engine is; it decides how flags are spelled."""
+    """Kind of an engine, which decides the spelling of flags."""
 
     VLLM = "vLLM"
     SGLANG = "SGLang"
@@ -111,7 +110,7 @@ class EngineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache over all data-parallel ranks. None: this version does not say."""
+    """KV cache over all data-parallel ranks. None: not reported by this version."""
 
     block_tokens: int | None  # tokens a KV block holds
     num_gpu_blocks: int | None  # summed
@@ -122,7 +121,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """One scrape, over all data-parallel ranks and models of the engine. None: this version does not say."""
+    """One scrape, over all data-parallel ranks and models of the engine. None: not reported by this version."""
 
     kv_usage: float | None = None  # 0..1 of the fullest rank; blocks held by running requests only
     waiting: int | None = None  # requests, summed
@@ -135,13 +134,13 @@ class EngineMetrics:
     cached_from: Mapping[str, int] = field(default_factory=dict)  # these, by tier, `peer` or UNSPECIFIED
     generation_tokens: int | None = None
     prefills: int | None = None  # of requests that ended (vLLM) or were prefilled (SGLang)
-    prefill_s: float | None = None  # what these took together, time in the queue left out
+    prefill_s: float | None = None  # time of these together, without time in the queue
     prefill_tokens: int | None = None  # of their prompts, those that were not cached
     cache: CacheConfig | None = None
     started_at: float | None = None  # of the process, seconds since the epoch by the engine's clock
     kind: EngineKind = EngineKind.UNKNOWN
     lora: LoraUse | None = None  # of all ranks
-    asleep: bool = False  # it serves nothing until it is woken, on every rank
+    asleep: bool = False  # it serves no requests until it is woken, on every rank
     gave_up_cache: bool = False  # it sleeps so deeply that its KV memory is gone
     #: The same of each data-parallel rank, where there are several.
     ranks: Mapping[int, EngineMetrics] = field(default_factory=dict)
@@ -149,7 +148,7 @@ class EngineMetrics:
 
 @dataclass(slots=True)
 class _Samples:
-    """What the lines of one rank say, or of all."""
+    """Samples in the lines of one rank, or of all."""
 
     values: dict[bytes, list[float]] = field(default_factory=dict)
     configs: list[dict[bytes, bytes]] = field(default_factory=list)
@@ -165,7 +164,7 @@ class _Sample(NamedTuple):
 
 
 def parse_engine_metrics(text: bytes) -> EngineMetrics:
-    """Read the exposition text; lines it does not know or cannot read are passed over."""
+    """Read the exposition text; unknown or unreadable lines are skipped."""
     found = list(_samples(text))
     leaders: dict[int | None, tuple[int, int]] = {}
     for one in found:
@@ -222,7 +221,7 @@ def _bare_name(line: bytes) -> bytes:
 
 
 def _came_from(line: bytes) -> bytes:
-    """Which place a sample of cached tokens is of."""
+    """Return the source of a sample of cached tokens."""
     label = _SOURCE.search(line)
     return _CAME_FROM[UNSPECIFIED if label is None else _PLACES.get(label[1].partition(b"_")[0], UNSPECIFIED)]
 
@@ -347,7 +346,7 @@ def _cache_config(configs: list[dict[bytes, bytes]]) -> CacheConfig | None:
 
 
 def _number(config: dict[bytes, bytes], label: bytes) -> int:
-    """Return a label's whole number; 0 when the label is missing or says `None`."""
+    """Return a label's whole number; 0 when the label is missing or `None`."""
     text = config.get(label, b"")
     return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0
 

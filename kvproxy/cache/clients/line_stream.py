@@ -17,11 +17,10 @@ class StreamApi(Api):
     async def stream_lines(
         self, method: str, path: str, *, body: bytes | None = None, timeout_s: float, idle_s: float, max_line_bytes: int
     ) -> AsyncGenerator[Sequence[bytes]]:
-        """Whole lines as they come, several at a time; none at first, to say that the stream has begun.
+        """Yield whole lines as they arrive, several at a time; an empty batch first, when the stream has begun.
 
         Ends when the service ends it, is cut off, or is silent for `idle_s`: half a line at the end is left out. Raises
-        ClientError before it began, as `call` does, and BadResponse for a line over the bound.
-        """
+        ClientError before it began, as `call` does, and BadResponse for a line over the bound."""
         headers = self._headers if body is None else {**self._headers, "content-type": "application/json"}
         timeout = httpx.Timeout(timeout_s, read=idle_s)
         request = self._http.build_request(method, self._base + path, content=body, headers=headers, timeout=timeout)

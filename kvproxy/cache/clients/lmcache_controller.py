@@ -43,7 +43,7 @@ class LMCacheControllerClient(ServiceClient):
 
     service = "lmcache controller"
 
-    #: Whether the controller has `/evict` (no real one does): None until asked, False for good after a 404.
+    #: Whether the controller has `/evict` (no real one does): None until tried, False for good after a 404.
     evicts: bool | None = None
 
     @cached_property
@@ -66,7 +66,7 @@ class LMCacheControllerClient(ServiceClient):
     async def compress(
         self, instance_id: str, tokens: TokenIds, *, location: str, method: str = "cachegen"
     ) -> ActionResult:
-        """Compresses the prompt's chunks in place. Real engines know `cachegen` only; others have no effect."""
+        """Compress the prompt's chunks in place. Real engines support `cachegen` only; others have no effect."""
         return await self._token_action("/compress", instance_id, tokens, {"method": method, **_at(location)})
 
     async def decompress(
@@ -96,7 +96,7 @@ class LMCacheControllerClient(ServiceClient):
         self, source: tuple[str, str], target: tuple[str, str], tokens: TokenIds, *, copy: bool = True
     ) -> ActionResult:
         """Copy (or moves) the prompt's chunks between (instance, location) pairs; needs P2P on both engines."""
-        # `copy` is what versions before 0.3.11 call should_copy; unknown fields are ignored by all of them.
+        # `copy` is the name of should_copy before 0.3.11; all versions ignore unknown fields.
         others = {"old_position": source, "new_position": target, "should_copy": copy, "copy": copy}
         body = body_with_tokens("tokens", tokens, others)
         return (await self._worker_call("/move", (source[0], target[0]), body, WireAction)).read_result()
@@ -143,7 +143,8 @@ class LMCacheControllerClient(ServiceClient):
         return await self._api.get("/controller/key-stats", KeyStats, timeout_s=self._lookup_timeout_s)
 
     async def list_workers(self, *, instance_id: str = "", worker_id: int | None = None) -> tuple[WorkerInfo, ...]:
-        """Registered workers with their key counts; () when none matches. The unfiltered list is up to 30 s old."""
+        """Return registered workers with their key counts; () when none matches. The unfiltered list is up to 30 s
+        old."""
         query = query_string({"instance_id": instance_id, "worker_id": "" if worker_id is None else worker_id})
         path = "/controller/workers"
         try:
@@ -154,7 +155,7 @@ class LMCacheControllerClient(ServiceClient):
             if error.status == 404 and query:
                 return ()
             raise
-        # One worker asked for by id comes as a bare object.
+        # A single worker by id comes as a bare object.
         if worker_id is not None and b'"workers"' not in raw:
             return (self._api.decode(raw, WorkerInfo, path),)
         return tuple(self._api.decode(raw, WireWorkers, path).workers)

@@ -29,21 +29,21 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ActionResult:
-    """What an action did. Success is `num_tokens > 0`, not the status: a wrong location answers 200 with 0."""
+    """Result of an action. Success is `num_tokens > 0`, not the status: a wrong location answers 200 with 0."""
 
-    num_tokens: int | None = None  # None: this controller does not say (before 0.3.5)
+    num_tokens: int | None = None  # None: not reported by this controller (before 0.3.5)
     success: bool | None = None  # only from controllers before 0.3.5
     event_id: str = ""
 
     @property
     def had_effect(self) -> bool | None:
-        """Whether anything happened; None when the controller does not say."""
+        """True if the action had an effect; None if the controller does not report it."""
         return self.success if self.num_tokens is None else self.num_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceHealth:
-    """Storage check of each worker of an instance; 0 is fine. Empty: the controller does not know the instance."""
+    """Storage check of each worker of an instance; 0 is fine. Empty: the controller does not have the instance."""
 
     error_codes: dict[int, int]
 

@@ -69,7 +69,7 @@ class LMCacheCoordinatorClient(ServiceClient):
         return read() if len(raw) <= _LONG_BYTES else await asyncio.to_thread(read)
 
     async def list_instances(self) -> tuple[Instance, ...]:
-        """Registered MP servers."""
+        """Return registered MP servers."""
         return tuple((await self._get("/instances", WireInstances)).instances)
 
     async def fetch_usage(self) -> FleetUsage:
@@ -118,7 +118,8 @@ class LMCacheCoordinatorClient(ServiceClient):
         return await self._get("/directory/stats", DirectoryStats)
 
     async def check_health(self) -> bool:
-        """Whether the coordinator says it is healthy; False for an error status, ClientError without any answer."""
+        """Return True if the coordinator reports that it is healthy; False for an error status, ClientError without any
+        answer."""
         try:
             return (await self._get("/healthz", WireHealth)).status == "healthy"
         except Refused:

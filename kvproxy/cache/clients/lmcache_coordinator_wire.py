@@ -1,4 +1,4 @@
-"""What LMCache's coordinator answers; a directory lookup reduced to contiguous prefixes per instance. Pure."""
+"""Answers of LMCache's coordinator; a directory lookup reduced to contiguous prefixes per instance. Pure."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _leading(held: Iterable[bool]) -> int:
 
 
 def _chunk_tokens(answer: WireDirectory, prompt_tokens: int) -> int:
-    """Tokens a chunk: told by a known chunk's ids, else bounded by how many whole chunks the prompt has."""
+    """Return the tokens of a chunk: from a known chunk's ids, else bounded by how many whole chunks the prompt has."""
     told = next((commas for each in answer.results if (commas := bytes(each.token_ids).count(b","))), None)
     return chunk_tokens_of(answer.chunks, prompt_tokens) if told is None else told + 1
 
@@ -132,7 +132,7 @@ def chunk_tokens_of(chunks: int, prompt_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheScope:
-    """Which cache entries a prompt's tokens stand for."""
+    """Scope of the cache entries for a prompt's tokens."""
 
     model: str
     cache_salt: str = ""
@@ -183,7 +183,7 @@ class FleetUsage:
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """What a pin, unpin or delete did. `requested` counts chunks, `affected` keys: 0 means no effect."""
+    """Result of a pin, unpin or delete. `requested` counts chunks, `affected` keys: 0 means no effect."""
 
     status: str
     requested: int = 0

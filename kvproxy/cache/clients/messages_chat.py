@@ -1,8 +1,7 @@
-"""The chat that vLLM makes of a request to `/v1/messages`, for engines that do not render these themselves. Pure.
+"""Chat that vLLM makes of a request to `/v1/messages`, for engines that do not render these themselves. Pure.
 
-As `anthropic/serving.py` of vLLM 0.32 does it. What it makes of the chat template or of a setting it does not show
-(system messages in the middle, results that an assistant reports) is refused: no tokens are better than wrong ones.
-"""
+As `anthropic/serving.py` of vLLM 0.32 does it. Requests that depend on the chat template or on a hidden setting (system
+messages in the middle, results that an assistant reports) are refused: no tokens are better than wrong ones."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ Chat = dict[str, Any]
 
 
 def chat_of_messages(body: bytes) -> bytes:
-    """Return the chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
+    """Return the chat body with the same prompt. Raises ValueError for an invalid or unsupported body."""
     try:
         request = decode_messages(body)
         chat: Chat = {name: value for name in _KEPT if (value := getattr(request, name)) is not NO_RAW}
@@ -123,7 +122,7 @@ def _system(content: str | list[Block] | None) -> str:
 
 
 def _user(blocks: Sequence[Block]) -> list[Chat]:
-    """Results of tools are messages of their own, before what the user says."""
+    """Convert a user's blocks: results of tools are messages of their own, before the user's text."""
     made: list[Chat] = []
     for block in blocks:
         if block.type == "tool_result":
@@ -172,7 +171,7 @@ def make_call(block: Block) -> Chat:
 
 
 def _texts(blocks: Sequence[Block]) -> str | list[Chat] | None:
-    """A single text is a string."""
+    """Join texts; a single one is a string."""
     return make_content([block.text for block in blocks if block.type == "text" and block.text])
 
 
@@ -194,8 +193,7 @@ def _tool(tool: MessagesTool) -> Chat:
 
 
 def type_schema(schema: Raw) -> Raw:
-    """Return what says no type is an object. Its members are not taken apart: there may be as many as a
-    client likes."""
+    """Add the object type to a schema without a type. Its members are not parsed: a client may send any number."""
     if _decode_schema(schema).type is not NO_RAW:
         return schema
     members = bytes(schema)[1:-1].rstrip()

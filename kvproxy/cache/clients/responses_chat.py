@@ -1,8 +1,7 @@
-"""The chat that vLLM makes of a request to `/v1/responses`, for engines that do not render these themselves. Pure.
+"""Chat that vLLM makes of a request to `/v1/responses`, for engines that do not render these themselves. Pure.
 
-As `openai/responses/utils.py` of vLLM 0.32 does it, for a history that is all in the request: what the engine keeps
-(`previous_response_id`, `conversation`) is its own business, and what a chat cannot say is refused.
-"""
+As `openai/responses/utils.py` of vLLM 0.32 does it, for a history that is all in the request: histories kept by the
+engine (`previous_response_id`, `conversation`), and inputs that a chat cannot express, are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _NULL = Raw(b"null")
 _HEADER = "x-anthropic-billing-header"
 #: Fields that a chat has under the same name.
 _KEPT = ("model", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs")
-#: What only the engine knows the history of, and what it refuses or renders by other rules.
+#: Fields whose history only the engine has, or that it refuses or renders by other rules.
 _ELSEWHERE = ("previous_response_id", "conversation", "prompt", "previous_input_messages")
 _UNFINISHED = ("in_progress", "incomplete")
 _TEXTS = ("text", "input_text", "output_text")
@@ -87,7 +86,7 @@ _Chat = dict[str, Any]
 
 
 def chat_of_responses(body: bytes) -> bytes:
-    """Return the chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
+    """Return the chat body with the same prompt. Raises ValueError for an invalid or unsupported body."""
     try:
         request = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -125,7 +124,7 @@ def _messages(request: _Body) -> list[_Chat]:
 
 
 def _joined(before: _Chat | None, said: Mapping[str, Any]) -> bool:
-    """Whether an assistant's item became part of the assistant's message before it."""
+    """Merge an assistant's item into the assistant's message before it, if possible; returns True if so."""
     if before is None or said["role"] != "assistant":
         return False
     if "tool_calls" in said:
@@ -200,7 +199,7 @@ def _content(content: str | list[_Content] | None) -> str | list[_Chat] | None:
 
 
 def _shown(tool: _Tool, namespace: str | None = None) -> list[_Chat]:
-    """The functions a model is shown of a tool; of those that the engine itself runs none."""
+    """Return the functions of a tool as shown to the model; none of a tool that the engine itself runs."""
     if tool.type == "namespace" and namespace is None:
         return [shown for one in tool.tools if one.type == "function" for shown in _shown(one, tool.name)]
     function: _Chat = {"name": _flat(namespace, tool.name), "description": tool.description}

@@ -1,4 +1,4 @@
-"""What SGLang reports of itself: `/server_info`, its arguments and what it made of them."""
+"""SGLang's report of itself: `/server_info`, its arguments and the values it derived from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class EventsDescriptor(msgspec.Struct):
 
 
 class _EventsConfig(msgspec.Struct):
-    """`--kv-events-config`: all that versions without a descriptor say, and where every version says replays are."""
+    """Value of `--kv-events-config`: the only source in versions without a descriptor, and that of the replay address
+    in all."""
 
     publisher: str | None = "null"
     endpoint: str | None = "tcp://*:5557"
@@ -40,7 +41,8 @@ class _EventsConfig(msgspec.Struct):
 
 
 class SglangInfo(msgspec.Struct):
-    """What is looked at; None: this version does not say. (The answer holds its keys too: it is never shown whole.)"""
+    """Fields that are read; None: not reported by this version. (The answer also holds keys, so it is never shown
+    whole.)"""
 
     version: str = ""
     page_size: int | None = None
@@ -61,7 +63,7 @@ class SglangInfo(msgspec.Struct):
 
     @property
     def pairs(self) -> bool:
-        """Whether its radix tree is keyed by pairs of tokens."""
+        """True if its radix tree is keyed by pairs of tokens."""
         return (self.speculative_algorithm or "").upper() in _PAIRED
 
     def event_sources(self, *, host: str) -> tuple[KvEventSource, ...]:

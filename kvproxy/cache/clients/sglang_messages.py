@@ -1,8 +1,7 @@
-"""The chat that SGLang 0.5.23 makes of a request to `/v1/messages`, which it does not render itself. Pure.
+"""Chat that SGLang 0.5.23 makes of a request to `/v1/messages`, which it does not render itself. Pure.
 
-Other than vLLM's: a billing header stays, as do empty texts and the order of what a user says and of results. What its
-template decides (thoughts, later system messages) is refused: no tokens are better than wrong ones.
-"""
+Unlike in vLLM's, a billing header stays, as do empty texts and the order of a user's texts and results. Inputs that its
+template decides on (thoughts, later system messages) are refused: no tokens are better than wrong ones."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from kvproxy.cache.clients.messages_chat import (
 
 
 def sglang_chat_of_messages(body: bytes) -> bytes:
-    """Return the chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
+    """Return the chat body with the same prompt. Raises ValueError for an invalid or unsupported body."""
     try:
         request = decode_messages(body)
         chat: Chat = {"messages": _messages(request)}
@@ -36,7 +35,7 @@ def sglang_chat_of_messages(body: bytes) -> bytes:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ValueError("not a request for messages of text") from None
     if request.thinking is not None:
-        raise ValueError("how to think is the template's business")
+        raise ValueError("the template decides on thinking")
     effort = None if request.output_config is None else request.output_config.effort
     if effort is not None:
         chat["reasoning_effort"] = "max" if effort == "xhigh" else effort

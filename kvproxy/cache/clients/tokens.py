@@ -21,7 +21,7 @@ def token_array(ids: list[int]) -> TokenIds:
     return array("I", ids)
 
 
-#: JSON of token ids is decoded so many bytes at a time.
+#: Bytes of token ids in JSON decoded at a time.
 _PIECE_BYTES = 1 << 16
 _IDS = msgspec.json.Decoder(list[WireTokenId])
 

@@ -33,7 +33,7 @@ MAX_METRICS_LINES = 50_000
 #: Longer texts are read beside the event loop.
 _LONG_BYTES = 1 << 17
 MAX_SOURCES_BYTES = 1 << 16
-#: Where an engine renders requests of a kind (`--enable-scale-out`), and what chat each of them is.
+#: Paths at which an engine renders requests of a kind (`--enable-scale-out`), and the conversion of each to a chat.
 RENDER_PATHS = {
     RequestKind.CHAT: "/v1/chat/completions/render",
     RequestKind.MESSAGES: "/v1/messages/render",
@@ -58,7 +58,7 @@ class Tokenized:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """One row of `/v1/models`. `root` is vLLM's `--model` (the name LMCache's coordinator knows)."""
+    """Row of `/v1/models`. `root` is vLLM's `--model` (the name in LMCache's coordinator)."""
 
     id: str
     root: str
@@ -84,7 +84,7 @@ class _Model(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What a request took by the engine's own count; None: it does not say what it reused."""
+    """Tokens of a request by the engine's own count; None: reuse not reported."""
 
     prompt_tokens: int
     cached_tokens: int | None
@@ -123,9 +123,9 @@ class VllmClient:
     ) -> None:
         self._api = Api(http, base_url, service="vllm", authorization=authorization)
         self._timeout_s = timeout_s
-        #: Whether the engine renders requests of a kind: False once it said no (then never asked again).
+        #: Whether the engine renders requests of a kind: False after a refusal, and then never tried again.
         self.renders: dict[RequestKind, bool] = {}
-        self._is_sglang: bool | None = None  # once it was asked
+        self._is_sglang: bool | None = None  # None until queried
 
     async def tokenize_prompt(self, model: str, prompt: str, *, timeout_s: float | None = None) -> Tokenized:
         """Token ids of a completion prompt; special tokens as the engine's completion endpoint adds them."""
@@ -174,15 +174,14 @@ class VllmClient:
     async def prompt_tokens(
         self, kind: RequestKind, model: str, body: bytes, *, timeout_s: float | None = None
     ) -> Tokenized:
-        """Token ids of a request by the best means this engine has: render, else the chat it is and `/tokenize`.
+        """Return the token ids of a request by the best means this engine has: render, else `/tokenize` of its chat.
 
-        Raises ValueError for what is no such request, or cannot be told as a chat.
-        """
+        Raises ValueError for an invalid request, or one that no chat can express."""
         if self.renders.get(kind) is not False:
             try:
                 return await self.render_prompt(kind, model, body, timeout_s=timeout_s)
             except NotSupported:
-                pass  # answered without work by the engine; asked once only
+                pass  # the engine answered without work, and is tried only once
         as_chat = AS_CHAT[kind]
         if kind is RequestKind.MESSAGES and await self._ask_sglang(timeout_s):
             as_chat = sglang_chat_of_messages
@@ -195,7 +194,8 @@ class VllmClient:
         return Prefill(usage.prompt_tokens, None if details is None else details.cached_tokens)
 
     async def check_health(self, *, timeout_s: float | None = None) -> bool:
-        """Whether `/health` says the engine lives; False for an error status, ClientError without any answer."""
+        """Return True if `/health` reports that the engine lives; False for an error status, ClientError without any
+        answer."""
         try:
             await self._api.call("GET", "/health", timeout_s=timeout_s or self._timeout_s)
         except Refused:
@@ -218,7 +218,8 @@ class VllmClient:
         return text
 
     async def kv_event_sources(self, *, timeout_s: float | None = None) -> tuple[KvEventSource, ...]:
-        """Streams of KV events, one a data-parallel rank; NotSupported where the engine cannot tell."""
+        """Return the streams of KV events, one per data-parallel rank; NotSupported if the engine cannot report
+        them."""
         shape = cast("type[WireSources]", WireSources)
         path = "/kv_event_sources"
         timeout_s = timeout_s or self._timeout_s

@@ -11,7 +11,7 @@ from kvproxy.cache.media.placeholders import guess_tokens
 #: Media, and sizes of media, whose count is kept: at 200 bytes each.
 _MAX_KEPT = 16_384
 _MAX_MODELS = 256
-#: Share of a further estimate in what is kept of a size.
+#: Weight of a new estimate of a size.
 _WEIGHT = 0.3
 _MOST = 1 << 20
 
@@ -43,7 +43,7 @@ class MediaCounts:
         return uniform[0] if uniform is not None and uniform[2] else guess_tokens(model, medium)
 
     def observe_count(self, model: str, media: Sequence[Medium], tokens: int) -> None:
-        """The engine reported so many tokens for all media of a prompt."""
+        """Learn from the engine's count of tokens for all media of a prompt."""
         if not 0 < tokens <= _MOST:
             return
         known = {medium.key: self._by_key.get((model, medium.key)) for medium in media}

@@ -36,7 +36,8 @@ class PredictionStats:
         contradicted: bool,
         request_id: str,
     ) -> None:
-        """A response reported `cached` tokens where `predicted` had been expected, more than `contradicted` allows."""
+        """Count a response with `cached` tokens where `predicted` had been expected, more than `contradicted`
+        allows."""
         key = (cluster, endpoint, source)
         score = self._scores.get(key)
         if score is None:
@@ -49,7 +50,7 @@ class PredictionStats:
             score.alarm.observe_reuse(predicted, cached, request_id, self._clock())
 
     def raised_alarms(self) -> list[Alarm]:
-        """Those that are raised now."""
+        """Return the alarms raised now."""
         now = self._clock()
         raised = (score.alarm.raised(now) for score in self._scores.values())
         return [alarm for alarm in raised if alarm is not None]
@@ -98,7 +99,7 @@ SAY_AGAIN_S = 60.0
 LASTS_S = 900.0
 
 _BY = {
-    FactSource.APPROXIMATE: "what was routed there",
+    FactSource.APPROXIMATE: "routed requests",
     FactSource.PRECISE: "its KV events",
     FactSource.LMCACHE_CONTROLLER: "LMCache's lookup",
     FactSource.LMCACHE_COORDINATOR: "LMCache's directory",
@@ -123,7 +124,7 @@ _FIX = {
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """What an operator is told: the latest wrong prediction, and how many of the latest were."""
+    """Alarm of an operator: the latest wrong prediction, and the number of wrong ones among the latest."""
 
     cluster: str
     endpoint: EndpointId
@@ -174,7 +175,7 @@ class PredictionAlarm:
         self._unsaid = 0
 
     def observe_reuse(self, predicted_tokens: int, reused_tokens: int, request_id: str, now: float) -> None:
-        """A response to a prediction of at least LARGE_TOKENS."""
+        """Observe a response to a prediction of at least LARGE_TOKENS."""
         wrong = reused_tokens < predicted_tokens * _WRONG_SHARE
         if not wrong and not self._wrong:
             return
@@ -201,7 +202,7 @@ class PredictionAlarm:
         if self._said_at is not None and now - self._said_at < SAY_AGAIN_S:
             self._unsaid += 1
             return
-        more = f", {self._unsaid} more since it was said last" if self._unsaid else ""
+        more = f", {self._unsaid} more since the last message" if self._unsaid else ""
         log.warning("[kvcache] %s: %s%s; %s", alarm.where, alarm.what, more, alarm.fix)
         self._said_at = now
         self._unsaid = 0

@@ -1,4 +1,4 @@
-"""What an engine's own count of reused tokens says about what was predicted."""
+"""Feedback from an engine's own count of reused tokens to the predictions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvproxy.cluster.routing.policy import Overlap
 log = logging.getLogger("kvproxy.kvcache")
 
 _LOST = (
-    "[kvcache] %s/%s reuses nothing of what it was sent, not even what it was sent just now: forgotten "
-    "(a restart, or its cache was cleared)"
+    "[kvcache] %s/%s reuses none of its prompts, not even the latest: index cleared (a restart, or its cache was "
+    "cleared)"
 )
 
 
@@ -49,13 +49,13 @@ class PredictionFeedback:
         self._losses = state.losses
 
     def show(self, metrics: Metrics) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to this feedback."""
         metrics.group(KvCacheMetrics).prediction_alarm.set_source(self.predictions.alarm_series)
         metrics.group(HoldingMetrics).endpoint_hit_ratio.set_source(self.hit_ratios.hit_series)
         metrics.group(HoldingMetrics).engine_foreign_ratio.set_source(self.hit_ratios.foreign_series)
 
     def finished(self, facts: RequestFacts, result: Result) -> None:
-        """The request is over, however it went. Once a request."""
+        """Learn from a finished request, whatever its end. Once per request."""
         indexes = facts.indexes
         endpoint = result.endpoint
         prefilled = result.prefilled
@@ -90,8 +90,8 @@ class PredictionFeedback:
         self._losses.keep_only(present)
 
     def _learn_count(self, facts: RequestFacts, prompt_tokens: int, media_tokens: int | None) -> None:
-        """The engine counted the prompt, and its media where it reports them apart. Text alone teaches bytes a token;
-        of media without a count of their own, what is left without the text teaches theirs."""
+        """Learn from the engine's count of the prompt, and of its media if reported. Text alone teaches bytes per
+        token; for media without a count of their own, the remainder without the text teaches theirs."""
         if facts.media:
             counts = self._state.media_counts
             if media_tokens is None:
@@ -167,7 +167,7 @@ class PredictionFeedback:
 
 
 def _expected_tokens(facts: RequestFacts, overlap: Overlap, prompt_tokens: int | None) -> tuple[int, int]:
-    """What was to be reused where this overlap was predicted, and what was taken to be held, that in the engine's own
+    """Return the reuse expected under this overlap, and the tokens assumed to be held, those in the engine's own
     tokens."""
     expected = facts.overlaps.prompt_tokens
     predicted = min(overlap.tokens, expected)

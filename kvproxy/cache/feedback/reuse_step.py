@@ -1,10 +1,9 @@
-"""The step in which each engine reuses prompts: what it reuses is a multiple of it. Pure.
+"""Step in which each engine reuses prompts: its reuse is a multiple of it. Pure.
 
 An engine of a hybrid model needs, beside the KV of a prefix, the state of its other layers at the prefix's end, and
 keeps that state at few places: it reuses up to the last of them and computes the rest, however much of the rest its
-attention layers hold. The engine's own block size is a step that it tells; the distance of its states is learned from
-what it reused.
-"""
+attention layers hold. The engine reports its own block size, which is a step; the distance of its states is learned
+from its reuse."""
 
 from __future__ import annotations
 
@@ -14,22 +13,22 @@ from math import gcd
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.overlap.merge import tolerated_tokens
 
-#: Shorter steps are within what predictions are off by anyway; blocks of attention layers are mostly shorter.
+#: Shorter steps are within the usual error of predictions; blocks of attention layers are mostly shorter.
 LEAST_STEP_TOKENS = 128
 #: Reuses that a step must explain and no shorter one does, each of another prefix or another length, and of two lengths
 #: at least: multiples of a block of 16 tokens are multiples of 128 so often by chance once in 8 ** 7 times.
 _PROOFS = 8
 _LENGTHS = 2
-#: Reuse this far behind what is held is a proof. Lengths are known better than at a prediction: by the engine's own
+#: Reuse this far below the held tokens is evidence. Lengths are more exact than at a prediction: from the engine's own
 #: count of the prompt.
 _SHORT_TOKENS = 32
 _SHORT_SHARE = 32
-#: Of the latest reuses so many that are no multiple of the step make it a shorter one; a single one may be another's
-#: (an engine behind the same address, blocks loaded from elsewhere).
+#: Number of the latest reuses, and of those among them that are no multiple of the step, which make it a shorter one; a
+#: single one may be another engine's (behind the same address, or blocks loaded from elsewhere).
 _WINDOW = 16
 _WRONG_AT = 2
 MAX_ENDPOINTS = 4096
-#: Blocks of text by which prompts are told from each other: 4 kB, and with that a system prompt that many share.
+#: Blocks of text that distinguish prompts: 4 kB, which includes a system prompt that many share.
 _BEGINNING = 16
 
 
@@ -41,7 +40,7 @@ class ReuseSteps:
         self._learned: dict[EndpointId, LearnedStep] = {}
 
     def tell_block_size(self, endpoint: EndpointId, block_tokens: int) -> None:
-        """The engine reports that it reuses whole blocks of so many tokens."""
+        """Set the block size of an engine that reuses whole blocks."""
         learned = self._learned.get(endpoint)
         if learned is not None or block_tokens >= LEAST_STEP_TOKENS:
             learned = learned or self._make(endpoint)
@@ -51,10 +50,10 @@ class ReuseSteps:
     def observe_reuse(
         self, endpoint: EndpointId, *, held_tokens: int, cached_tokens: int, blocks: Sequence[int]
     ) -> None:
-        """The engine reused `cached_tokens` of a prompt of which it held `held_tokens` by what is known of it; `blocks`
-        are the chained hashes of the prompt."""
+        """Learn from the engine's reuse of `cached_tokens` of a prompt of which it held an estimated `held_tokens`;
+        `blocks` are the chained hashes of the prompt."""
         if cached_tokens <= 0:
-            return  # lost, or shorter than a step: it says nothing of which
+            return  # lost, or shorter than a step: no evidence either way
         learned = self._learned.get(endpoint)
         if learned is None:
             if not _is_short(held_tokens, cached_tokens):
@@ -64,12 +63,12 @@ class ReuseSteps:
         self._note(endpoint, learned.tokens)
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:
-        """The endpoint left, or is another engine now."""
+        """Forget an endpoint that left or is another engine now."""
         self._learned.pop(endpoint, None)
         self.known.pop(endpoint, None)
 
     def state(self) -> dict[str, tuple[int, int]]:
-        """Of each endpoint what was learned and what the engine says, for another process."""
+        """Return the learned and the reported step of each endpoint, for another process."""
         return {str(endpoint): self._learned[endpoint].state for endpoint in self.known}
 
     def resume(self, state: Mapping[str, tuple[int, int]], *, keep: Container[str]) -> None:
@@ -105,14 +104,14 @@ class LearnedStep:
     def __init__(self) -> None:
         self.tokens = self._told = 1
         self._candidate = 0
-        self._needed = 0  # what it must exceed to explain every proof
-        self._proofs: set[tuple[int, int]] = set()  # what was reused of which prefix
+        self._needed = 0  # least step that explains all evidence
+        self._proofs: set[tuple[int, int]] = set()  # reused tokens by prefix
         self._wrong = 0  # a bit for each of the latest reuses
         self._wrong_step = 0  # that would explain those
 
     @property
     def state(self) -> tuple[int, int]:
-        """The step, and what the engine says."""
+        """The learned step, and the reported one."""
         return self.tokens, self._told
 
     def resume(self, tokens: int, told: int) -> None:
@@ -121,14 +120,15 @@ class LearnedStep:
         self._told = told
 
     def tell(self, block_tokens: int) -> None:
-        """What the engine says. Said again it changes nothing; another size is another engine, or another setting."""
+        """Set the reported block size. The same value changes nothing; another one means another engine, or another
+        setting."""
         told = block_tokens if block_tokens >= LEAST_STEP_TOKENS else 1
         if told != self._told:
             self._told = told
             self._set(told)
 
     def observe_reuse(self, held_tokens: int, cached_tokens: int, prefix: int) -> None:
-        """The engine reused so much of what it holds of a prompt; some of it."""
+        """Learn from reuse of a part of the held tokens of a prompt."""
         wrong = cached_tokens % self.tokens != 0
         self._wrong = (self._wrong << 1 | wrong) & ((1 << _WINDOW) - 1)
         if wrong:
@@ -147,7 +147,7 @@ class LearnedStep:
         short = expected - tolerated_tokens(expected) - cached_tokens
         step = gcd(self._candidate, cached_tokens)
         needed = max(self._needed, short, self.tokens)
-        if step <= needed:  # of what was seen before, or of this
+        if step <= needed:  # of earlier or of this evidence
             self._drop_candidate()
             step = cached_tokens
             needed = max(short, self.tokens)

@@ -1,4 +1,4 @@
-"""What the engines' own counts of tokens teach: how many bytes make a token, and what share of prompts is reused."""
+"""Learning from engines' own token counts: bytes per token, and the reused share of prompts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
 
-#: English prose with JSON around it; replaced by what a model's first responses say.
+#: English prose with JSON around it; replaced after a model's first responses.
 DEFAULT_BYTES_PER_TOKEN = 4.0
-#: What a single response may say: one token a byte, or long runs of whitespace and base64.
+#: Bounds on a single response's ratio: one token per byte, or long runs of whitespace and base64.
 _LEAST = 0.5
 _MOST = 64.0
 #: Shorter prompts are mostly template.
@@ -55,7 +55,7 @@ class BytesPerToken:
                 self._ratios[model] = ratio
 
     def observe_prompt(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
-        """The engine counted `prompt_tokens` in a prompt of `prompt_bytes`."""
+        """Learn from an engine's count of `prompt_tokens` in a prompt of `prompt_bytes`."""
         if prompt_tokens < _MIN_TOKENS or prompt_bytes <= 0:
             return
         seen = min(max(prompt_bytes / prompt_tokens, _LEAST), _MOST)
@@ -67,13 +67,13 @@ class BytesPerToken:
 
 #: Prompts whose count is kept: at 150 bytes each.
 _MAX_COUNTED = 65_536
-#: A chat's last prompt ends so many messages before its next one, or sooner.
+#: Messages between the end of a chat's last prompt and that of its next one, at most.
 _LOOKED_BACK = 16
 
 
 class CountedPrompts:
-    """Bytes a token of prompts that engines counted, by the key of their last message: of a chat's next turn they say
-    more than the average of all traffic does. Bounded: the least recently counted is forgotten."""
+    """Bytes per token of counted prompts, by the key of their last message: for a chat's next turn they are more
+    accurate than the average of all traffic. Bounded: the least recently counted is forgotten."""
 
     def __init__(self) -> None:
         self._ratios: BoundedMapping[int, float] = BoundedMapping(_MAX_COUNTED)
@@ -82,7 +82,7 @@ class CountedPrompts:
         return len(self._ratios)
 
     def note_prompt(self, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
-        """The engine counted `prompt_tokens` in the prompt with these keys."""
+        """Note an engine's count of `prompt_tokens` in the prompt with these keys."""
         if keys and prompt_tokens >= _MIN_TOKENS:
             self._ratios[keys[-1]] = min(max(prompt_bytes / prompt_tokens, _LEAST), _MOST)
 
@@ -109,7 +109,7 @@ class CacheUse:
     """Shares of prompt tokens over the last scrapes. None: too few, or no source reports it."""
 
     engine: float | None  # reused, by the engine's own counters, for all its clients
-    responses: float | None  # reused, by what responses told this proxy
+    responses: float | None  # reused, by responses to this proxy
     prediction: float | None  # expected to be reused when they were placed
     foreign: float | None  # that the engine looked up and this proxy did not send
 
@@ -138,7 +138,7 @@ class HitRatioStats:
         self._endpoints: dict[Key, _EndpointCounts] = {}
 
     def count_response(self, key: Key, *, prompt_tokens: int, cached_tokens: int, predicted_tokens: int) -> None:
-        """A response came from there."""
+        """Count a response from the endpoint."""
         counts = self._endpoints.get(key)
         if counts is None:
             counts = self._endpoints[key] = _EndpointCounts()

@@ -1,14 +1,13 @@
-"""How far what is trusted of an engine's cache holds: claims by what earlier ones proved worth, and losses of it.
+"""Trust in claims about an engine's cache, by the accuracy of earlier ones, and losses of a cache.
 
-A prefix this router itself sent to an endpoint, and that its capacity should still hold, is backed. One that only
-events or a lookup service speak of is not: another router may have sent it there, or a removal was lost. Such a claim
-counts for the share of it that earlier ones proved worth.
+A prefix this router itself sent to an endpoint, and that its capacity should still hold, is backed. One reported only
+by events or a lookup service is not: another router may have sent it there, or a removal was lost. Such a claim counts
+for the share of earlier ones that proved true.
 
-Some engines reuse more than their complete KV events say they hold: then those events do not describe the cache. An
-index that follows such a stream finds too little of every prompt, and being complete it would overrule what was routed
-there. It happens where an engine names blocks in a way that is not understood: keys of another kind than tokens, tokens
-of another tokenizer, or content that only one side counts as part of the prompt.
-"""
+Some engines reuse more than their complete KV events announce: then those events do not describe the cache. An index
+that follows such a stream finds too little of every prompt, and being complete it would overrule routed requests. It
+happens where an engine names blocks in an unknown way: keys of another kind than tokens, tokens of another tokenizer,
+or content that only one side counts as part of the prompt."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class Trust:
         self._records: dict[EndpointId, _Record] = {}  # a dict: each decision reads one an endpoint
 
     def __contains__(self, endpoint: object) -> bool:
-        """Whether an unbacked claim about it was ever put to the test."""
+        """Return True if an unbacked claim about the endpoint was ever tested."""
         return endpoint in self._records
 
     def believed_share(self, endpoint: EndpointId) -> float:
@@ -51,14 +50,15 @@ class Trust:
         return (record.right + self._prior_claims) / (record.claims + self._prior_claims)
 
     def believed_tokens(self, endpoint: EndpointId, tokens: int, backed_tokens: int) -> int:
-        """What a claim of `tokens` counts for, of which `backed_tokens` (or more) are backed."""
+        """Return the trusted part of a claim of `tokens`, of which `backed_tokens` (or more) are backed."""
         unbacked = tokens - backed_tokens
         if unbacked <= 0 or endpoint not in self._records:
             return tokens
         return backed_tokens + int(self.believed_share(endpoint) * unbacked)
 
     def observe_claim(self, endpoint: EndpointId, tokens: int, backed_tokens: int, cached_tokens: int) -> None:
-        """A response of that endpoint reported `cached_tokens`; its claim had been `tokens`, so many backed."""
+        """Learn from a response with `cached_tokens`, where the endpoint's claim had been `tokens`, `backed_tokens` of
+        them backed."""
         record = self._records.get(endpoint)
         unbacked = tokens - backed_tokens
         if record is None:
@@ -72,7 +72,7 @@ class Trust:
             record.claims += 1.0
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:
-        """The endpoint left."""
+        """Forget an endpoint that left."""
         self._records.pop(endpoint, None)
 
     def _make(self, endpoint: EndpointId) -> _Record:
@@ -82,11 +82,11 @@ class Trust:
         return record
 
 
-#: Shorter reuse says little, and some of each is a block that was stored while the request was on its way.
+#: Shorter reuse is weak evidence, and some of each is a block that was stored while the request was on its way.
 LEAST_TOKENS = 256
 _SPARED_TOKENS = 64
 _SPARED_SHARE = 0.25
-#: Of the latest answers so many that were reused further end the belief, and so few restore it.
+#: Number of the latest answers, and of those reused further that end the trust, and that restore it.
 WINDOW = 8
 _RAISED_AT = 4
 _ENDED_AT = 1
@@ -94,7 +94,7 @@ _ENDED_AT = 1
 
 @dataclass(slots=True)
 class MissedReuse:
-    """What the latest answers of an endpoint proved."""
+    """Evidence from the latest answers of an endpoint."""
 
     endpoint: EndpointId
     announced_tokens: int = 0  # of the latest that was reused further
@@ -108,15 +108,16 @@ class MissedReuse:
 
 
 class MissedReuses:
-    """One a cluster. `doubted` has the endpoints whose events are not trusted over what was routed there: until they
-    say enough again, the engine restarts, or the endpoint leaves."""
+    """Missed reuse of one cluster. `doubted` has the endpoints whose events count less than routed requests: until they
+    announce enough again, the engine restarts, or the endpoint leaves."""
 
     def __init__(self) -> None:
         self.doubted: set[EndpointId] = set()
         self._records: dict[EndpointId, MissedReuse] = {}
 
     def observe_reuse(self, endpoint: EndpointId, *, announced_tokens: int, reused_tokens: int) -> None:
-        """The engine reused `reused_tokens` of what the index was asked for, where its events had announced so many."""
+        """Learn from the engine's reuse of `reused_tokens` of a looked-up prompt, of which its events had announced
+        `announced_tokens`."""
         if reused_tokens < LEAST_TOKENS:
             return
         is_short = announced_tokens + _SPARED_TOKENS + _SPARED_SHARE * reused_tokens < reused_tokens
@@ -139,12 +140,12 @@ class MissedReuses:
         return (self._records[endpoint] for endpoint in sorted(self.doubted))
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:
-        """The endpoint left, or is another process now."""
+        """Forget an endpoint that left or is another process now."""
         self.doubted.discard(endpoint)
         self._records.pop(endpoint, None)
 
 
-#: So long afterwards a loss is what requests that find nothing have to do with.
+#: How long after a loss it explains requests without a hit.
 RECENT_S = 60.0
 
 
@@ -152,8 +153,8 @@ class LossReason(StrEnum):
     """How a loss was noticed; a metric label."""
 
     RESTARTED = "restarted"  # another process answers, or its counters began again
-    CLEARED = "cleared"  # its KV events say so: `/reset_prefix_cache`, `/flush_cache`, an update of its weights
-    FORGOT = "forgot"  # it reused nothing of what it was sent just now
+    CLEARED = "cleared"  # reported by its KV events: `/reset_prefix_cache`, `/flush_cache`, an update of its weights
+    FORGOT = "forgot"  # it reused nothing of a prompt sent shortly before
     ASLEEP = "asleep"  # it sleeps, which gives its KV memory up
 
 
@@ -174,7 +175,7 @@ class CacheLosses:
         self.known: dict[tuple[str, EndpointId], tuple[LossReason, float]] = {}  # the latest of each; mostly empty
 
     def note_loss(self, cluster: str, endpoint: EndpointId, reason: LossReason) -> None:
-        """The endpoint lost all that it held."""
+        """Note that the endpoint lost its whole cache."""
         if (cluster, endpoint) not in self.known:
             for each in LossReason:
                 self._counter.labels(cluster, endpoint, each.value)

@@ -11,7 +11,7 @@ from kvproxy.cache.indexes.radix import Node
 
 #: A capacity's share that a generation is full at, and so the resolution.
 GENERATIONS = 16
-#: Generations there may be before neighbours are put together; the sum over them is what an answer costs.
+#: Generations before neighbours are merged; the sum over them is the cost of an answer.
 _MOST_GENERATIONS = 3 * GENERATIONS
 
 #: Bins of an octave.
@@ -104,12 +104,12 @@ class ReuseHistogram:
         self._weight = 1.0  # of the latest; older ones stay as they are
 
     def add_hit(self, at: int) -> None:
-        """A prefix of this age was still there."""
+        """Count a prefix of this age that was still there."""
         self._age()
         self._hit[at] += self._weight
 
     def add_evicted(self, at: int) -> None:
-        """A prefix of this age was evicted."""
+        """Count a prefix of this age that was evicted."""
         self._age()
         self._evicted[at] += self._weight
 

@@ -14,9 +14,9 @@ from kvproxy.cache.indexes.endpoint_lru import EndpointLru, SpeculativeEntry
 from kvproxy.cache.indexes.heat import Heat, Run
 from kvproxy.cache.indexes.radix import PrefixCursor, RadixTree
 
-#: However large an engine says its cache is: a billion bytes of prompts.
+#: Upper bound on an engine's reported capacity: a billion bytes of prompts.
 MAX_CAPACITY_BLOCKS = 4 * 1024 * 1024
-#: Runs given up per operation while an endpoint is over its capacity or gone, so that no single call takes long.
+#: Runs dropped per operation while an endpoint is over its capacity or gone, so that no single call takes long.
 STEP_RUNS = 256
 
 #: A run besides its hashes (node, array, table entry), and an endpoint's mark on a run (stamp and record).
@@ -157,11 +157,10 @@ class ApproximateIndex:
     # what changes it
 
     def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run], *, in_flight: bool = False) -> SpeculativeEntry:
-        """A request goes to the endpoint: from now on it counts as holding the prompt, until the entry is settled.
+        """Route a request to the endpoint: it counts as holding the prompt until the entry is settled.
 
-        Until then, if `in_flight`, its blocks are found by `lookup_in_flight`, whatever else becomes of them. However
-        often a request is routed, its cursor counts once for the heat of its blocks.
-        """
+        Until then, if `in_flight`, `lookup_in_flight` finds its blocks even after an eviction. However often a request
+        is routed, its cursor counts once for the heat of its blocks."""
         self._routed += 1
         lru = self._present.get(endpoint) or self._enter(endpoint)
         if lru is None or not cursor.hashes:
@@ -191,14 +190,14 @@ class ApproximateIndex:
         return entry
 
     def confirm(self, entry: SpeculativeEntry) -> None:
-        """The engine answered: it does hold the prompt now. Idempotent."""
+        """Confirm that the engine holds the prompt after its answer. Idempotent."""
         lru = entry.lru
         entry.lru = None
         if lru is not None and self._present.get(entry.endpoint) is lru:
             self._insert(lru, entry.cursor, asked_for=True, flight=entry.number if entry.in_flight else 0)
 
     def rollback(self, entry: SpeculativeEntry) -> None:
-        """The request failed: forget what it inserted and no other request vouches for. Idempotent."""
+        """Roll back the entries of a failed request that no other request confirms. Idempotent."""
         lru = entry.lru
         entry.lru = None
         if lru is None or self._present.get(entry.endpoint) is not lru:
@@ -216,7 +215,7 @@ class ApproximateIndex:
             self._clean(run)
 
     def insert(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None:
-        """The endpoint is known to hold these blocks."""
+        """Insert blocks that the endpoint is known to hold."""
         lru = self._enter(endpoint)
         if lru is not None and cursor.hashes:
             self._insert(lru, cursor)
@@ -233,27 +232,27 @@ class ApproximateIndex:
             return 0
         before = lru.blocks
         if cached_blocks > start:
-            self._split(run, cached_blocks - start)  # what is left of `run` begins with the first missing block
+            self._split(run, cached_blocks - start)  # the rest of `run` begins with the first missing block
         for below in reversed(self._tree.subtree(run)):
             if below.held_by & lru.bit:
                 self._drop(lru, below)
         return before - lru.blocks
 
     def set_capacity(self, endpoint: EndpointId, blocks: int) -> None:
-        """The engine's capacity as now known; what is over it is given up step by step, oldest first."""
+        """Set the engine's known capacity; entries over it are dropped step by step, the oldest first."""
         lru = self._enter(endpoint)
         if lru is not None:
             lru.capacity = min(max(0, blocks), MAX_CAPACITY_BLOCKS)
             self._step(lru)
 
     def clear(self, endpoint: EndpointId) -> None:
-        """The engine lost its cache (a restart): it holds nothing from now on, its capacity stays."""
+        """Clear an engine's entries after it lost its cache (a restart); its capacity stays."""
         capacity = self.capacity(endpoint)
         self.remove(endpoint)
         self.set_capacity(endpoint, capacity)
 
     def remove(self, endpoint: EndpointId) -> None:
-        """The endpoint left. Its entries mean nothing at once and are swept step by step."""
+        """Remove an endpoint that left. Its entries stop counting at once and are swept step by step."""
         slot = self._slots.retire(endpoint)
         if slot is not None:
             lru = self._present.pop(endpoint)
@@ -359,7 +358,7 @@ class ApproximateIndex:
             self._tree.remove(run)
 
     def _clean_up(self, run: Run | None) -> None:
-        """The same with what is above it, from the deepest on."""
+        """Remove unused runs from this one upwards."""
         while (
             run is not None and run.child is None and not run.held_by and not run.in_flight_at and self._tree.has(run)
         ):

@@ -26,11 +26,11 @@ _ENDPOINT_BYTES = 32
 
 
 class EndpointPaths(msgspec.Struct, array_like=True, frozen=True):
-    """What one endpoint holds."""
+    """Contents of one endpoint."""
 
     id: str
     capacity: int  # blocks
-    paths: bytes  # u32: numbers of last runs, most recently asked for first
+    paths: bytes  # u32: numbers of last runs, the most recently requested first
 
 
 class IndexColumns(msgspec.Struct, array_like=True, frozen=True):
@@ -55,7 +55,7 @@ class Dumped:
     bytes_used: int
 
 
-#: A chat with something in it of what engines leave out or read alike.
+#: A chat with parts that engines leave out or read alike.
 _CHAT = (
     b'{"role":"system","content":"x-anthropic-billing-header: a;\\nb"}',
     b'{"role":"user","content":[{"type":"text","text":"%b","cache_control":{"type":"ephemeral"}}]}'
@@ -103,7 +103,7 @@ class _Writer:
         return number
 
     def endpoint(self, endpoint: EndpointId) -> bool:
-        """Whether there is room for the endpoint's record."""
+        """Reserve room for the endpoint's record; returns False if there is none."""
         cost = _ENDPOINT_BYTES + len(endpoint.encode())
         if cost > self.left:
             return False

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 M = TypeVar("M", bound=Hashable)
 V = TypeVar("V")
 
-#: Bits that are looked up one by one; the owners of more are remembered by mask, of so many masks. Of a large fleet
-#: nearly all hold a common prefix, and mostly all but the few that hold more of a chat.
+#: Bits resolved one by one; the owners of more are cached by mask, for this many masks. In a large fleet nearly all
+#: hold a common prefix, and mostly all but the few that hold more of a chat.
 _FEW = 6
 _KNOWN_MASKS = 1024
 
@@ -23,7 +23,7 @@ def slots_of(mask: int) -> Iterator[int]:
 
 
 class BitAllocator(Generic[M]):
-    """Which member owns which bit. A retired bit is not `active` any more and is reused only after `release`."""
+    """Assignment of bits to members. A retired bit is no longer `active` and is reused only after `release`."""
 
     def __init__(self, *, limit: int) -> None:
         self.limit = limit
@@ -101,6 +101,6 @@ class BitAllocator(Generic[M]):
         return slot
 
     def release(self, slot: int) -> None:
-        """The retired slot's bit is set nowhere any more."""
+        """Release a retired bit that is no longer set anywhere."""
         assert not self.active >> slot & 1
         self._free.append(slot)

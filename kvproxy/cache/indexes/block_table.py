@@ -106,7 +106,7 @@ class BlockTable:
         self.leading_on = self._runs.leading_on
         self.count_tiers = self._runs.count_tiers
         self.walk_tiers = self._runs.walk_tiers
-        #: Removed blocks, whose children may still come. A BoundedMapping takes four times as long for each of them.
+        #: Removed blocks whose children may still come. A BoundedMapping takes four times as long for each of them.
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._aliases: dict[int, int] = {}  # a block's further engine hashes: the one its run has
         self._several: dict[int, dict[int, int]] = {}  # of our blocks with several: tiers of each, as bits
@@ -128,10 +128,9 @@ class BlockTable:
         return self._ghosts.get(key)
 
     def store_new(self, keys: array[int], blocks: array[int], above: Place | None, tier: int) -> bool:
-        """What `store` does where nothing of it is known, all of it fits, and the parent is at `above` (None: root):
-        nearly every event, at a fraction of the cost. Otherwise, and where a key comes twice or is the parent's, False
-        and nothing done.
-        """
+        """Store a wholly new event, as `store` does, if all of it fits and the parent is at `above` (None: root):
+        nearly every event, at a fraction of the cost. Otherwise, or if a key repeats or is the parent's, returns False
+        without a change."""
         runs = self._runs
         return (
             runs.firsts.keys().isdisjoint(blocks)
@@ -142,11 +141,10 @@ class BlockTable:
         )
 
     def store_blocks(self, keys: array[int], blocks: array[int], parent: int | None, tier: int) -> int:
-        """Consecutive blocks are on `tier`, below the block with the engine hash `parent`, there or not (None: root).
+        """Store consecutive blocks on `tier`, below the block with the engine hash `parent`, there or not (None: root).
 
-        Keys are distinct, and `parent` is none of them. Storing what is there changes nothing. Returns how many fitted
-        into the bound. What is known by the same names already is stored at once, the rest block by block.
-        """
+        Keys are distinct, and `parent` is none of them. Storing known blocks again changes nothing. Returns how many
+        fitted into the bound. Blocks known by the same names are stored at once, the rest block by block."""
         done = 0
         above = parent
         bit = 1 << tier
@@ -165,7 +163,7 @@ class BlockTable:
         return done
 
     def remove_block(self, key: int, tier: int) -> bool:
-        """The block left `tier`; False when it was not known there."""
+        """Remove a block from `tier`; False when it was not known there."""
         place = self.find_place(key)
         if place is None:
             return False
@@ -219,7 +217,7 @@ class BlockTable:
         return True
 
     def _forget(self, key: int, run: Run, at: int) -> None:
-        """The engine gives an old hash to another block: under this name, the old block is gone."""
+        """Forget the block under a hash that the engine gives to another block."""
         block = run.blocks[at]
         names = self._several.get(block)
         if names is None:
@@ -243,7 +241,7 @@ class BlockTable:
             self._vanish(run, at)
 
     def _vanish(self, run: Run, at: int) -> None:
-        """The block is on no tier any more."""
+        """Drop a block that is on no tier any more."""
         block = run.blocks[at]
         names = self._several.pop(block, None) if self._several else None
         for key in (run.keys[at],) if names is None else names:

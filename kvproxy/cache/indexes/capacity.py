@@ -1,10 +1,9 @@
-"""How many blocks an engine really keeps, learned from what it reused of what was routed to it. Pure.
+"""Capacity of an engine in blocks, learned from its reuse of routed prompts. Pure.
 
 A configured or scraped capacity is often off: other clients share the cache, answers take room too, bytes only estimate
-tokens. Each response says one thing more: a prefix that was last asked for so many blocks ago (its age) was still
-there, so there is room for more, or was gone, so there is room for less. The estimate is the capacity that contradicts
-the fewest of these, which other reasons for a loss do not move as long as most prefixes of that age are still there.
-"""
+tokens. Each response is evidence: a prefix last requested so many blocks ago (its age) was still there, so the capacity
+is larger, or was gone, so it is smaller. The estimate is the capacity that contradicts the fewest of these, which other
+reasons for a loss do not move as long as most prefixes of that age are still there."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from kvproxy.cache.indexes.age_histogram import (
 from kvproxy.cache.indexes.approximate import ApproximateIndex
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 
-#: How far the estimate may get from what was reported, either way, and how many blocks it never exceeds on its own.
+#: Bounds of the estimate as a factor of the reported value, and the blocks it never exceeds on its own.
 MOST_FACTOR = 8
 MOST_BLOCKS = 1 << 20
 #: Contradictions that another capacity must spare before it is taken.
@@ -31,14 +30,14 @@ _TRY_AFTER = 2
 _TRIED = 1.5
 #: Bins that are added at once, and as many before the end are the far end.
 _STEP = _FAR = PER_OCTAVE // 4
-#: Losses in a row, and how many of them of prefixes asked for just before, that no capacity explains.
+#: Losses in a row, and those among them of recently requested prefixes, that no capacity explains.
 _LOST = 8
 _LOST_YOUNG = 3
-#: Reuse may stay behind what is held by whole blocks of the engine and by the last one, which is always computed.
+#: Reuse may be lower than the held tokens by whole blocks of the engine and by the last one, which is always computed.
 _SLACK_BLOCKS = 2
-#: A held prefix shorter than this says nothing.
+#: A shorter held prefix is no evidence.
 _LEAST_BLOCKS = 3
-#: An index this full has forgotten something its endpoint was asked for.
+#: An index this full has dropped some of its endpoint's blocks.
 _FULL = 0.9
 
 
@@ -48,10 +47,10 @@ class Capacities:
     def __init__(self, index: ApproximateIndex, *, learning: bool = True) -> None:
         self.learning = learning
         self._index = index
-        self._learned: dict[EndpointId, LearnedCapacity] = {}  # no more than the index has endpoints
+        self._learned: dict[EndpointId, LearnedCapacity] = {}  # at most as many as the index has endpoints
 
     def set_reported(self, endpoint: EndpointId, blocks: int) -> None:
-        """The endpoint's capacity as its engine's metrics say."""
+        """Set the capacity from the engine's metrics."""
         known = self._known(endpoint)
         known.set_reported(blocks)
         self._index.set_capacity(endpoint, known.blocks)
@@ -60,7 +59,7 @@ class Capacities:
         """Return the response to this entry's request reused so many leading blocks; before the entry is settled. True:
         the engine lost what it held, and so did the index."""
         lru = entry.lru
-        if not self.learning or lru is None or not lru.capacity:  # settled, void, or nothing to learn
+        if not self.learning or lru is None or not lru.capacity:  # settled, void, or no evidence
             return False
         endpoint = entry.endpoint
         known = self._learned.get(endpoint) or self._known(endpoint)
@@ -82,7 +81,7 @@ class Capacities:
         return self._index.capacity(endpoint) if known is None else known.reported
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:
-        """The endpoint left, or is another engine now."""
+        """Forget an endpoint that left or is another engine now."""
         self._learned.pop(endpoint, None)
 
     def _known(self, endpoint: EndpointId) -> LearnedCapacity:
@@ -102,7 +101,7 @@ class LearnedCapacity:
         self._reset()
 
     def set_reported(self, blocks: int) -> None:
-        """The capacity as configured, or as the engine's metrics say. What was learned stays, unless this is another
+        """Set the capacity as configured, or from the engine's metrics. The learned value stays, unless this is another
         cache altogether."""
         if not blocks or not 0.5 <= self.reported / blocks <= 2.0:
             self._reset()
@@ -168,7 +167,7 @@ class LearnedCapacity:
             self._set_blocks(capacity_of(best))
 
     def _try_more(self, current: int) -> None:
-        """The oldest prefixes there are, or ones the index had forgotten, were still there: is there more room?"""
+        """Try a larger capacity if the oldest prefixes, or ones the index had forgotten, were still there."""
         self._far += 1
         if self._far >= _TRY_AFTER and self._reuses.count_between(current, current + _STEP) < _TRIED:
             doubtless = self._forgotten and self._reuses.evicted_from(current - PER_OCTAVE) < 1.0
@@ -187,9 +186,9 @@ class LearnedCapacity:
 
     def _reset(self) -> None:
         self._reuses = ReuseHistogram()
-        self._losses: list[int] = []  # ages of what was evicted since the last hit, the latest 16
-        self._far = 0  # hits at the far end since the estimate changed, less what was evicted there
-        self._forgotten = 0  # of these, what the index had forgotten
+        self._losses: list[int] = []  # ages of blocks evicted since the last hit, the latest 16
+        self._far = 0  # hits at the far end since the estimate changed, minus evictions there
+        self._forgotten = 0  # of these, hits that the index had forgotten
 
 
 def _least(reported: int) -> int:

@@ -1,4 +1,4 @@
-"""What one endpoint holds in the approximate index, in the order its engine would evict it. Pure bookkeeping."""
+"""One endpoint's entries in the approximate index, in the order its engine would evict them. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EndpointLru:
         self._ages = AgeHistogram()
 
     def touch_path(self, path: list[Run]) -> None:
-        """The path was asked for just now."""
+        """Mark the path as requested just now."""
         stamp = self._front + len(self._records)
         self._ages.touch_runs(path, self.stamps, stamp, self.capacity // GENERATIONS)
         self._records.append(path[-1])
@@ -79,7 +79,7 @@ class EndpointLru:
             self.unconfirmed[head] = set(vouching)
 
     def add_flight(self, path: list[Run], number: int) -> None:
-        """A request for all of this is in flight."""
+        """Add a request in flight for the whole path."""
         flights = self.flights
         for run in path:
             numbers = flights.get(run)
@@ -90,7 +90,7 @@ class EndpointLru:
                 numbers.add(number)
 
     def end_flight(self, path: list[Run], number: int) -> None:
-        """The request is over."""
+        """End a request in flight."""
         for run in path:
             numbers = self.flights.get(run)
             if numbers is None:
@@ -109,7 +109,7 @@ class EndpointLru:
         return ended
 
     def have_same_flights(self, run: Run, below: Run) -> bool:
-        """Whether just the same requests are in flight for both."""
+        """Return True if the same requests are in flight for both."""
         return not run.in_flight_at or self.flights.get(run) == self.flights.get(below)
 
     def find_oldest(self) -> Run:
@@ -120,10 +120,9 @@ class EndpointLru:
         return run
 
     def newest_first(self) -> Iterator[Run | None]:
-        """Confirmed ends of touched paths, those asked for last first; None where a touch left nothing of its own.
+        """Yield confirmed ends of touched paths, the latest request first; None where a touch left nothing of its own.
 
-        What is held may change between two steps: each step answers by what is held then.
-        """
+        Entries may change between two steps: each step uses the current ones."""
         covered: set[Run] = set()
         for last in reversed(tuple(self._records)):
             run: Run | None = last
@@ -169,10 +168,11 @@ class SpeculativeEntry(msgspec.Struct, eq=False):
 
     endpoint: EndpointId
     cursor: PrefixCursor[Run]
-    new_blocks: int  # that the endpoint was not believed to hold before
+    new_blocks: int  # not assigned to the endpoint before
     number: int
     lru: EndpointLru | None  # None once settled, or when the index had no room for the endpoint
-    age_blocks: int | None = None  # asked for since the last of the known blocks was; None: none, or not confirmed yet
+    # blocks requested since the last of the known blocks was; None: none, or not confirmed yet
+    age_blocks: int | None = None
     in_flight: bool = False  # counted among the requests in flight as well
 
     @property

@@ -1,4 +1,4 @@
-"""Which prefixes are asked for so often that replicating them is an investment, not a waste."""
+"""Prefixes requested so often that replicating them is an investment, not a waste."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import exp
 
 from kvproxy.cache.indexes.radix import Node, PrefixCursor
 
-#: A block is hot that one in so many requests asks for: requests decay by e over that many for each that makes it hot.
+#: A block is hot if one in this many requests uses it: requests decay by e over this many for each that makes it hot.
 REQUESTS_TO_ONE = 32
 #: Decayed requests per endpoint that make a block hot...
 HOT_REQUESTS_PER_ENDPOINT = 2
-#: ...of which so many are enough, unless endpoints are more: then one for each.
+#: ...of which this many are enough, unless there are more endpoints: then one for each.
 ENOUGH_REQUESTS = 8
-#: Steps of a run beyond which those worth less than this are given up.
+#: Steps of a run beyond which the less valuable ones are dropped.
 _STEPS = 32
 _NEGLIGIBLE = 0.01
 
@@ -23,8 +23,8 @@ Step = tuple[int, float, int]
 
 
 class Run(Node):
-    """A run of blocks with the endpoints that hold all of it, those with a request for all of it in flight, and the
-    heat of its last block. What is before a step is hotter, by the step and those after it."""
+    """Run of blocks with the endpoints that hold all of it, those with a request for all of it in flight, and the heat
+    of its last block. Blocks before a step are hotter, by the step and those after it."""
 
     __slots__ = ("counted_at", "heat", "held_by", "in_flight_at", "steps")
 
@@ -69,7 +69,7 @@ class Heat:
             run.counted_at = now
 
     def begin_run(self, run: Run) -> None:
-        """The run is new, by the latest request for it."""
+        """Begin a new run with its latest request."""
         run.heat = 1.0
         run.counted_at = self._requests
 
@@ -114,14 +114,14 @@ class Heat:
             tail.steps = [(end - at, more, since) for end, more, since in tail.steps if end > at] or None
 
     def cut_run(self, run: Run, keep: int) -> None:
-        """The blocks after the first `keep` are not the run's any more."""
+        """Cut the blocks after the first `keep` off the run."""
         if run.steps is not None:
             window = self._window
             run.heat += sum(more * exp((at - run.counted_at) / window) for end, more, at in run.steps if end >= keep)
             run.steps = [step for step in run.steps if step[0] < keep] or None
 
     def absorb_leaf(self, run: Run, leaf: Run) -> None:
-        """The blocks of `leaf` are about to be added to the end of the run."""
+        """Absorb the blocks of `leaf`, which are about to be added to the end of the run."""
         now = self._requests
         window = self._window
         length = len(run.hashes)

@@ -1,10 +1,9 @@
-"""What a hybrid model's other layers have of a prompt: at which ends of prefixes an engine keeps their state.
+"""States of a hybrid model's other layers: the ends of prefixes at which an engine keeps them.
 
 Beside full attention, whose blocks make a prefix, a hybrid model has groups of layers that need little of it: a
-state-space layer the one state at the end of what is reused, a sliding window the last blocks before that end. Engines
-keep these at few places and announce them as blocks of groups of their own, under the same hashes as the blocks of full
-attention that end there.
-"""
+state-space layer the one state at the end of the reused prefix, a sliding window the last blocks before that end.
+Engines keep these at few places and announce them as blocks of groups of their own, under the same hashes as the blocks
+of full attention that end there."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ from kvproxy.cache.kv_events.events import BlockStored
 _STATE = "mamba"
 _WINDOWS = frozenset({"sliding_window", "sliding_window_mla"})
 
-#: Blocks looked for of one prompt and group: half a millisecond. Beyond, nothing is reusable.
+#: Blocks searched for one prompt and group: half a millisecond. Beyond, no block is reusable.
 MAX_LOOKS = 4096
 #: Groups of one rank; a model has a few.
 MAX_GROUPS = 16
-#: Keys are spread over so many sets, so that none is large enough to hold the event loop when it grows or goes.
+#: Number of sets for the keys, so that none is large enough to hold the event loop when it grows or goes.
 _SHARDS = 257
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What of a prefix one group needs, of blocks of `block_tokens`: `blocks` of them before its end."""
+    """Needs of one group, with blocks of `block_tokens`: `blocks` of them before a prefix's end."""
 
     block_tokens: int
     blocks: int
@@ -65,7 +64,7 @@ class LayerGroup:
         return left_out
 
     def remove(self, key: int) -> bool:
-        """The block is gone; False when it was not known."""
+        """Remove a block; False when it was not known."""
         shard = self._kept[key % _SHARDS]
         if key not in shard:
             return False
@@ -134,7 +133,7 @@ class LayerGroups:
         return self._groups.get(number)
 
     def step_tokens(self, block_tokens: int) -> int:
-        """What is reused ends at multiples of it, beside blocks of full attention of so many tokens."""
+        """Return the step at whose multiples reuse ends, beside blocks of full attention of `block_tokens`."""
         return lcm(block_tokens, *(group.kind.block_tokens for group in self))
 
     def reusable_blocks(self, keys: array[int], block_tokens: int) -> int:
@@ -142,7 +141,7 @@ class LayerGroups:
         step = self.step_tokens(block_tokens) // block_tokens
         end = len(keys) // step * step
         before = -1
-        while end != before:  # a group that ends earlier asks the others again
+        while end != before:  # a group that ends earlier requires another check of the others
             before = end
             for group in self:
                 end = group.last_end(keys, end, step, max(1, group.kind.block_tokens // block_tokens))

@@ -24,14 +24,14 @@ from kvproxy.cache.indexes.runs import KEY_BITS, MAX_TIERS
 from kvproxy.cache.kv_events.events import WHOLE_PREFIX, BlockRemoved, BlockStored, EngineHash, KvEvent
 from kvproxy.cache.prefix.hashing import mix_keys, root_seed, token_blocks
 
-#: Rows of sources that were cleared or left, given up per operation.
+#: Rows of sources that were cleared or left, dropped per operation.
 STEP_ROWS = 1024
 
-#: Adapters whose chains were begun of late.
+#: Adapters whose chains were begun recently.
 _REMEMBERED_ROOTS = 1024
 _KEY = 2**KEY_BITS - 1
 
-#: Tiers by the media that engines name; what is unknown is near, since to believe it too far costs more.
+#: Tiers by the engines' names of media; an unknown one counts as near, since the reverse error costs more.
 TIER_OF: Mapping[str, Tier] = {
     "GPU": Tier.DEVICE,
     "CPU_PINNED": Tier.PINNED,
@@ -54,13 +54,13 @@ class PreciseMatch(msgspec.Struct, frozen=True):
         return self.device_tokens + count_lower(self.lower)
 
     def is_better(self, other: PreciseMatch) -> bool:
-        """Whether it is what its endpoint is worth."""
+        """Return True if this match is better for its endpoint."""
         return (self.tokens, self.device_tokens, -self.dp_rank) > (other.tokens, other.device_tokens, -other.dp_rank)
 
 
 @dataclass(slots=True)
 class PreciseCounts:
-    """What became of events, in blocks (`malformed`, `other_groups` and `short_pages`: events)."""
+    """Counts of events by outcome, in blocks (`malformed`, `other_groups` and `short_pages`: events)."""
 
     stored: int = 0
     removed: int = 0
@@ -80,7 +80,7 @@ _STORE = -1  # blocks of another size than the engine's, on lower tiers only
 
 
 class _Followed(NamedTuple):
-    """What is known of one source."""
+    """Index data of one source."""
 
     table: BlockTable
     pending: PendingBlocks
@@ -127,15 +127,15 @@ class PreciseIndex:
                 self.clear_rank(endpoint, dp_rank, spare_store=True)
 
     def clear_rank(self, endpoint: EndpointId, dp_rank: int, *, spare_store: bool = False) -> None:
-        """The engine's rank holds nothing any more, on any tier; with `spare_store` the store behind it still does: it
-        is not the engine's to clear, and does not announce again what it keeps."""
+        """Clear the engine's rank on every tier; with `spare_store` the store behind it is kept: it is not the engine's
+        to clear, and does not announce its entries again."""
         for source in [each for each in self._followed if each[:2] == (endpoint, dp_rank)]:
             if source[2] != _STORE or not spare_store:
                 self._retire(source)
         self._retire_layers((endpoint, dp_rank))
 
     def remove_endpoint(self, endpoint: EndpointId) -> None:
-        """The endpoint left, or its event stream cannot be trusted any more."""
+        """Remove an endpoint that left, or whose event stream cannot be trusted any more."""
         for source in [each for each in self._followed if each[0] == endpoint]:
             self._retire(source)
         for rank in [each for each in self._layers if each[0] == endpoint]:
@@ -181,7 +181,8 @@ class PreciseIndex:
         return lcm(*sizes)
 
     def lacks_prefixes(self, endpoint: EndpointId, dp_rank: int) -> bool:
-        """Whether the rank announces only blocks that make no prefix: then events report nothing of what it holds."""
+        """Return True if the rank announces only blocks that make no prefix, so that its events do not describe its
+        cache."""
         rank = endpoint, dp_rank
         return rank in self._layers and not any(source[:2] == rank and source[2] != _STORE for source in self._followed)
 
@@ -259,7 +260,8 @@ class PreciseIndex:
             self.sweep_rows()
 
     def _stored_layers(self, rank: _Rank, event: BlockStored) -> None:
-        """Blocks of a group that makes no prefix. What of them is on lower tiers is left out: so much less counts."""
+        """Store blocks of a group that makes no prefix. Those on lower tiers are left out, which only lowers the
+        estimate."""
         kind = LayerKind.of(event)
         if kind is None or self._tier(event.medium) != 0:
             return
@@ -428,7 +430,7 @@ def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = No
 
 
 def reported_blocks(event: BlockStored, tier: int) -> ReportedBlocks:
-    """Return what the event says, in keys."""
+    """Return the event's contents, in keys."""
     parent = None if event.parent is None else keys_of((event.parent,))[0]
     lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
     return ReportedBlocks(parent, keys_of(event.block_hashes), event.token_ids, event.extra, lora, tier)

@@ -64,11 +64,10 @@ class RadixTree(Generic[N]):
         return cursor
 
     def renew(self, cursor: PrefixCursor[N]) -> None:
-        """Make the cursor say where its hashes lead now. Not needed while its `edits` are the tree's.
+        """Update the cursor to where its hashes lead now. Not needed while its `edits` are the tree's.
 
-        The nodes above a live one never change but by a split. So a path that covered all hashes is the same as long
-        as its last node is there, ends with the same block, and nothing was split.
-        """
+        The nodes above a live one never change but by a split. So a path that covered all hashes is the same as long as
+        its last node is there, ends with the same block, and nothing was split."""
         hashes = cursor.hashes
         by_first = self._by_first
         if cursor.splits == self.splits and cursor.path and cursor.depth == len(hashes):
@@ -101,7 +100,7 @@ class RadixTree(Generic[N]):
         cursor.splits = self.splits
 
     def has(self, node: N) -> bool:
-        """Whether the node is still part of the tree."""
+        """Return True if the node is still part of the tree."""
         return self._by_first.get(node.hashes[0]) is node
 
     def nodes(self) -> list[N]:

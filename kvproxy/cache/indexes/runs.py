@@ -1,8 +1,7 @@
 """All blocks of one source as runs: from a block's key, or our hash of a first block, to where the block is.
 
 A key stands for the engine's own hash of a block. A run is columns of machine integers rather than an object a block; a
-block costs some hundred bytes, most of them its key's in a plain dict (README.md says why no smaller table).
-"""
+block costs some hundred bytes, most of them its key's in a plain dict (README.md explains why no smaller table)."""
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ KEY_BITS = 60
 
 #: Blocks of a run at most, so that to cut one, and to find a key's place in it, is cheap.
 SPAN = 1 << 9
-#: Tails that left are given back to the allocator in steps of so many blocks.
+#: Removed tails are returned to the allocator in steps of this many blocks.
 TRIM = 64
 
-#: Keys are spread over so many dicts by the remainder, one of these at random, so that no engine can choose all of them
-#: for one dict. They grow at different times, since their sizes differ by chance: a single dict of a million keys holds
-#: the event loop for 50 ms when it grows.
+#: Keys are spread over this many dicts by the remainder, one of these numbers at random, so that no engine can choose
+#: all of them for one dict. They grow at different times, since their sizes differ by chance: a single dict of a
+#: million keys holds the event loop for 50 ms when it grows.
 _SHARDS = (257, 263, 269, 271, 277, 281, 283, 293, 307, 311, 313, 317, 331, 337, 347, 349)
 
-#: Blocks looked at in search of one, and what a look at a run costs besides, in blocks.
+#: Blocks examined in search of one, and the extra cost of examining a run, in blocks.
 _SEARCHED_BLOCKS = 200_000
 _RUN_COST = 20
 
@@ -44,9 +43,9 @@ class Run(msgspec.Struct, gc=False, eq=False):
     """Consecutive blocks, each below the one before. Places before `start` are dead. In no cycle, so that no garbage
     collection looks at it."""
 
-    keys: array[int]  # what the engine's events call them
+    keys: array[int]  # the engine's hashes in its events
     blocks: array[int]  # our hashes
-    tiers: int  # bit per tier all blocks are on, unless `mixed` says it for each
+    tiers: int  # bit per tier that all blocks are on, unless `mixed` has it for each
     mixed: bytearray | None = None
     start: int = 0
     found: int = 0  # place last looked for in the middle
@@ -103,7 +102,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         self._unify(tiers)
 
     def extend_blocks(self, keys: array[int], blocks: array[int], tier_bit: int) -> None:
-        """New blocks at the end, on one tier."""
+        """Append new blocks, all on one tier."""
         if self.mixed is None and self.tiers != tier_bit:
             self.mixed = bytearray((self.tiers,)) * len(self.keys)
         if self.mixed is not None:
@@ -128,7 +127,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         return count if found < 0 else skip + found
 
     def _unify(self, tiers: int) -> None:
-        """Say it once if all blocks are on these tiers by now."""
+        """Store the tiers once if all blocks are on these by now."""
         mixed = self.mixed
         start = self.start
         if mixed is None or mixed[start] != tiers or mixed[-1] != tiers:
@@ -180,9 +179,8 @@ class Runs:
         return None
 
     def append_blocks(self, keys: array[int], blocks: array[int], above: Place | None, tier_bit: int) -> Place | None:
-        """New blocks below `above`, on one tier; returns where the last one is. None, and nothing changed, when one of
-        the keys is taken.
-        """
+        """Append new blocks below `above`, on one tier; returns where the last one is. None, and nothing changed, when
+        one of the keys is taken."""
         run = self._room_below(above)
         done = 0
         total = len(keys)
@@ -232,7 +230,7 @@ class Runs:
             run.cut_blocks(at)
 
     def rename_block(self, run: Run, at: int, key: int) -> None:
-        """The block goes by another key, which is not taken."""
+        """Rename a block to a key that is not taken."""
         former = run.keys[at]
         del self._by_key[former % self._shards][former]
         run.keys[at] = key
@@ -292,8 +290,8 @@ class Runs:
         return depth
 
     def walk_tiers(self) -> Iterator[tuple[int, int]]:
-        """All there is now, piece by piece: bits of tiers, and how many blocks have these. What changes during the walk
-        may be missed, or counted as it was."""
+        """Yield all tiers piece by piece: bits of tiers, and how many blocks have these. Changes during the walk may be
+        missed."""
         for run in list(self.firsts.values()):
             if run.mixed is None:
                 yield run.tiers, len(run.blocks) - run.start
@@ -328,7 +326,7 @@ class Runs:
         return None
 
     def _begin(self, run: Run, start: int) -> None:
-        """What is before `start` is not the run's any more; where that is most of it, the rest moves out."""
+        """Begin the run at `start`; if most of it is before that, the rest moves out."""
         run.start = start
         if 4 * start > 3 * len(run.keys) and start >= TRIM:
             self._move(run, start, len(run.keys))
@@ -336,7 +334,7 @@ class Runs:
             self.firsts[run.blocks[start]] = run
 
     def _move(self, run: Run, at: int, end: int) -> None:
-        """A new run of these places' blocks; what is left of them in the old one is for the caller to cut off."""
+        """Move these places' blocks to a new run; the caller cuts them off the old one."""
         moved = Run(run.keys[at:end], run.blocks[at:end], run.tiers)
         if run.mixed is not None:
             moved.mixed = run.mixed[at:end]

@@ -1,4 +1,4 @@
-"""KV events: what they are, slices of them, and how the frames of vLLM (0.11 to 0.32) and SGLang become them. Pure.
+"""KV events, slices of them, and their decoding from frames of vLLM (0.11 to 0.32) and SGLang. Pure.
 
 Up to vLLM 0.23, and in older SGLangs, an event is an array whose trailing fields a version may not have; later it is a
 map. Hashes are 64-bit ints, SGLang's signed, or whole digests. A replay reply has the topic frame only from vLLM 0.28
@@ -8,9 +8,8 @@ SGLang sends one event a page, or runs of pages as one. With EAGLE or MTP its ra
 neighbouring tokens, and the events name those pairs: their first tokens are the page's own. In the place of a picture
 its ids are four of 62 bits in turn, which name it.
 
-Whatever an engine sends, no step of the decoding takes long: counts are bounded before anything is made of them, and
-between the steps of a long event there is an `Effort`.
-"""
+No step of the decoding takes long for any input: counts are bounded before anything is made of them, and between the
+steps of a long event there is an `Effort`."""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ from kvproxy.cache.clients.tokens import TokenIds, WireTokenId, token_array
 #: How the engine names a block: the low 64 bits of its hash, or the whole digest. Only comparable within one stream.
 EngineHash = int | bytes
 
-#: What besides its tokens shapes one block (cache salt, LoRA name, media), hashable; None: nothing.
+#: Inputs of one block's hash besides its tokens (cache salt, LoRA name, media), hashable; None: none.
 BlockExtra = tuple[object, ...] | None
 
-#: Kinds of KV cache whose blocks make a prefix (a version that names none knows nothing else).
+#: Kinds of KV cache whose blocks make a prefix (a version that names none has no others).
 WHOLE_PREFIX = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 
 
@@ -45,7 +44,7 @@ class BlockStored:
     token_ids: TokenIds
     block_tokens: int
     lora_name: str | None = None
-    lora_id: int | None = None  # all that versions before 0.16 say about a LoRA
+    lora_id: int | None = None  # the only LoRA field before 0.16
     medium: str = "GPU"  # vLLM: GPU (CPU builds too), CPU, STORAGE; SGLang: GPU, CPU_PINNED, DISK, EXTERNAL
     extra: tuple[BlockExtra, ...] | None = None  # one a block; None: no block has any
     group: int | None = None  # KV cache group of a hybrid model
@@ -55,12 +54,12 @@ class BlockStored:
 
     @property
     def uniform(self) -> bool:
-        """Whether every block has its own `block_tokens` tokens here (not so in some Mamba and windowed groups)."""
+        """True if every block has its own `block_tokens` tokens here (not so in some Mamba and windowed groups)."""
         return len(self.token_ids) == len(self.block_hashes) * self.block_tokens > 0
 
     @property
     def indexable(self) -> bool:
-        """Whether a prefix index may use it: full attention (or a version that knows nothing else), tokens complete."""
+        """True if a prefix index may use it: full attention (or a version without other kinds), tokens complete."""
         return self.spec_kind in WHOLE_PREFIX and self.uniform
 
     @property
@@ -171,14 +170,14 @@ MAX_EVENT_BLOCKS = 1 << 16
 #: A pair takes four times as long as a token.
 _MAX_EVENT_PAIRS = 1 << 16
 
-#: Decoding so many bytes costs about as much as handling one block.
+#: Bytes whose decoding costs about as much as handling one block.
 _BYTES_A_BLOCK = 512
 
 _MAX_EXTRA_DEPTH = 4
-#: An extra key that is longer (a client's long salt) or has more values goes by its digest.
+#: A longer extra key (a client's long salt), or one with more values, is replaced by its digest.
 _MAX_EXTRA_BYTES = 512
 _MAX_EXTRA_VALUES = 32
-#: Extra keys are decoded so many bytes at a time.
+#: Bytes of extra keys decoded at a time.
 _EXTRA_STEP_BYTES = 16_384
 _NIL = b"\xc0"
 _FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -190,7 +189,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class _StoredFields(msgspec.Struct):
-    """What arrays have too, in their order."""
+    """Fields that arrays have too, in their order."""
 
     block_hashes: _Hashes
     parent_block_hash: _Hash | None
@@ -261,7 +260,7 @@ _WIDE_PAIRS = msgspec.msgpack.Decoder(
 _LARGEST_TOKEN = 2**32 - 1
 #: A folded id has this bit, as no token of a vocabulary has.
 _FOLDED = 1 << 31
-#: Where the first element of a msgpack array is, by what the array begins with, and what an array of two begins with.
+#: Position of the first element of a msgpack array by the array's first byte, and first bytes of an array of two.
 _FIRST_AT = {0xDC: 3, 0xDD: 5}
 _TWO = 0x92
 _MAP_TAG = msgspec.msgpack.Decoder(_MapTag)
@@ -285,7 +284,7 @@ class KvEventBatch:
 
     @property
     def encoding(self) -> str:
-        """`map` (from 0.24 on) or `array`; empty when there is no event to tell by."""
+        """Encoding: `map` (from 0.24 on) or `array`; empty without an event."""
         if not self._events:
             return ""
         return "map" if _is_map(self._events[0]) else "array"
@@ -344,7 +343,7 @@ def _is_map(raw: msgspec.Raw) -> bool:
 
 
 def _names_pairs(tokens: msgspec.Raw) -> bool:
-    """Whether this is a list of pairs."""
+    """Return True if this is a list of pairs."""
     data = memoryview(tokens)
     first = _FIRST_AT.get(data[0], 1) if len(data) else 0
     return first < len(data) and data[first] == _TWO
@@ -395,7 +394,7 @@ def _stored(event: _StoredFields) -> Generator[Effort, None, BlockStored]:
 
 
 def _salted(salt: str) -> BlockExtra:
-    """A chain's first block is all that its salt has to distinguish."""
+    """Return the extra key of a chain's first block for its salt."""
     return (salt,) if len(salt) <= _MAX_EXTRA_BYTES else ("digest", blake2b(salt.encode(), digest_size=16).digest())
 
 
@@ -438,7 +437,7 @@ def _frozen(value: Any, depth: int) -> object:
 
 
 def _why_unreadable(raw: msgspec.Raw) -> str:
-    """`unknown_type` for an event of a type this version does not know, else `malformed`."""
+    """Return `unknown_type` for an event of a type that this version lacks, else `malformed`."""
     try:
         named = (_MAP_TAG if _is_map(raw) else _ARRAY_TAG).decode(raw).type
     except (*_FAILURES, ValueError):

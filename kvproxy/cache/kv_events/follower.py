@@ -23,24 +23,24 @@ Frames = Sequence[bytes]
 #: Messages of a replay from a batch number on, the end marker included; raises ClientError when they stop coming.
 Replay = Callable[[int], AsyncGenerator[Frames, None]]
 
-#: A replay whose middle was dropped on the way is asked for again from where it broke, this often.
+#: How often a replay with a dropped middle is requested again from the break.
 _REPLAY_PASSES = 5
 
-#: A ROUTER drops what its queue of 1,000 cannot take, the end of a long replay too: one that brought so many batches is
-#: no failure, and is asked for again up to so often (vLLM keeps 10,000 batches).
+#: A ROUTER drops messages beyond its queue of 1,000, the end of a long replay too: a replay with this many batches is
+#: no failure, and is requested again up to this often (vLLM keeps 10,000 batches).
 _FRUITFUL_BATCHES = 500
 _FRUITFUL_PASSES = 50
 
-#: What handling one message costs besides its blocks, in blocks, and how many of its bytes cost another one.
+#: Cost of one message besides its blocks, in blocks, and the bytes of it that cost another one.
 _MESSAGE_COST_BLOCKS = 8
 _BYTES_A_BLOCK = 512
 
 
 class Continuity(Enum):
-    """What a live batch is, relative to what was applied."""
+    """Position of a live batch relative to the applied ones."""
 
     NEXT = "next"
-    DUPLICATE = "duplicate"  # a replay brought it already
+    DUPLICATE = "duplicate"  # already brought by a replay
     GAP = "gap"  # batches before it are missing
     RESTART = "restart"  # the publisher counts from 0 again: a new process
 
@@ -53,7 +53,7 @@ class Position:
     """
 
     def __init__(self) -> None:
-        self.applied: int | None = None  # -1: nothing was published yet; None: not known
+        self.applied: int | None = None  # -1: no batch was published yet; None: not known
         self.applied_ts = 0.0  # the engine's wall clock
         self._live: int | None = None
 
@@ -141,11 +141,11 @@ class StreamFollower:
             await self._breathe(_MESSAGE_COST_BLOCKS)
 
     def forget(self) -> None:
-        """Nothing that was applied counts any more; the next `synchronise` starts over."""
+        """Forget the applied batches; the next `synchronise` starts over."""
         self._position.reset()
 
     async def _first(self, batch: KvEventBatch) -> None:
-        """A live batch before anything is known: history was not to be had, or was not asked for yet."""
+        """Handle a live batch without known history, which was not available, or not requested yet."""
         if self._replay is None or self.wants_retry:
             await self._join(batch, self._missing or StreamReason.NO_REPLAY)
         else:
@@ -160,7 +160,7 @@ class StreamFollower:
             await self._rebuild(batch)
 
     async def _rebuild(self, batch: KvEventBatch) -> None:
-        """What was applied is void: start over from replay, or from this batch on where there is none."""
+        """Start over from replay, or from this batch without one; the applied batches are void."""
         if self._replay is None:
             self._wipe()
             await self._join(batch, StreamReason.LOST_EVENTS)
@@ -185,11 +185,11 @@ class StreamFollower:
         self._health.mark_synchronised(self._missing)
 
     def _reaches(self, batch: KvEventBatch) -> bool:
-        """Whether nothing is missing before this batch."""
+        """Return True if no batch before this one is missing."""
         return self._position.applied is not None and batch.seq <= self._position.applied + 1
 
     async def _take_if_next(self, batch: KvEventBatch) -> None:
-        """The live batch after a replay, unless the replay brought it; a new gap shows at the batch after it."""
+        """Apply the live batch after a replay, unless the replay brought it; a new gap shows at the batch after it."""
         if self._position.applied is not None and batch.seq == self._position.applied + 1:
             await self._take(batch, "applied")
 
@@ -246,15 +246,16 @@ class StreamFollower:
                 if first:
                     self._check_first(seq, frames)
                     first = self._replay_empty = False
-                await self._breathe(_MESSAGE_COST_BLOCKS)  # also for what is known already, or follows a hole
+                await self._breathe(_MESSAGE_COST_BLOCKS)  # also for known batches, or after a gap
                 if not await self._take_replayed(seq, frames):
                     return False
         if first and self._position.applied not in (None, -1):
-            raise BadResponse("kv events: the engine knows fewer batches than were applied")
+            raise BadResponse("kv events: the engine has fewer batches than were applied")
         return True
 
     def _check_first(self, seq: int, frames: Frames) -> None:
-        """The replay must begin with the batch applied last (or the first ever), or not everything is known."""
+        """Check that the replay begins with the batch applied last (or the first ever); otherwise the history is
+        incomplete."""
         applied = self._position.applied
         if applied is None:
             self._missing = StreamReason.PARTIAL_HISTORY if seq > 0 else None
@@ -282,7 +283,7 @@ class StreamFollower:
     async def _take(self, batch: KvEventBatch, outcome: str) -> None:
         missing = self._missing
         skipped = Skipped()
-        if batch.seq == 0:  # the very first one: there is nothing before it
+        if batch.seq == 0:  # the very first one: no batch is missing before it
             self._missing = None
         for piece, cost in slice_events(batch.steps(skipped), self._slice_blocks):
             self._apply(piece)
@@ -311,7 +312,7 @@ class StreamFollower:
             await self._pause()
 
     async def _pass_over(self, frames: Frames) -> None:
-        """A batch that cannot be read: what it said is lost."""
+        """Skip an unreadable batch, whose events are lost."""
         self._meter.count_batch("malformed")
         with contextlib.suppress(BadResponse):
             seq = sequence_number(frames)

@@ -11,7 +11,7 @@ from kvproxy.cache.kv_events.events import END_OF_REPLAY, MAX_PAYLOAD_BYTES
 from kvproxy.cache.kv_events.source import KvEventSource
 from kvproxy.cache.kv_events.zmtp import ReceiveMemory, ZmtpConnection, open_connection, parse_address
 
-#: What a subscription reads ahead. Beyond it nothing is lost: batches wait in the engine's own queue (100,000 in vLLM).
+#: Read-ahead of a subscription. Batches beyond it wait in the engine's own queue (100,000 in vLLM).
 AHEAD_BYTES = 1 << 20
 
 #: More batches than any engine's replay buffer holds: a replay that goes on beyond is broken.

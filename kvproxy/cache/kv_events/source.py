@@ -1,4 +1,4 @@
-"""Where an engine publishes its KV events, from what `/kv_event_sources` or the configuration says. Pure."""
+"""Addresses of an engine's KV events, from `/kv_event_sources` or the configuration. Pure."""
 
 from __future__ import annotations
 
@@ -58,11 +58,10 @@ def sources_from_wire(answer: WireSources, *, host: str) -> tuple[KvEventSource,
 
 
 def stated_sources(stated: EventSources, *, host: str, rank: int | None = None) -> tuple[KvEventSource, ...]:
-    """Return the streams of an engine that cannot say where they are, from what it was started with; () when that is
-    unknown. With `rank` that of one data-parallel rank.
+    """Return the streams of an engine that does not report them, from its start options; () if these are unknown. With
+    `rank` that of one data-parallel rank.
 
-    vLLM publishes each rank one port above the one before.
-    """
+    vLLM publishes each rank one port above the one before."""
     found = []
     for each in range(stated.data_parallel_size) if rank is None else (rank,):
         address = resolve_address(stated.endpoint, host=host, offset=each)

@@ -13,12 +13,12 @@ from kvproxy.cache.metrics import KvEventMetrics
 
 
 class StreamState(StrEnum):
-    """What an index fed by this stream is worth; a metric label."""
+    """Quality of an index fed by this stream; a metric label."""
 
-    CONNECTING = "connecting"  # nothing known yet
+    CONNECTING = "connecting"  # no data yet
     EXACT = "exact"  # every change since the engine's start (or its last clear) was applied
     DEGRADED = "degraded"  # followed, but something is missing or stale
-    APPROXIMATE = "approximate"  # no usable stream: rely on what was routed
+    APPROXIMATE = "approximate"  # no usable stream: rely on routed requests
 
 
 class StreamReason(StrEnum):
@@ -33,8 +33,8 @@ class StreamReason(StrEnum):
     LOST_EVENTS = "lost_events"  # a gap that replay could not fill
     REPLAY_FAILED = "replay_failed"  # will be tried again
     MALFORMED = "malformed"  # an event could not be read
-    BEHIND = "behind"  # batches come faster than they are applied: what is known is old
-    SILENT = "silent"  # the engine prefills, but publishes nothing
+    BEHIND = "behind"  # batches come faster than they are applied: the index is old
+    SILENT = "silent"  # the engine prefills, but publishes no events
     FAILED = "failed"  # the subscription or its consumer raised; both start over
 
 
@@ -47,7 +47,7 @@ class StreamStatus:
 
     @property
     def troubled(self) -> bool:
-        """Whether the index misses something that the stream should bring."""
+        """True if the index misses something that the stream should bring."""
         return self.state in (StreamState.DEGRADED, StreamState.APPROXIMATE)
 
 
@@ -74,35 +74,35 @@ class StreamHealth:
         self.troubled_since: float | None = None  # None: exact, or never was in trouble
 
     def mark_connected(self) -> None:
-        """The connection is up; a synchronisation follows."""
+        """Note a new connection; a synchronisation follows."""
         self._ever_connected = self._connected = True
         self._settle()
 
     def mark_disconnected(self) -> None:
-        """The connection is gone: what is known grows stale."""
+        """Note a lost connection: the index grows stale."""
         self._connected = self._synchronised = self._behind = False
         self._settle()
 
     def mark_synchronised(self, missing: StreamReason | None) -> None:
-        """The stream is followed again; `missing` shows what of its history is not known."""
+        """Note that the stream is followed again; `missing` shows the unknown part of its history."""
         self._synchronised = True
         self._failed = False
         self._missing = missing
         self._settle()
 
     def mark_failed(self) -> None:
-        """The subscription ended by an error; nothing applied so far counts."""
+        """Note a subscription that ended by an error; the applied batches no longer count."""
         self._connected = self._synchronised = self._behind = False
         self._failed = True
         self._settle()
 
     def mark_incomplete(self, missing: StreamReason | None) -> None:
-        """What of the history is not known has changed."""
+        """Change the unknown part of the history."""
         self._missing = missing
         self._settle()
 
     def fell_behind(self, behind: bool) -> bool:
-        """Whether batches come faster than they are applied; answers whether that is new."""
+        """Note whether batches come faster than they are applied; returns True if that is new."""
         if behind is self._behind:
             return False
         self._behind = behind
@@ -110,7 +110,7 @@ class StreamHealth:
         return True
 
     def record_batch(self) -> None:
-        """A batch arrived."""
+        """Note a batch."""
         self._unanswered_since = None
         self._unanswered_blocks = 0
         if self._silent:
@@ -118,7 +118,8 @@ class StreamHealth:
             self._settle()
 
     def record_traffic(self, uncached_tokens: int) -> None:
-        """The engine prefilled these many tokens: it must have stored their whole blocks and said so."""
+        """Note that the engine prefilled these many tokens: it must have stored their whole blocks and announced
+        them."""
         blocks = uncached_tokens // self._block_tokens
         if blocks <= 0:
             return
@@ -187,7 +188,7 @@ class StreamMeter:
                 self._metrics.group(KvEventMetrics).skipped.labels(self._endpoint, reason).inc(count)
 
     def count_gap(self, outcome: str) -> None:
-        """A break in the numbering: filled, lost, or a restart of the engine."""
+        """Count a break in the numbering: filled, lost, or a restart of the engine."""
         self._metrics.group(KvEventMetrics).gaps.labels(self._endpoint, outcome).inc()
 
     def count_behind(self) -> None:
@@ -199,14 +200,14 @@ class StreamMeter:
         self._lag.set(max(0.0, self._wall_clock() - published_at))
 
     def show_state(self, status: StreamStatus) -> None:
-        """The stream's state now."""
+        """Show the stream's state."""
         for state in StreamState:
             self._metrics.group(KvEventMetrics).state.labels(self._endpoint, self._rank, state.value).set(
                 state is status.state
             )
 
     def close(self) -> None:
-        """The stream is no more: its gauges go, its counters stay."""
+        """Remove the gauges of a stream that ended; its counters stay."""
         self._metrics.group(KvEventMetrics).lag.remove(self._endpoint, self._rank)
         for state in StreamState:
             self._metrics.group(KvEventMetrics).state.remove(self._endpoint, self._rank, state.value)

@@ -1,4 +1,4 @@
-"""Follows the KV events of one engine's data-parallel rank and tells a consumer, for as long as it is open."""
+"""Subscription to the KV events of one engine's data-parallel rank, which feeds a consumer while it is open."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 _BACKOFF_S = 1.0
 _BACKOFF_MAX_S = 30.0
 
-#: Batches applied before the connection is looked at again.
+#: Batches applied before the connection is checked again.
 _DRAINED_AT_ONCE = 2000
 
-#: A stream is behind that brought so many bytes, or so long, without a moment in which all of it was applied.
+#: Bytes, or time, without a moment in which all of it was applied, after which a stream is behind.
 BEHIND_BYTES = 64 << 20
 BEHIND_S = 5.0
 
@@ -47,12 +47,12 @@ class KvEventConsumer(Protocol):
 
 
 class KvEventSubscriber(BackgroundTask):
-    """One stream. An async context manager: inside it a task subscribes, reconnects, replays and applies.
+    """Subscription to one stream. An async context manager: inside it a task subscribes, reconnects, replays and
+    applies.
 
-    `wall_clock` gives seconds since the epoch, to tell the lag. `block_tokens` (any size not below the engine's) and
+    `wall_clock` gives seconds since the epoch, for the lag. `block_tokens` (any size not below the engine's) and
     `silence_s` decide when an engine that prefills without publishing counts as silent. `replay_memory` bounds what
-    replays hold, together with those of other streams that share it.
-    """
+    replays hold, together with those of other streams that share it."""
 
     def __init__(
         self,
@@ -110,7 +110,8 @@ class KvEventSubscriber(BackgroundTask):
         return None if since is None else self._clock() - since
 
     def note_traffic(self, uncached_tokens: int) -> None:
-        """The engine prefilled this many tokens of one request; blocks for them should have been announced."""
+        """Note that the engine prefilled this many tokens of one request; blocks for them should have been
+        announced."""
         self._health.record_traffic(uncached_tokens)
 
     async def __aenter__(self) -> Self:
@@ -127,7 +128,7 @@ class KvEventSubscriber(BackgroundTask):
             started = self._clock()
             try:
                 await self._follow()
-            except Exception:  # whatever the consumer raises: the stream is rebuilt, and its index with it
+            except Exception:  # any error of the consumer: the stream is rebuilt, and its index with it
                 log.exception("[kvcache] KV events of %s/%d: starting over", self.endpoint, self.source.dp_rank)
                 self._follower.forget()
                 self._health.mark_failed()
@@ -144,7 +145,7 @@ class KvEventSubscriber(BackgroundTask):
             while True:
                 await subscription.wait_for_news(None if retry_at is None else max(0.0, retry_at - self._clock()))
                 reconnected = self._note_connections(subscription.take_connections())
-                # What the old connection left comes first, so that the synchronisation also judges what it did.
+                # The rest of the old connection comes first, so that the synchronisation also covers it.
                 await self._drain(subscription)
                 if reconnected or (retry_at is not None and self._clock() >= retry_at):
                     await self._follower.synchronise()
@@ -210,5 +211,5 @@ class KvEventSubscriber(BackgroundTask):
             self.source.dp_rank,
             status.state,
             status.reason,
-            ": what was routed there counts until they are complete again" if begins else "",
+            ": routed requests count until they are complete again" if begins else "",
         )

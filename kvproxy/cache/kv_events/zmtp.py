@@ -19,7 +19,7 @@ _GREETING_BYTES = 64
 #: Signature, version 3.0, mechanism, as-server, filler.
 _GREETING = b"\xff" + 8 * b"\0" + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + 31 * b"\0"
 
-#: A peer that sent nothing for this long is asked for a sign of life; without one for the second, it is lost.
+#: A peer silent for this long gets a ping; silent for the second time, it is lost.
 PING_AFTER_S = 5.0
 LOST_AFTER_S = 15.0
 _PING = b"\x04PING"
@@ -44,7 +44,7 @@ class ReceiveMemory:
         self._connection_bytes = connection_bytes
 
     def has_room(self, own_bytes: int) -> bool:
-        """Whether a connection that holds `own_bytes` may read on."""
+        """Return True if a connection that holds `own_bytes` may read on."""
         return own_bytes < self._connection_bytes and self.held_bytes < self._limit_bytes
 
 
@@ -60,7 +60,7 @@ class MessageBuffer:
         self._max_frames = max_frames
         self._frames: list[tuple[int, int]] = []  # start and end of those of the next message that are known
         self._scanned = 0  # up to here
-        self._needed = 1  # bytes without which nothing more is known of the next message
+        self._needed = 1  # bytes needed to learn more of the next message
         self._complete = False
 
     def __len__(self) -> int:
@@ -69,18 +69,18 @@ class MessageBuffer:
     def feed(self, data: bytes) -> None:
         """More bytes."""
         if not self._max_frames:
-            return  # closed: nothing is taken any more
+            return  # closed: no further message
         self._data += data
 
     @property
     def complete(self) -> bool:
-        """Whether the next message or command is there as a whole."""
+        """True if the next message or command has arrived as a whole."""
         if not self._complete and len(self._data) >= self._needed:
             self._scan()
         return self._complete
 
     def take(self) -> tuple[bool, list[bytes]] | None:
-        """Whether the next is a command, and its frames; None: it is not there as a whole."""
+        """Return whether the next is a command, and its frames; None: it has not arrived as a whole."""
         if not self.complete:
             return None
         data = self._data
@@ -173,7 +173,7 @@ class ZmtpConnection(asyncio.Protocol):
 
     @property
     def has_message(self) -> bool:
-        """Whether `message` has something to give, if only a command."""
+        """True if `message` can return something, if only a command."""
         try:
             return self._buffer.complete
         except ZmtpError as error:
@@ -264,7 +264,7 @@ class ZmtpConnection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(PING_AFTER_S, self._look)
 
     def _look(self) -> None:
-        """A connection that is not read on purpose tells nothing about its peer."""
+        """Check the peer for silence, unless reading is paused on purpose."""
         self._silent_s = 0.0 if self._heard or self._paused else self._silent_s + PING_AFTER_S
         self._heard = False
         try:
@@ -279,7 +279,7 @@ class ZmtpConnection(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
-                raise ZmtpError("the peer takes nothing")
+                raise ZmtpError("the peer does not read")
             self._transport.write(data)
 
     def _fail(self, error: ZmtpError) -> None:
@@ -323,7 +323,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 async def open_connection(address: str, connection: ZmtpConnection) -> None:
-    """Connects. Raises OSError, and ValueError as `parse_address`."""
+    """Connect. Raises OSError, and ValueError as `parse_address`."""
     loop = asyncio.get_running_loop()
     host, port = parse_address(address)
     if port:

@@ -1,9 +1,8 @@
-"""Cuts pictures, audio, video and files out of messages; in the place of each stands its key. Pure.
+"""Replace pictures, audio, video and files in messages by their keys. Pure.
 
-A medium is a string inside a content part: a data URI, a URL, base64, or the id of a file. What replaces it is a
+A medium is a string inside a content part: a data URI, a URL, base64, or the id of a file. Its replacement is a
 stand-in that begins with a digest of its content and is about as long as the text of as many tokens would be, so that
-an index that counts bytes neither overflows nor overlooks it. A message that was cut once is not changed again.
-"""
+an index that counts bytes neither overflows nor overlooks it. A message that was cut once is not changed again."""
 
 from __future__ import annotations
 
@@ -52,15 +51,15 @@ class Medium(msgspec.Struct, frozen=True):
     size: int  # bytes of the stand-in
 
 
-#: Bytes of text that a stand-in has for each token.
+#: Bytes of text in a stand-in for each token.
 BYTES_PER_TOKEN = 4
-#: Enough of a stand-in to tell it from all others.
+#: Bytes of a stand-in that distinguish it from all others.
 HEAD_OF_STAND_IN = 56
 _LEAST_TOKENS = 16
 _MOST_TOKENS = 16_384
 _UNKNOWN_TOKENS = 1024
 _PIXELS_PER_TOKEN = 784  # 28 x 28
-#: No text has this byte in practice; one that has loses nothing but a match.
+#: No text has this byte in practice; one that has loses only a match.
 _MARK = b"\x7f"
 _stand_ins = re.compile(rb"\x7f(image|audio|video|file):([0-9a-f]{32}):(\d{1,5})x(\d{1,5}):[0-9a-f]*\x7f").finditer
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-#: Bytes of a picture that are read at most; the EXIF data of a JPEG stand in front of its size.
+#: Bytes of a picture that are read at most; the EXIF data of a JPEG precede its size.
 HEAD_BYTES = 64 * 1024
 #: Larger sides are not those of a picture that an engine takes.
 _MAX_SIDE = 65_535
@@ -62,7 +62,7 @@ def _jpeg_segments(head: bytes) -> Iterator[tuple[int, int]]:
     at = 2
     while head[at] == 0xFF:
         marker = head[at + 1]
-        at += 2 if marker != 0xFF else 1  # a fill byte may stand in front
+        at += 2 if marker != 0xFF else 1  # a fill byte may precede
         if marker == 0xFF or marker in _JPEG_ALONE:
             continue
         yield marker, at

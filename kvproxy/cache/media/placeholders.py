@@ -21,9 +21,9 @@ _TILE = 448
 _MAX_TILES = 12
 _LLAMA_TILE = 336
 _LLAMA_MAX_TILES = 16
-#: Of a model whose family is not known: one token for 32 x 32 pixels.
+#: Pixels per token for an unknown family of models: 32 x 32.
 _PIXELS = 1024
-#: Of pictures whose size is not known, and of what is no picture, until it is learned.
+#: Tokens of a medium of unknown size, until learned.
 _UNKNOWN = {MediumKind.IMAGE: 1024, MediumKind.AUDIO: 256, MediumKind.VIDEO: 4096, MediumKind.FILE: 2048}
 _REMEMBERED = 1024
 
@@ -69,7 +69,7 @@ def _by_pixels(width: int, height: int) -> int:
     return max(1, width * height // _PIXELS)
 
 
-#: By what a model's name contains; the first that fits counts.
+#: By a part of the model's name; the first match counts.
 _FAMILIES: tuple[tuple[re.Pattern[str], Count], ...] = tuple(
     (re.compile(name, re.IGNORECASE), count)
     for name, count in (

@@ -1,4 +1,4 @@
-"""Placements that an engine denied: nothing tells of what is deleted on a disk or in a shared store."""
+"""Placements denied by an engine, since no event reports deletions on a disk or in a shared store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cachetools import TTLCache
 
 from kvproxy.base.types import Clock, EndpointId, LowerTokens, Tier, count_lower
 
-#: How long, and for how many prompts, what the engine contradicted is not believed again.
+#: How long, and for how many prompts, denied placements are not trusted.
 DISTRUST_S = 60.0
 DISTRUSTED = 10_000
 #: Where a shared store is.
@@ -17,19 +17,19 @@ EVERY_ENDPOINT = EndpointId("")
 _FAR = (Tier.DISK, Tier.SHARED)
 
 
-#: What was denied of one prompt: where, and the tokens that were there.
+#: Denials of one prompt: the place, and the tokens that were there.
 Denials = Sequence[tuple[EndpointId, int]]
 
 
 class DeniedPlacements:
-    """What engines of one cluster denied: hints of a lookup service about a prompt, and placements on a disk at one
-    endpoint or in a shared store at all of them, wherever a prompt goes the same way. After a while both are trusted
-    again: an engine may have computed it meanwhile."""
+    """Denials by the engines of one cluster: hints of a lookup service about a prompt, and placements on a disk at one
+    endpoint or in a shared store at all of them, for all prompts with that prefix. After a while both are trusted
+    again: an engine may have computed the prompt meanwhile."""
 
     def __init__(self, clock: Clock) -> None:
         #: By the first block that was not there, and where: tokens that were.
         self._proven: TTLCache[tuple[int, EndpointId], int] = TTLCache(DISTRUSTED, DISTRUST_S, timer=clock)
-        #: These blocks with where it was, some of what is no longer among them: quick to compare with a prompt's.
+        #: These blocks with the denied place, some that are no longer among them: quick to compare with a prompt's.
         self._places: dict[int, set[EndpointId]] = {}
         #: By endpoint and the first block of a prompt: tokens that the engine had of it.
         self._hints: TTLCache[tuple[EndpointId, int], int] = TTLCache(DISTRUSTED, DISTRUST_S, timer=clock)
@@ -45,8 +45,8 @@ class DeniedPlacements:
         cached_blocks: int = 0,
         lower: LowerTokens = (),
     ) -> None:
-        """The engine had only so many tokens of this prompt, `cached_blocks` of its blocks, where more were promised,
-        on these tiers."""
+        """Note that the engine had only `cached_tokens` of this prompt, `cached_blocks` of its blocks, although more
+        were announced on these tiers."""
         if not hashes:
             return
         self._hints[endpoint, hashes[0]] = cached_tokens
@@ -79,7 +79,8 @@ class DeniedPlacements:
 
 
 def believed_tokens(endpoint: EndpointId, held: LowerTokens, denials: Denials) -> int:
-    """Of what a prompt is said to have there, by tier, those nearer than the disk or before the denied ones."""
+    """Return the trusted part of a prompt's announced tokens by tier: those nearer than the disk or before the denied
+    ones."""
     tokens = count_lower(held)
     near = 0
     for tier, here in held:

@@ -1,4 +1,4 @@
-"""Everything the kvcache service knows about one request, from its arrival to its end."""
+"""Facts of the kvcache service about one request, from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class RequestFacts(msgspec.Struct):
     started_at: float
     min_tokens: int  # that the preferred endpoint holds
     text: PromptText | None = None  # of a conversation, by message; None: of other APIs and short prompts
-    names: RequestNames = NO_NAMES  # of its session and what it goes on from
-    media: tuple[Medium, ...] = ()  # in whose place stand-ins were hashed
+    names: RequestNames = NO_NAMES  # of its session and of the response that it continues
+    media: tuple[Medium, ...] = ()  # whose stand-ins were hashed
     mixed: MixedPrompt | None = None  # of a prompt with media: its text and media in tokens
     overlaps: OverlapFacts = NO_FACTS
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     hashed_tokens: HashedTokens | None = None  # begins with these tokens
     tokens_exact: bool = False  # of the whole prompt
-    tokens_bytes: int = 0  # of the prompt that these tokens stand for
+    tokens_bytes: int = 0  # bytes of the prompt covered by `tokens`
     counted_tokens: int | None = None  # by the engine, once it answered
-    wants_lookup: bool = False  # a lookup service can still be asked
+    wants_lookup: bool = False  # a lookup service can still be queried
     lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
     holders_found: int | None = None  # by a lookup that answered in time
-    entry: SpeculativeEntry | None = None  # what routing told the approximate index
+    entry: SpeculativeEntry | None = None  # entry in the approximate index
     transfer: TransferResult | None = None  # of KV, before it goes there
 
     @property

@@ -1,4 +1,4 @@
-"""What is shown of the indexes of all clusters: how much they hold, what it takes, and what it is worth."""
+"""Gauges of the indexes of all clusters: contents, cost, and accuracy."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kvproxy.cluster.endpoint import Endpoint
 #: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
 PRECISE_ROW_BYTES = 100
 
-#: The worst stream decides what an endpoint's index is worth.
+#: The worst stream decides the quality of an endpoint's index.
 _WORST_FIRST = (StreamState.APPROXIMATE, StreamState.DEGRADED, StreamState.CONNECTING)
 
 #: Label values, and a value.
 Series = Iterable[tuple[tuple[str, ...], float]]
-#: By source: the share of its unbacked claims about an endpoint of a cluster that is believed.
+#: By source: the trusted share of its unbacked claims about an endpoint of a cluster.
 TrustOf = Callable[[str, EndpointId], Mapping[str, float]]
 
 
 def show_indexes(
     by_cluster: Mapping[str, LocalIndexes], clusters: Mapping[str, Cluster], trust: TrustOf, metrics: Metrics
 ) -> None:
-    """The gauges read these from now on."""
+    """Bind the gauges to these indexes."""
     shown = _Shown(by_cluster, clusters, trust)
     indexes = by_cluster.values()
     held = metrics.group(HoldingMetrics)
@@ -53,14 +53,14 @@ def show_indexes(
     metrics.group(KvCacheMetrics).trust.set_source(shown.trust_series)
 
 
-#: Pieces counted before other tasks get their turn, and how long a count stands.
+#: Pieces counted before other tasks run, and how long a count is used.
 _SLICE_PIECES = 2048
 _COUNT_EVERY_S = 30.0
 
 
 class TierCounts:
-    """What each endpoint is known to hold by its KV events, tier by tier. Counted between requests, in slices: an index
-    keeps no sums, since events are followed at every block."""
+    """Contents of each endpoint by its KV events, tier by tier. Counted between requests, in slices: an index keeps no
+    sums, since events are applied at every block."""
 
     def __init__(
         self, by_cluster: Mapping[str, LocalIndexes], clusters: Mapping[str, Cluster], *, clock: Clock
@@ -76,8 +76,8 @@ class TierCounts:
         return self._found.get((cluster, endpoint), {})
 
     def describe(self, cluster: str, endpoint: Endpoint, memory: Iterable[TierMemory]) -> list[dict[str, object]]:
-        """Where the endpoint's KV lies, the nearest first, for people: what its KV events say, and LMCache of its
-        instance and of the store that all share."""
+        """Describe the tiers of the endpoint's KV, the nearest first, for people: by its KV events, and by LMCache's
+        reports on its instance and on the shared store."""
         counted = self.holdings(cluster, endpoint.id)
         said = {one.tier: one for one in memory if one.instance_id in (endpoint.instance_id, EVERY_INSTANCE)}
         return [
@@ -93,7 +93,7 @@ class TierCounts:
         ]
 
     def show(self, metrics: Metrics) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to these counts."""
         metrics.group(TierMetrics).blocks.set_source(lambda: self._series(0))
         metrics.group(TierMetrics).tokens.set_source(lambda: self._series(1))
 
@@ -146,7 +146,7 @@ class _Shown:
                 yield (name, str(endpoint.id)), approximate.held_blocks(endpoint.id) / capacity
 
     def capacity_series(self) -> Series:
-        """Blocks each endpoint has room for, as its engine says and as it proved."""
+        """Yield each endpoint's capacity in blocks, reported and learned."""
         for name, endpoint in self._endpoints():
             indexes = self._indexes[name]
             yield (name, str(endpoint.id), "told"), indexes.capacities.reported_blocks(endpoint.id)

@@ -30,13 +30,13 @@ from kvproxy.cluster.settings import EventSources
 
 log = logging.getLogger("kvproxy.kvcache")
 
-#: How often the clusters are looked at for endpoints that came or left, and engines that could not say are asked again.
+#: Interval of checks for endpoints that came or left, and of queries to engines that did not answer.
 LOOK_AGAIN_S = 2.0
 
-#: Engines that publish nothing are asked again so often: one that was restarted may publish now.
+#: Interval of queries to engines that publish nothing: one that was restarted may publish now.
 ASK_AGAIN_S = 60.0
 
-#: They are asked one after the other, once each.
+#: Queries at once.
 MAX_CONNECTIONS = 4
 
 
@@ -44,7 +44,7 @@ _UNSTATED = EventSources()
 
 
 def utc_seconds() -> float:
-    """Seconds since the epoch, to tell how old an event is."""
+    """Return seconds since the epoch, for the age of an event."""
     return datetime.now(UTC).timestamp()
 
 
@@ -65,7 +65,7 @@ class _Consumer:
     def __init__(self, followed: FollowedEvents) -> None:
         self._followed = followed
         self._states: dict[EndpointId, dict[int, StreamState]] = {}
-        self._without_prefixes: set[tuple[EndpointId, int]] = set()  # ranks whose events tell of none
+        self._without_prefixes: set[tuple[EndpointId, int]] = set()  # ranks whose events have none
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
         for event in events:
@@ -99,12 +99,12 @@ class _Consumer:
         self._update_exact()
 
     def _is_live(self, endpoint: EndpointId, dp_rank: int) -> bool:
-        """Whether what comes now happens now: a stream that is taken up brings its history first."""
+        """Return True if events are live now: a new stream brings its history first."""
         return self._states.get(endpoint, {}).get(dp_rank) in (StreamState.EXACT, StreamState.DEGRADED)
 
     async def sweep(self) -> None:
         """Give up all that is kept of streams that ended, some at a time: the loop has other work."""
-        while not self._followed.precise.sweep_rows():  # noqa: ASYNC110 - nothing to wait for, only others to let through
+        while not self._followed.precise.sweep_rows():  # noqa: ASYNC110 - no event, only other tasks to let through
             await asyncio.sleep(0)
 
     def _update_exact(self) -> None:
@@ -151,7 +151,7 @@ class EventStreams(BackgroundTask):
         self._wall_clock = wall_clock
         self._sleep = sleep
         self._streams: dict[Endpoint, tuple[str, AsyncExitStack, tuple[KvEventSubscriber, ...]]] = {}
-        self._ask_at: dict[Endpoint, float] = {}  # of those that publish nothing, or whose streams are in trouble
+        self._ask_at: dict[Endpoint, float] = {}  # of engines that publish nothing, or whose streams are in trouble
         self._replay_memory = ReceiveMemory()
 
     async def __aenter__(self) -> Self:
@@ -167,7 +167,7 @@ class EventStreams(BackgroundTask):
                 await consumer.sweep()
 
     def note_traffic(self, endpoint: Endpoint, uncached_tokens: int) -> None:
-        """The engine prefilled so much: streams that stay silent all the same are not trusted."""
+        """Note the engine's prefilled tokens: streams that stay silent all the same are not trusted."""
         entry = self._streams.get(endpoint)
         for subscriber in entry[2] if entry is not None else ():
             subscriber.note_traffic(uncached_tokens)
@@ -178,7 +178,7 @@ class EventStreams(BackgroundTask):
         return {} if entry is None else {one.source.dp_rank: one.status for one in entry[2]}
 
     def publishes(self, endpoint: Endpoint) -> bool | None:
-        """Whether the engine publishes KV events; None: it has not answered yet."""
+        """Return whether the engine publishes KV events; None: it has not answered yet."""
         return True if endpoint in self._streams else False if endpoint in self._ask_at else None
 
     def find_troubles(self) -> Iterator[StreamTrouble]:
@@ -204,7 +204,7 @@ class EventStreams(BackgroundTask):
                 await self._begin(endpoint, name, silent)
         level = logging.WARNING if self._required else logging.INFO
         for why, endpoints in silent.items():
-            log.log(level, "[kvcache] %s: %s; their indexes follow what is routed there", ", ".join(endpoints), why)
+            log.log(level, "[kvcache] %s: %s; their indexes follow routed requests", ", ".join(endpoints), why)
 
     async def _run(self) -> None:
         while True:

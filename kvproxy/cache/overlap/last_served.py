@@ -13,14 +13,14 @@ from kvproxy.base.types import EndpointId, InferenceRequest
 
 #: Sessions remembered, and as many responses; the longest unused go first.
 MAX_REMEMBERED = 32_768
-#: An engine has other things in its cache after so long.
+#: An engine's cache has other contents after this time.
 MAX_AGE_S = 3600.0
 _ENTRY_BYTES = 450  # an entry and its place in a table, besides the text blocks
 
 #: Endpoints of which is known when they lost their cache.
 _MAX_LOST = 1024
 
-#: Text blocks kept of a history: what many begin with alike is there.
+#: Text blocks kept of a history, which include the common beginning of many.
 _MAX_ROOT = 128
 NO_BLOCKS = array("Q")
 
@@ -40,12 +40,12 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     root: array[int]  # text blocks that its prompt begins with, if another may go on from it
 
 
-#: Told the session (0: none), the response (0: none), and what is known of them since; None: the session is over.
+#: Called with the session (0: none), the response (0: none), and their new state; None: the session is over.
 ServedWatch = Callable[[int, int, Served | None], None]
 
 
 class RequestNames(msgspec.Struct, frozen=True):
-    """What a request goes by here, as numbers that mean nothing elsewhere; 0: it has none."""
+    """Hashed session identifiers of a request; 0 if absent."""
 
     seed: int = 0  # of all that share its names
     session: int = 0
@@ -76,7 +76,7 @@ class LastServed:
         self._responses: dict[int, Served] = {}
         self._losses = 0
         self._lost: dict[EndpointId, int] = {}  # the number of its last loss, the latest last
-        self._forgotten = 0  # the highest number that was dropped from there: what is older stands nowhere
+        self._forgotten = 0  # the highest number dropped from there: older entries no longer count
         self._bytes = 0
         self.watch: ServedWatch | None = None
 
@@ -120,7 +120,7 @@ class LastServed:
         root: array[int] = NO_BLOCKS,
         now: float,
     ) -> None:
-        """A request with these names was served there; another may go on from it by `response_id`, if it has one."""
+        """Note where a request with these names was served; another may continue it by `response_id`, if it has one."""
         if not (names.session or response_id):
             return
         edges = keys if len(keys) <= 2 * _EDGES else (*keys[:_EDGES], *keys[-_EDGES:])
@@ -152,7 +152,7 @@ class LastServed:
         yield from ((0, response, served) for response, served in self._responses.items())
 
     def forget_cache(self, endpoint: EndpointId) -> None:
-        """The endpoint left, or lost what it held."""
+        """Forget an endpoint that left or lost its cache."""
         self._losses += 1
         self._lost.pop(endpoint, None)
         self._lost[endpoint] = self._losses
@@ -166,7 +166,7 @@ class LastServed:
             self._put(self._responses, response, served)
 
     def stands(self, served: Served, now: float) -> bool:
-        """Whether its endpoint may still hold it."""
+        """Return True if its endpoint may still hold it."""
         lost = self._lost.get(served.endpoint, self._forgotten)
         return now - served.at <= MAX_AGE_S and served.losses >= lost
 

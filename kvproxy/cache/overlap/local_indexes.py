@@ -1,4 +1,4 @@
-"""What one cluster's endpoints hold by our own knowledge: no I/O, no waiting, microseconds."""
+"""Overlap of one cluster's endpoints by local data: no I/O, no waiting, microseconds."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from kvproxy.cache.prefix.session_hashes import PromptText, SessionHashes
 from kvproxy.cache.prefix.token_memory import HashedTokens
 from kvproxy.cluster.routing.policy import FactSource, Overlap
 
-#: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).
+#: Blocks of text an endpoint is assumed to hold until its engine reports its capacity (64 MiB of prompts).
 DEFAULT_CAPACITY_BLOCKS = 262_144
-#: LoRA adapters told from base models.
+#: LoRA adapters distinguished from base models.
 MAX_LORAS = 1024
 
 
-#: To hash all of a prompt that is no longer takes less than to find what an earlier turn of its chat has of it.
+#: Hashing all of a shorter prompt takes less than finding the part known from an earlier turn of its chat.
 SHORT_BYTES = 4096
 
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
@@ -47,10 +47,10 @@ _SAME_START_S = 2.0
 _LARGEST_BLOCK = 64
 
 _EVENTS = frozenset({FactSource.PRECISE})
-#: What speaks for LMCache.
+#: Sources of LMCache.
 LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
 
-#: Models and cache salts whose chains were begun of late; salts come from clients.
+#: Models and cache salts whose chains were begun recently; salts come from clients.
 _REMEMBERED_SEEDS = 1024
 
 
@@ -59,20 +59,20 @@ def _seed(model: str, cache_salt: str | None) -> int:
 
 
 class FollowedEvents:
-    """What KV events taught about one cluster: it lives as long as the streams that are followed into it."""
+    """Data from KV events of one cluster; it lives as long as the streams that feed it."""
 
     def __init__(self) -> None:
         self.precise = PreciseIndex()
-        self.exact: set[EndpointId] = set()  # endpoints whose event streams miss nothing
+        self.exact: set[EndpointId] = set()  # endpoints with complete event streams
         self.loras: BoundedMapping[str, None] = BoundedMapping(MAX_LORAS)  # adapters that events spoke of
         self.paired: set[EndpointId] = set()  # endpoints whose events name pairs of tokens
-        self.any = True  # whether an engine of the cluster publishes; until one does, nothing is kept for its events
-        #: Called with an endpoint whose live events say that it dropped its cache.
+        self.any = True  # whether an engine of the cluster publishes; until one does, no data is kept for its events
+        #: Called with an endpoint whose live events report a dropped cache.
         self.on_cleared: Callable[[EndpointId], None] = lambda endpoint: None
 
 
 class IndexWatch(Protocol):
-    """Hears of what requests teach one cluster's indexes, in the order in which they learn it."""
+    """Observer of one cluster's indexes, called in the order of their changes."""
 
     def routed(self, entry: SpeculativeEntry) -> None: ...
 
@@ -88,15 +88,15 @@ class IndexWatch(Protocol):
 
 
 class IndexState:
-    """What routing and responses taught about one cluster: it outlives a reload."""
+    """Data from routing and responses in one cluster; it outlives a reload."""
 
     def __init__(self, *, endpoints: int = 1, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
         self.hot = Heat(endpoints=endpoints)
         self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks, heat=self.hot)
         self.capacities = Capacities(self.approximate)
-        self.trust = Trust()  # in what KV events say
-        self.lookup_trust = Trust()  # in what LMCache says
-        self.missed = MissedReuses()  # by KV events that miss nothing
+        self.trust = Trust()  # in claims of KV events
+        self.lookup_trust = Trust()  # in claims of LMCache
+        self.missed = MissedReuses()  # by complete KV events
         self.steps = ReuseSteps()
         self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
         self.sessions = SessionHashes()
@@ -139,7 +139,7 @@ class LocalIndexes:
         self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
         self.denied = DeniedPlacements(clock)  # by what engines reused
         self._lookups = lookups
-        self._keyed = lookups or keyed  # these know prompts by their messages' keys, as KV events do
+        self._keyed = lookups or keyed  # these identify prompts by their messages' keys, as KV events do
         followed = FollowedEvents() if followed is None else followed
         if not follows_events:
             followed = FollowedEvents()
@@ -177,16 +177,16 @@ class LocalIndexes:
         if not keys:
             return text_blocks(prompt, seed), (), size_bytes, None, media
         text = PromptText.of_prompt(prompt)
-        prompt_bytes = text.size - 1 - text.parts + prompt.unread_bytes  # what ends the parts is none of it
+        prompt_bytes = text.size - 1 - text.parts + prompt.unread_bytes  # without the end mark of the parts
         told = text if kind is RequestKind.RESPONSES else None
         return self.sessions.blocks_of(text, seed, keys), keys, prompt_bytes, told, media
 
     def note_kinds(self, kinds: Collection[EngineKind]) -> None:
-        """What its engines are, of those that say it: they agree on most of what names a prompt, not on all."""
+        """Note the kinds of the cluster's engines: they agree on most of a prompt's identity, but not on all."""
         self.state.drops_header = set(kinds) != {EngineKind.SGLANG}
 
     def name_request(self, request: InferenceRequest, model: str, tenant: str) -> RequestNames:
-        """What its session goes by, and the response that it goes on from."""
+        """Return the hashed identifiers of a request's session and of the response that it continues."""
         return RequestNames.name_request(request, self._seed(model, request.cache_salt), tenant)
 
     def hash_ahead(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
@@ -208,10 +208,9 @@ class LocalIndexes:
         prompt_tokens: int = 0,
         mixed: MixedPrompt | None = None,
     ) -> dict[EndpointId, Overlap]:
-        """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index; `hashed`
-        begins with them. `looked_up` is what a lookup service said of this prompt of `prompt_tokens`. `mixed`: it has
-        media, and `tokens` end in front of the first.
-        """
+        """Return leading tokens by endpoint. `tokens` (or a known prefix of them) are also looked up in the precise
+        index; `hashed` begins with them. `looked_up` is a lookup service's answer about this prompt of `prompt_tokens`.
+        `mixed`: it has media, and `tokens` end in front of the first."""
         in_flight: Mapping[EndpointId, int] = NOTHING
         announced = None
         exact = self.exact
@@ -249,14 +248,16 @@ class LocalIndexes:
         )
 
     def _in_store(self, tokens: int) -> list[HolderOverlap]:
-        """What lies in a shared store counts for every endpoint that reads it, whichever engine reported it."""
+        """Return overlaps in a shared store, which count for every endpoint that reads it, whichever engine reported
+        them."""
         lower = ((Tier.SHARED, tokens),)
         return [HolderOverlap(each, tokens, True, FactSource.PRECISE, lower) for each in self.store_readers()]
 
     def _blocks_of(
         self, tokens: TokenIds, hashed: HashedTokens | None, model: str, cache_salt: str | None
     ) -> Callable[[int], array[int]]:
-        """The same tokens under a LoRA are other blocks; a model's name is a LoRA's if events call one so."""
+        """Return a function from block size to block hashes; the same tokens under a LoRA are other blocks, and a
+        model's name is a LoRA's if events call one so."""
         lora = model if self.loras and model in self.loras else ""
 
         def blocks(size: int) -> array[int]:
@@ -268,21 +269,21 @@ class LocalIndexes:
         return blocks
 
     def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
-        """A request goes to the endpoint: it counts as holding the prompt until the entry is settled."""
+        """Route a request to the endpoint: it counts as holding the prompt until the entry is settled."""
         entry = self.approximate.route(endpoint, cursor, in_flight=self.followed.any)
         if (watch := self.state.watch) is not None:
             watch.routed(entry)
         return entry
 
     def enter_prompt(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None:
-        """The endpoint served a prompt that another than this proxy had routed there."""
+        """Enter a prompt that the endpoint served for another proxy."""
         self.approximate.insert(endpoint, cursor)
         if (watch := self.state.watch) is not None:
             watch.entered(endpoint, cursor)
 
     def settle_entry(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool = False) -> None:
-        """The request is over; `prefilled` says whether the engine got as far as a first byte. Once an entry. An engine
-        that `lost` what it held still has what it just prefilled."""
+        """Settle the entry of a finished request; `prefilled` is True if the engine got as far as a first byte. Once
+        per entry. An engine that `lost` its cache still has the prompt it just prefilled."""
         if (watch := self.state.watch) is not None:
             watch.settled(entry, prefilled=prefilled, lost=lost)
         (self.approximate.confirm if prefilled else self.approximate.rollback)(entry)
@@ -292,9 +293,9 @@ class LocalIndexes:
     def observe_capacity(
         self, entry: SpeculativeEntry, overlap: Overlap | None, *, cached_tokens: int, cached_blocks: int
     ) -> bool:
-        """What a response says about the room at its endpoint, before the entry is settled; True when the engine lost
-        all that it held. Where KV events miss nothing they say it better. An engine that reused the whole steps of what
-        it holds lost nothing; that it holds less than one step it cannot say."""
+        """Learn the endpoint's capacity from a response, before the entry is settled; True when the engine lost its
+        whole cache. Complete KV events are more accurate. An engine that reused the whole steps of its held tokens lost
+        nothing; if it holds less than one step there is no evidence."""
         if entry.endpoint in self.exact and entry.endpoint not in self.missed.doubted:
             return False
         if overlap is not None and overlap.held_tokens and not is_contradicted(overlap.tokens, cached_tokens):
@@ -317,11 +318,10 @@ class LocalIndexes:
         held_tokens: int = 0,
         known_tokens: int = 0,
     ) -> bool:
-        """Return the engine reused so many tokens, which are so many of these blocks, where `overlap` had been
-        believed. Whether that contradicts the prediction; a contradicted prefix leaves the index at once, since
-        believing it longer would send more requests astray. `held_tokens` is what it was to hold, reused or not; 0: of
-        an engine whose step is known. KV events were asked about its first `known_tokens`.
-        """
+        """Learn from an engine's reuse of `cached_tokens`, which are `cached_blocks` of these blocks, after `overlap`
+        had been predicted; returns True if that contradicts the prediction. A contradicted prefix leaves the index at
+        once, since it would mislead further requests. `held_tokens` is its estimated content, reused or not; 0: the
+        engine's step is known. KV events were searched for its first `known_tokens`."""
         if held_tokens:
             self.steps.observe_reuse(
                 endpoint, held_tokens=held_tokens, cached_tokens=cached_tokens, blocks=cursor.hashes
@@ -340,18 +340,17 @@ class LocalIndexes:
         return contradicted
 
     def _test_events(self, endpoint: EndpointId, overlap: Overlap | None, reused_tokens: int) -> None:
-        """Put a complete stream to the test. What a request under way had promised, its events could not say yet."""
+        """Test a complete stream. Tokens promised by a request in flight could not be in its events yet."""
         announced = 0 if overlap is None else overlap.claimed_tokens
         if overlap is not None and endpoint not in self.missed.doubted:
             announced = max(announced, overlap.tokens)
         self.missed.observe_reuse(endpoint, announced_tokens=announced, reused_tokens=reused_tokens)
 
     def process_started(self, endpoint: EndpointId, started_at: float) -> bool:
-        """Return the engine reports when its process began. Whether that is another process than before, which holds
+        """Compare the start time in the engine's report with the last one; returns True for a new process, which holds
         nothing.
 
-        Only a later start counts: behind one address there may be several engines that answer in turn.
-        """
+        Only a later start counts: behind one address there may be several engines that answer in turn."""
         before = self.started_at.get(endpoint)
         if before is not None and started_at <= before + _SAME_START_S:
             return False
@@ -363,8 +362,8 @@ class LocalIndexes:
         return before is not None
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:
-        """The endpoint left, or another engine took its id: nothing that was routed there counts. (Its events are
-        their own business.)"""
+        """Forget an endpoint that left, or whose id another engine took: nothing routed there counts. (Its events are
+        handled separately.)"""
         self.started_at.pop(endpoint, None)
         self.steps.forget_endpoint(endpoint)
         self.missed.forget_endpoint(endpoint)
@@ -375,7 +374,7 @@ class LocalIndexes:
             trust.forget_endpoint(endpoint)
 
     def reset_endpoint(self, endpoint: EndpointId) -> None:
-        """The engine restarted, or dropped its cache: it holds nothing; its capacity is what it was."""
+        """Reset an engine that restarted or dropped its cache: it holds nothing; its capacity stays."""
         self.approximate.clear(endpoint)
         self.missed.forget_endpoint(endpoint)
         self.last_served.forget_cache(endpoint)
@@ -412,7 +411,8 @@ def _in_tokens(blocks: Mapping[EndpointId, int], mixed: MixedPrompt, prompt_toke
 
 
 def _undenied(endpoint: EndpointId, match: PreciseMatch, denials: Denials) -> PreciseMatch:
-    """What an event placed farther than in memory is a hint, as a lookup's is: nothing tells what is gone there."""
+    """Reduce a match by denials: placements beyond memory are hints, as a lookup's are, since their deletion is not
+    reported."""
     if not match.lower:
         return match
     held = ((Tier.DEVICE, match.device_tokens), *match.lower)

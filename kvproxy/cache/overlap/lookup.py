@@ -1,4 +1,4 @@
-"""What the LMCache service's answers about a prompt are worth."""
+"""Value of the LMCache service's answers about a prompt."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ log = logging.getLogger("kvproxy.kvcache")
 
 OPERATION = "lookup"
 _WARNED = 256
-#: How long, and for how many beginnings of prompts, it is remembered where transfers brought them; memory that is full
-#: may have lost them then.
+#: How long, and for how many beginnings of prompts, transfers are kept; full memory may have lost them by then.
 _TRANSFERRED_S = 60.0
 _TRANSFERRED = 10_000
 
@@ -50,19 +49,19 @@ class LookupClient:
         self._unknown = metrics.group(KvCacheMetrics).unknown_instances
         self._warned: set[str] = set()
         #: By a prompt's beginning, for each instance: tokens that were transferred there lately, their digest, and
-        #: when. LMCache's services hear of it a second later, or (the controller) never.
+        #: when. LMCache's services learn of it a second later, or (the controller) never.
         self._transferred: TTLCache[tuple[str, str, int], dict[str, tuple[int, int, float]]] = TTLCache(
             _TRANSFERRED, _TRANSFERRED_S, timer=clock
         )
 
     @property
     def possible(self) -> bool:
-        """Whether there is a service and its breaker lets calls through."""
+        """True if there is a service and its breaker lets calls through."""
         return self.provider is not None and self._breakers.admits(OPERATION)
 
     @property
     def supported(self) -> frozenset[ActionKind]:
-        """What the service can do at present; nothing without one."""
+        """Actions the service supports at present; empty without one."""
         return frozenset() if self.provider is None else self.provider.supports
 
     async def find_holders(

@@ -21,13 +21,13 @@ from kvproxy.cache.settings import KvCacheSettings
 
 log = logging.getLogger("kvproxy.kvcache")
 
-#: A service that does not answer at the start is asked again after this long.
+#: Pause before a service that did not answer at the start is queried again.
 AGAIN_S = 5.0
 
 
 class Connection:
-    """From the first moment lookups go to what the settings name (with `auto`: a controller, until a coordinator says
-    that it is one). `run` is for a task of its own."""
+    """Connection to the lookup service. From the first moment lookups go to the configured kind (with `auto`: a
+    controller, until a coordinator identifies itself). `run` is for a task of its own."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Connection:
         await check_provider(provider, self._known_instances())
 
     async def _answering(self) -> Provider | None:
-        """Which service answers; None when none does."""
+        """Return the kind of service that answers; None if none does."""
         try:
             coordinator = await is_coordinator(self._coordinator_client)
         except ClientError:
@@ -76,7 +76,7 @@ class Connection:
 
 #: Prompts that an engine reused and no lookup ever named before that is worth a warning.
 CONTRADICTIONS = 3
-#: ...and how long after the first of them: engines tell LMCache what they store a little later, so that a burst of
+#: ...and how long after the first of them: engines report stored chunks to LMCache with a delay, so that a burst of
 #: alike prompts to a fresh fleet is reused before any lookup can name it.
 PATIENCE_S = 10.0
 
@@ -109,7 +109,7 @@ async def check_provider(provider: Provider, known: Collection[str]) -> None:
 
 
 class EmptyLookups:
-    """Warns once when engines keep reusing prompts that the lookup service knows nothing of."""
+    """Warns once when engines keep reusing prompts that are missing in the lookup service."""
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -118,7 +118,7 @@ class EmptyLookups:
         self._said = False
 
     def observe_lookup(self, *, cached_tokens: int, holders_named: int, ever_hit: bool) -> None:
-        """A looked-up prompt was served, `cached_tokens` of it from a cache."""
+        """Observe a looked-up prompt that was served, `cached_tokens` of it from a cache."""
         if ever_hit or self._said or holders_named or cached_tokens < CHUNK_TOKENS:
             return
         now = self._clock()

@@ -32,7 +32,7 @@ MAX_HELD_BYTES = 128 * 1024 * 1024
 QUEUE = "kvcache_lookup"
 
 
-#: What is the same for prompts that are one: cluster, model, text and length.
+#: Key of equal lookups: cluster, model, text and length.
 _Question = tuple[str, str, int, int]
 
 
@@ -46,10 +46,10 @@ class _Answer:
 
 
 class LookupTask:
-    """Owns the tasks that ask, one for all requests that ask the same at once.
+    """Owner of the lookup tasks, one for all requests with the same lookup at once.
 
-    They go on when the deadline has passed or the client has left, each within
-    `request_timeout`, so that neither says anything about the service; `close` ends them."""
+    They go on when the deadline has passed or the client has left, each within `request_timeout`, so that neither
+    counts against the service; `close` ends them."""
 
     def __init__(
         self,
@@ -71,11 +71,12 @@ class LookupTask:
         self._held_bytes = 0
 
     def show(self, metrics: Metrics) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to these tasks."""
         metrics.group(BoundMetrics).show_queue(QUEUE, lambda: len(self._tasks), limit=MAX_LOOKUPS)
 
     def is_wanted(self, facts: RequestFacts) -> bool:
-        """Whether asking is worth a wait: a service that answers, and tokens enough for a chunk, known or to be had."""
+        """Return True if a lookup is worth a wait: a service that answers, and tokens enough for a chunk, known or
+        available."""
         lookups = self._lookups
         settings = self._settings
         if lookups.provider is None or not facts.request.prompt.parts:
@@ -86,7 +87,7 @@ class LookupTask:
         if self._full(len(facts.body)) and _question(facts) not in self._tasks:
             self._outcomes.labels("busy").inc()
             return False
-        if facts.tokens is not None:  # if only of the prompt's beginning: what was never seen, no instance holds
+        if facts.tokens is not None:  # if only for the prompt's beginning: an unseen prompt is at no instance
             return len(facts.tokens) >= settings.lookup_min_tokens
         tokenize = settings.tokenize
         return tokenize.inline and facts.prompt_bytes >= tokenize.inline_min and self._tokens.may_ask(facts)

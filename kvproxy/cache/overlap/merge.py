@@ -1,4 +1,4 @@
-"""What several sources say about one prompt, put together: the larger contiguous match wins. Pure."""
+"""Merge several sources' overlaps for one prompt: the larger contiguous match wins. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING: Mapping[EndpointId, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class HolderOverlap:
-    """What a lookup service says one endpoint can load. Not `contiguous`: the number is a hint, an upper bound."""
+    """Tokens one endpoint can load, by a lookup service. Not `contiguous`: the number is a hint, an upper bound."""
 
     endpoint: EndpointId
     tokens: int
@@ -44,13 +44,12 @@ def merge_overlaps(
     steps: Mapping[EndpointId, int] = NOTHING,
     prompt_tokens: int = 0,
 ) -> dict[EndpointId, Overlap]:
-    """Overlap by endpoint of one prompt.
+    """Merge the overlaps of one prompt by endpoint.
 
-    `routed` is what routing told the approximate index, in leading blocks of `tokens_per_block`; of that, requests
-    `in_flight` are under way. `announced` is what KV events say (None where none are followed), without a gap for the
-    endpoints in `exact`, and `trust` how far they are trusted; `looked_up` what a lookup service says, believed as far
-    as `lookup_trust` and never beyond `prompt_tokens`. An endpoint in `steps` reuses multiples of so many tokens.
-    """
+    `routed` comes from the approximate index, in leading blocks of `tokens_per_block`; of that, `in_flight` are blocks
+    of requests in flight. `announced` comes from KV events (None where none are followed), without a gap for the
+    endpoints in `exact`, and `trust` how far they are trusted; `looked_up` comes from a lookup service, trusted as far
+    as `lookup_trust` and never beyond `prompt_tokens`. An endpoint in `steps` reuses multiples of so many tokens."""
     if announced is None:
         # Endpoints that hold as much as each other share one object: of a large fleet most do, and a policy sees it.
         # a loop: comprehensions are functions to Python 3.11
@@ -83,12 +82,11 @@ def _with_events(
     exact: Collection[EndpointId],
     trust: Trust,
 ) -> dict[EndpointId, Overlap]:
-    """Return what was routed and what KV events say.
+    """Merge routed prompts with KV events.
 
     A complete event stream (`exact`) is trusted over everything that was ever routed there. Only this prompt's blocks
     in requests still `in_flight` count besides: they are promised and not yet announced. Without a complete stream the
-    larger match wins. What events claim beyond what was routed counts for what earlier such claims proved worth.
-    """
+    larger match wins. Claims of events beyond routed prompts count by the accuracy of earlier ones."""
     found = {}
     shared: dict[tuple[int, int, int, int, LowerTokens], Overlap] = {}  # one object for all that are alike
     for endpoint, match in announced.items():
@@ -122,11 +120,10 @@ def _with_events(
 def _add_holders(
     found: dict[EndpointId, Overlap], looked_up: Iterable[HolderOverlap], prompt_tokens: int, trust: Trust
 ) -> None:
-    """Lay the holders of a lookup over local knowledge.
+    """Add the holders of a lookup to local data.
 
-    LMCache speaks of lower tiers, so what a holder adds to an endpoint's match is on those. What nothing else
-    backs counts for what earlier such claims about that endpoint proved worth.
-    """
+    LMCache reports lower tiers, so the tokens a holder adds to an endpoint's match are on those. Tokens without other
+    backing count by the accuracy of earlier such claims about that endpoint."""
     for holder in looked_up:
         known = found.get(holder.endpoint)
         tokens = min(holder.tokens, prompt_tokens)
@@ -161,7 +158,7 @@ def tolerated_tokens(predicted_tokens: int) -> int:
 
 
 def is_contradicted(predicted_tokens: int, cached_tokens: int) -> bool:
-    """Whether an engine reused too little for the prediction to have been right."""
+    """Return True if an engine reused too little for the prediction to have been right."""
     return cached_tokens < predicted_tokens and cached_tokens + tolerated_tokens(predicted_tokens) < predicted_tokens
 
 

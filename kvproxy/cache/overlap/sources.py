@@ -1,4 +1,4 @@
-"""What each endpoint holds of a prompt, by every source there is: own indexes, KV events, token memory, lookups."""
+"""Overlap of each endpoint with a prompt, from all sources: own indexes, KV events, token memory, lookups."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class OverlapSources:
     def gather(
         self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "", tenant: str = ""
     ) -> RequestFacts:
-        """Return what our own sources know, at once. `model` is what the engines call it, where that differs."""
+        """Return the facts of our own sources, at once. `model` is the engines' name for it, where that differs."""
         began = self._clock()
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
@@ -165,24 +165,24 @@ class OverlapSources:
         return facts
 
     async def look_up(self, facts: RequestFacts) -> list[HolderOverlap]:
-        """Return what the lookup service says within what is left of the routing deadline."""
+        """Return the lookup service's answer within the rest of the routing deadline."""
         facts.wants_lookup = False
         return await self._lookup_task.ask(facts)
 
     def add_lookup(self, facts: RequestFacts, looked_up: Sequence[HolderOverlap]) -> None:
-        """Lay what the lookup said over the facts."""
+        """Add the lookup's answer to the facts."""
         facts.lookup_overlaps = looked_up
         if looked_up or facts.tokens_exact:
             self._assess(facts)
 
     def refresh(self, facts: RequestFacts) -> None:
-        """The facts of a request that waited, read again from our own sources; what a lookup said stands."""
+        """Refresh the facts of a request that waited from our own sources; a lookup's answer stays."""
         if not facts.tokens_exact and (self._looks_up or facts.indexes.followed.any):
             self.tokens.recall_tokens(facts)
         self._assess(facts)
 
     def add_transferred(self, facts: RequestFacts) -> None:
-        """What transfers brought of its prompt, before what a lookup said of the same endpoints."""
+        """Add the tokens that transfers brought of its prompt, before a lookup's answer about the same endpoints."""
         if facts.tokens is None or self.lookups.provider is None:
             return
         holders = self.lookups.find_transferred(Prefix(facts.tokens, facts.model, facts.request.cache_salt or ""))
@@ -199,7 +199,7 @@ class OverlapSources:
         facts.lookup_overlaps = [*brought, *facts.lookup_overlaps]
 
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
-        """The request goes there now; what an earlier attempt told the index is taken back."""
+        """Record the request's endpoint; an earlier attempt's entry is taken back."""
         earlier = facts.entry
         if earlier is not None:
             facts.indexes.settle_entry(earlier, prefilled=False)
@@ -268,7 +268,7 @@ class OverlapSources:
         starting.push_async_callback(cancel_tasks, [task])
 
     def show(self, metrics: Metrics) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to these sources."""
         self.tokens.show(metrics)
         self._lookup_task.show(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)
@@ -280,8 +280,8 @@ def _store_readers(cluster: Cluster) -> list[EndpointId]:
 
 
 def _add_history(found: dict[EndpointId, Overlap], history: Served, step: int | None, prompt_tokens: int) -> None:
-    """What a prompt begins with that goes on from there: only its engine has it whole. What the answer is in the next
-    prompt, templates decide, so that only the prompt before counts."""
+    """Add the beginning of a prompt that continues from there: only its engine has it whole. Templates decide the
+    answer's form in the next prompt, so that only the prompt before counts."""
     known = found.get(history.endpoint)
     tokens = history.prompt_tokens if known is None else max(known.tokens, history.prompt_tokens)
     held = Overlap(tokens, (), FactSource.SESSION)

@@ -26,7 +26,7 @@ from kvproxy.cache.settings import KvCacheSettings
 
 log = logging.getLogger("kvproxy.kvcache")
 
-#: Operations by kind of request: what an engine makes of one kind says nothing about the others.
+#: Operations by kind of request: an engine's result for one kind proves nothing for the others.
 _OPERATIONS = {
     RequestKind.CHAT: "tokenize",
     RequestKind.COMPLETION: "tokenize",
@@ -38,11 +38,11 @@ MAX_ASKED_BYTES = 1024 * 1024
 MAX_TOKENS = 262_144
 #: Of token ids that a client sends itself as many bytes are read.
 _MAX_GIVEN_BYTES = 512 * 1024
-#: Objects in a body: to decode so many takes some milliseconds.
+#: Objects in a body: to decode more takes some milliseconds.
 _MAX_OBJECTS = 16_384
 _given_ids = msgspec.json.Decoder(list[int])
 _given_prompts = msgspec.json.Decoder(list[list[int]])
-#: What cannot be tokenized by any engine: a body it refuses, one that no chat can say, an encoding we cannot read.
+#: Errors of prompts that no engine can tokenize: a refused body, one that no chat can express, an unknown encoding.
 _UNUSABLE = (ValueError, OverflowError, msgspec.DecodeError)
 
 
@@ -79,7 +79,7 @@ class TokenSource:
         self._seconds = metrics.group(KvCacheMetrics).tokenize_seconds
 
     def show(self, metrics: Metrics) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to this source."""
         memory = self.memory
         results = ("exact", "prefix", "missed")
         metrics.group(BoundMetrics).show_queue(
@@ -113,7 +113,7 @@ class TokenSource:
             _take_given(facts)
 
     def may_ask(self, facts: RequestFacts) -> bool:
-        """Whether asking an engine makes sense and is possible at the moment."""
+        """Return True if an engine can be queried now, and it makes sense."""
         return (
             (facts.text_bytes if facts.media else len(facts.body)) <= MAX_ASKED_BYTES
             and len(self._tasks) < self._settings.tokenize.max_concurrent
@@ -140,7 +140,7 @@ class TokenSource:
         return task
 
     def note_count(self, facts: RequestFacts, prompt_tokens: int | None) -> None:
-        """The engine that served it counted so many tokens in this prompt: tokens of another number are not its own."""
+        """Note the serving engine's count of the prompt: tokens of another number are not its own."""
         facts.counted_tokens = prompt_tokens
         if facts.tokens is None or not facts.tokens_exact or prompt_tokens in (None, len(facts.tokens)):
             return
@@ -155,7 +155,8 @@ class TokenSource:
         await cancel_tasks(self._tasks.values())
 
     async def _fetch(self, facts: RequestFacts) -> AskedTokens | None:
-        """Return the prompt's tokens, remembered; None where no engine could say. Never raises but for cancellation."""
+        """Fetch the prompt's tokens and keep them; None if no engine could tokenize it. Never raises but for
+        cancellation."""
         chosen = self._engines.find_tokenizer(facts.endpoints)
         if chosen is None:
             self._outcomes.labels("no_engine").inc()
@@ -231,13 +232,13 @@ async def _call(client: VllmClient, facts: RequestFacts, body: bytes, *, counted
 
 
 def _is_askable(request: InferenceRequest) -> bool:
-    """Whether its body says all of the prompt, in text."""
+    """Return True if its body holds the whole prompt, in text."""
     parts = request.prompt.parts
     if not parts or request.kind is RequestKind.EMBEDDINGS:
         return False
     if request.kind is RequestKind.COMPLETION:
         return parts[0].startswith(b'"')
-    return request.continues is None  # else only an engine knows its history
+    return request.continues is None  # else only an engine has its history
 
 
 def _take_given(facts: RequestFacts) -> None:

@@ -12,14 +12,14 @@ from msgspec import Raw
 from kvproxy.base.types import Prompt
 
 MARK = b'"cache_control":'  # with the colon, since a text may be just that name
-#: What one look for marks goes into: a few ms at most. Beyond it, bytes count as they were sent.
+#: Budget of one search for marks: a few ms at most. Beyond it, bytes count as they were sent.
 MAX_OBJECTS = 8192
-_MESSAGE_OBJECTS = 16  # what a message counts for besides those in it
+_MESSAGE_OBJECTS = 16  # cost of a message besides its objects
 MAX_BYTES = 512 * 1024
-#: What does not decode.
+#: Errors of undecodable input.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-#: How long a mark without a `ttl` asks for, and one with "1h"; there are no others.
+#: TTL of a mark without `ttl`, and with "1h"; there are no others.
 DEFAULT_TTL_S = 300.0
 LONG_TTL_S = 3600.0
 #: Clients move a mark along with their last messages.
@@ -63,7 +63,7 @@ _decode_message = msgspec.json.Decoder(_Message).decode
 
 
 class Looks:
-    """What may still be looked into of one request."""
+    """Remaining budget for parsing one request."""
 
     __slots__ = ("_left", "_left_bytes")
 
@@ -72,7 +72,7 @@ class Looks:
         self._left_bytes = MAX_BYTES
 
     def may_look_into(self, message: bytes) -> bool:
-        """Whether it is short enough for what is left; then it counts."""
+        """Charge for a message; returns False if it exceeds the budget."""
         if len(message) > self._left_bytes:
             return False
         self._left -= _MESSAGE_OBJECTS + message.count(b"{")

@@ -1,4 +1,4 @@
-"""What goes first where a cache is short of room: one score, for what strategies do and for simulated caches."""
+"""Eviction score shared by strategies and simulated caches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Priority(IntEnum):
-    """What is kept whatever its score, the last longest."""
+    """Prefixes kept regardless of their score, the last longest."""
 
     NORMAL = 0
-    CONTRACT = 1  # promised to a client: goes only where nothing else is left
+    CONTRACT = 1  # promised to a client: evicted only if nothing else is left
     OPERATOR = 2  # named by the operator: never goes
 
 
@@ -26,18 +26,18 @@ class Weights(NamedTuple):
 class Use(NamedTuple):
     """How an entry was used. Times are in one unit, whichever; sizes too."""
 
-    uses: float  # of late, however far back that is
+    uses: float  # recent uses, however old
     size: float  # of the whole prefix that ends with it
     idle: float  # since its last use
     gap: float  # usual time from one use to the next
 
 
 def score_use(use: Use, weights: Weights, *, span: float, size: float) -> float:
-    """From 0, to be kept, to 1, to go first. `span` is a time and `size` a size at which a term stands at a half.
+    """Return a score from 0 (keep) to 1 (evict first). `span` is a time and `size` a size at which a term stands at a
+    half.
 
-    Of equal uses the longer prefix goes first: a prompt's beginning is of use without its end, and the end is not
-    without the beginning. What is due later than usual is expected the later for it.
-    """
+    Of equal uses the longer prefix goes first: a prompt's beginning is of use without its end, but not the reverse. A
+    prefix overdue for its next use is expected even later."""
     expected = max(use.gap, use.idle)
     return (
         weights.frequency / (1.0 + use.uses)

@@ -1,4 +1,5 @@
-"""What of a prompt's bytes names it: the table of what engines leave out or read alike. Pure; nothing goes upstream.
+"""Identity of a prompt by its bytes: the table of parts that engines leave out or read alike. Pure; nothing goes
+upstream.
 
 | API | left out or read alike | source: vLLM 0.32 |
 |---|---|---|
@@ -6,19 +7,18 @@
 | Messages | that header as the first line of a string `system` | `renderers/chat_utils.py`, also run |
 | Chat | the same in the leading system message, a string or text parts | `renderers/chat_utils.py`, also run |
 | Responses | the same in `instructions`, which are that message | `responses/utils.py`, also run |
-| Messages | `cache_control` of tools and system blocks | `anthropic/protocol.py` knows none, also run |
+| Messages | `cache_control` of tools and system blocks | `anthropic/protocol.py` has none, also run |
 | both | `cache_control` of content parts | text parts are taken apart to their text, also run |
 | both | the order of a message's fields | objects have none, also run |
 | both | a content of one text part is that text, a `system` of one text block that string | both, also run |
 
 SGLang (0198d48, PR #21064 was not taken) leaves the header in: where all engines are of that kind it counts.
 
-All else counts as it was sent: whatever enters a prompt, and what only some engines or templates leave out (ids of
-tool calls; `cache_control` of a chat's tools, which templates print). Each rule makes of a message another one that
-renders to the same, or bytes that are no JSON and are the same only for messages that do; so equal bytes stay equal
-prompts. What a rule cannot make out (odd spelling, an object that has the name twice) is left as it was sent: that
-costs a match, never a wrong one. Taken for granted: a last string with quotes in it is the last part's text.
-"""
+All else counts as it was sent: everything that enters a prompt, and parts that only some engines or templates leave out
+(ids of tool calls; `cache_control` of a chat's tools, which templates print). Each rule makes of a message another one
+that renders to the same, or bytes that are no JSON and are the same only for messages that do; so equal bytes stay
+equal prompts. Input unclear to a rule (odd spelling, an object that has the name twice) is left as it was sent: that
+costs a match, never a wrong one. Taken for granted: a last string with quotes in it is the last part's text."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from kvproxy.cache.prefix.shape_identity import END_OF_LINE, HEADER, REST_OF_LIN
 
 _MESSAGE = rb'\{\s?"role"\s?:\s?"%s"\s?,\s?"content"\s?:\s?'
 
-#: How a message with a string as its content begins, nearly always; others are looked at more closely.
+#: Usual beginnings of a message with a string as its content; others are examined more closely.
 HEADS_OF_TEXT = tuple(
     form % role
     for role in (b"user", b"assistant", b"tool", b"system")
     for form in (b'{"role":"%b","content":"', b'{"role": "%b", "content": "')
 )
-#: Of these, the beginnings of a first message that a header may stand in.
+#: Of these, the beginnings of a first message that may contain a header.
 HEADERS = tuple(head + HEADER for head in HEADS_OF_TEXT)
-#: How a message with text in a list begins, nearly always, by two of its bytes: all in front of that text, and what is
-#: left of it where that text is the whole content.
+#: Usual beginnings of a message with text in a list, by two of its bytes: all in front of that text, and the rest where
+#: that text is the whole content.
 _HEADS_OF_PARTS = {
     head[9:11]: (head[:-1] + (b'[{"type": "text", "text": "' if b" " in head else b'[{"type":"text","text":"'), head)
     for head in HEADS_OF_TEXT
@@ -78,7 +78,7 @@ _header_of_message = re.compile(
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 
 _CHAT = RequestKind.CHAT  # found sooner so
-#: The APIs whose messages there are rules for.
+#: The APIs whose messages have rules.
 RULED = (_CHAT, RequestKind.MESSAGES)
 
 
@@ -95,8 +95,8 @@ def prompt_identity(kind: RequestKind, prompt: Prompt, *, drops_header: bool = T
 
 
 def are_texts(parts: Sequence[bytes], start: int = 0) -> bool:
-    """Whether the messages from `start` on have texts for their contents, as nearly all do, and are named by the bytes
-    that were sent."""
+    """Return True if the messages from `start` on have texts for their contents, as nearly all do, and are named by the
+    bytes that were sent."""
     for part in parts[start:] if start else parts:
         if not part.startswith(HEADS_OF_TEXT):
             return False
@@ -129,7 +129,7 @@ class PartRules:
         return named
 
     def _cut_last_marks(self, messages: list[bytes], first: int) -> int:
-        """Those that messages end with, as nearly all do. How many there were."""
+        """Cut marks at the end of messages, the usual place, and return their number."""
         found = 0
         for place, message in enumerate(messages):
             if message.endswith(END_OF_MARKED) and (cut := without_mark_at_end(message)) is not message:
@@ -148,11 +148,11 @@ class PartRules:
         if part.startswith(head) and part.endswith(b'"}]}'):
             begin = len(head)
             quote = part.rfind(_QUOTE, begin, -len(b'"}]}'))
-            # Without other quotes there is nothing else; or the last of them is in a text.
+            # Without other quotes there is no other string; or the last of them is in a text.
             if part[begin] != _QUOTE and (quote < 0 or _ends_with_text(part, quote)):
                 return b"".join((kept, memoryview(part)[begin : -len(b"}]}")], b"}"))
         elif part.startswith(_HEADS_OF_CALLS if part.endswith(b'"}]}') else self._heads) and part.endswith(b"]}"):
-            return part  # no text alone, and nothing behind the list
+            return part  # no text alone, and no field behind the list
         return self._as_unusual(part)
 
     def _may_look_into(self, message: bytes) -> bool:
@@ -188,8 +188,8 @@ class PartRules:
 
 
 def _ends_with_text(part: bytes, quote: int) -> bool:
-    """Whether the last string in it is a part's text, by the quote in front of its last one: that is an escaped one in
-    the text, or has the name in front of it."""
+    """Return True if the last string in it is a part's text, by the quote in front of its last one: that is an escaped
+    one in the text, or has the name in front of it."""
     return part[quote - 1] == _BACKSLASH or part.endswith(_TEXTS, 0, quote)
 
 

@@ -137,7 +137,7 @@ class SessionHashes:
         def part_at(index: int) -> bytes:
             return new[index - count] if index >= count else rules.apply((cut_part(raw[index], signatures),), index)[0]
 
-        prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
+        prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # without the end mark of the parts
         text.part_at = part_at
         text.size = size
         text.whole = None if count else new
@@ -160,8 +160,7 @@ class SessionHashes:
     def _find_plain(
         self, text: PromptText, raw: tuple[bytes, ...], seed: int, sent: Sequence[int]
     ) -> array[int] | None:
-        """Return the blocks of messages that are named by the bytes that were sent; None: some are not. What is known
-        by its bytes is named by them."""
+        """Return the blocks of messages that are named by the bytes that were sent; None: some are not."""
         if not raw[-1].startswith(HEADS_OF_TEXT):
             return None
         known = self._known
@@ -236,7 +235,7 @@ class SessionHashes:
 
 
 def _is_string(shape: bytes) -> bool:
-    """Whether a system prompt that no rule changes is all of it."""
+    """Return True if the shape is a system prompt alone that no rule changes."""
     return shape.startswith(_STRING) and not shape.startswith(_HEADER) and shape.find(b"\0") == len(shape) - 1
 
 

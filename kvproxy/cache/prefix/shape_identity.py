@@ -1,4 +1,4 @@
-"""What of a prompt's shape names it: its system prompt and tools, by the rules of `prompt_identity.py`. Pure."""
+"""Identity of a prompt's shape: its system prompt and tools, by the rules of `prompt_identity.py`. Pure."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _system_by_block(field: bytes, *, drops_header: bool) -> bytes | None:
     if len(items) > _MAX_BLOCKS:
         return None
     kept = [block for block in map(bytes, items) if not (drops_header and _is_header(block))]
-    if items and not kept:  # nothing but headers: the last of them, since those before it are left out elsewhere too
+    if items and not kept:  # only headers: the last of them counts, since those before it are left out elsewhere too
         return b"system:[%b]" % bytes(items[-1])
     comma = b", " if is_spaced(field, len(b"system:[")) else b","
     return b"system:[%b]" % comma.join([without_last_mark(block, block_itself) for block in kept])

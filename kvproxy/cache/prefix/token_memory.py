@@ -15,7 +15,7 @@ from kvproxy.cache.prefix.hashing import chain, token_bytes
 MAX_WAYS = 4
 _ENTRY_BYTES = 500  # an entry's objects besides the tokens themselves
 _HASH_BYTES_PER_TOKEN = 0.5  # block hashes, at the usual 16 tokens a block
-#: Entries, the longest unused, looked at for their age whenever another is made.
+#: Longest unused entries checked for their age whenever another is made.
 _LOOKED_AT = 4
 
 
@@ -68,7 +68,7 @@ class Recalled(NamedTuple):
     tokens: array[int]
     exact: bool  # the whole prompt as it was tokenized; otherwise whole blocks of its beginning
     parts_known: int
-    hashed: HashedTokens  # of all tokens of that prefix, the ones given up included
+    hashed: HashedTokens  # of all tokens of that prefix, dropped ones included
 
 
 @dataclass(slots=True)
@@ -90,12 +90,11 @@ class _Entry:
 
 
 class TokenMemory:
-    """Bounded in bytes, entries and age; holds hashes and token ids, never text.
+    """Memory of prompts' tokens, bounded in bytes, entries and age; holds hashes and token ids, never text.
 
     A grown chat's tokens begin with the earlier turn's, but for the generation prompt at its end, which some templates
-    drop or change later (a thinking tag, say): a partial recall gives up `generation_prompt_tokens` and whatever is
-    then no whole `block_tokens`. Of a chat that only grows the latest two turns are kept.
-    """
+    drop or change later (such as a thinking tag): a partial recall drops `generation_prompt_tokens` and any remainder
+    of `block_tokens`. Of a chat that only grows the latest two turns are kept."""
 
     def __init__(
         self,
@@ -219,7 +218,7 @@ class TokenMemory:
             self._bytes -= _size(entry)
 
     def _make_room(self, size: int) -> None:
-        """The longest unused go, and those of them that are too old."""
+        """Drop the longest unused entries, and those of them that are too old."""
         now = self._clock()
         for key, entry in list(islice(self._entries.items(), _LOOKED_AT)):
             if entry.expires_at <= now:

@@ -27,7 +27,7 @@ class ConsistentHash(Policy):
     reasons = {
         "hash_owner": "its hash belongs there",
         "hash_overflow": "its hash's owner is full",
-        "hash_no_key": "there was nothing to hash",
+        "hash_no_key": "the prompt is empty",
     }
 
     def __init__(self, *, rng: random.Random) -> None:
@@ -52,7 +52,7 @@ class ConsistentHash(Policy):
         owner = next(ranked)
         if has_room(owner):
             return (self._owner if key else self._keyless)[owner]
-        # One has room, because the bounds add up to more than the load.
+        # One has capacity, because the bounds add up to more than the load.
         return (self._next if key else self._keyless)[next(index for index in ranked if has_room(index))]
 
 
@@ -74,7 +74,7 @@ def totals(candidates: Sequence[Candidate]) -> tuple[int, float]:
 #: Points of the heaviest member, between half of this and this; more points make the shares more even.
 _POINTS = 160
 
-#: Members that left are kept (and passed over) until the ring holds this many more than the present ones.
+#: Members that left are kept (and skipped) until the ring holds this many more than the present ones.
 _PRUNE_AFTER = 32
 
 

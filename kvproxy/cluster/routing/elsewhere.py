@@ -1,5 +1,6 @@
-"""What other routers have in flight on one endpoint: the sum of what each said last, in numbers that only replace each
-other, so that what is lost on the way heals with the next word; and how routers that are told late keep apart.
+"""In-flight load of other routers on one endpoint, and how routers with delayed knowledge spread their choices.
+
+The load is the sum of each router's last report. Reports replace each other, so a lost one is corrected by the next.
 Pure; the time is an argument."""
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from kvproxy.cluster.routing.work import (
     sum_of,
 )
 
-#: Words of others that a sample of speed may still need.
+#: Rows of others that a sample of speed may still need.
 MAX_SHOWN = 256
 
-#: Requests at the head of its line that a router tells one by one; the rest of its head goes as one.
+#: Requests at the head of its line that a router reports one by one; the rest of its head is one entry.
 MAX_TOLD = 8
 
 
@@ -59,29 +60,31 @@ class LoadRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     in_flight: int
     resident_tokens: int
     pending: Features  # prefill work without a first token
-    busy_s: Finite  # ago, when work began to be pending
-    shown_s: Finite  # ago, when the engine last showed a first token
-    prefilled: Features  # sum of the work that showed its first token
-    routed_s: Finite = 0.0  # sum of the prefill seconds that were routed there
-    routed: int = 0  # sum of the requests
-    bound: int = 0  # of these, such as would have cost much more elsewhere
-    #: Of the pending work what is the head of this router's line, the oldest first.
+    busy_s: Finite  # seconds ago when work began to be pending
+    shown_s: Finite  # seconds ago when the engine last showed a first token
+    prefilled: Features  # sum of the work whose first token came
+    routed_s: Finite = 0.0  # sum of the prefill seconds routed there
+    routed: int = 0  # sum of the requests routed there
+    bound: int = 0  # of these, those that would have cost much more elsewhere
+    #: Head of this router's line, a part of the pending work, the oldest first.
     head: Annotated[tuple[Ahead, ...], msgspec.Meta(max_length=MAX_TOLD)] = ()
 
 
 class Others(msgspec.Struct, frozen=True):
-    """Routers that decide on the same endpoints, each of which hears after `delay_s` what the others did. `rank`: of
-    this one among these, counted alike by all."""
+    """Other routers of the same endpoints; each learns of the others' placements after `delay_s`. `rank`: position of
+    this router among them, counted alike by all."""
 
     delay_s: float
     routers: int
     rank: int
 
     def choose_apart(self, best: int, costs: Sequence[float], work_s: float) -> int:
-        """Return the endpoint to take where `best` costs least and `work_s` seconds of prefill come to all routers a
-        second. What others placed within the delay is not known. If all did best it would fill the cheapest endpoints
-        up to one level; each router keeps to the share of that room that its rank has, and takes there what costs
-        least."""
+        """Return the endpoint to take where `best` costs least and `work_s` seconds of prefill arrive at all routers a
+        second.
+
+        Placements of others within the delay are unknown. Ideally together they fill the cheapest endpoints up to one
+        level; each router uses the share of that capacity that belongs to its rank, and takes the cheapest endpoint in
+        it."""
         unknown_s = work_s * self.delay_s * (self.routers - 1) / self.routers
         near = sorted((cost, i) for i, cost in enumerate(costs) if cost < costs[best] + unknown_s)
         filled = unknown_s + sum(cost for cost, _ in near)
@@ -106,7 +109,7 @@ class SharedLoad(Protocol):
     resident_tokens: int
 
     def reprice(self) -> None:
-        """What was worked out of its pending work is so no more."""
+        """Invalidate the cached estimates of pending work."""
         ...
 
 
@@ -114,7 +117,7 @@ class _Told(msgspec.Struct, frozen=True, gc=False):
     row: LoadRow
     busy_at: float
     shown_at: float
-    line: list[tuple[float, Features]]  # when it was placed, the work
+    line: list[tuple[float, Features]]  # time of placement, work
 
 
 class Elsewhere:
@@ -137,7 +140,7 @@ class Elsewhere:
         self._told: dict[Hashable, _Told] = {}
         self.in_flight = self.resident_tokens = 0
         self.pending = NO_WORK
-        self._prefilled: deque[tuple[float, Features]] = deque(maxlen=MAX_SHOWN)  # when first tokens showed what work
+        self._prefilled: deque[tuple[float, Features]] = deque(maxlen=MAX_SHOWN)  # time of first tokens, work
         self.busy_at = self.shown_at = 0.0
         self._line: list[tuple[float, Features]] = []  # the heads of others' lines, the oldest first
 

@@ -1,10 +1,9 @@
-"""What is learned of engines' speed besides first tokens: from their own counters, and from answers as they end. Pure.
+"""Speed samples from engines' own counters and from finished answers. Pure.
 
 An answer that is not streamed hides its first token, but engines add the prefill time of every finished request to a
 histogram. Its growth from one reading to the next, beside the work of the requests that ended meanwhile, is a sample.
-Other clients of the engine are in the histogram, too: either the engine tells how many tokens all of them computed, or
-its count of requests has to agree with ours.
-"""
+Other clients of the engine are in the histogram, too: either the engine reports how many tokens all of them computed,
+or its count of requests has to agree with ours."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from kvproxy.cluster.routing.work import NO_WORK, Features, sum_of
 #: Counts may differ by this share of the engine's: some requests end between a reading and the end of their answer.
 TOLERANCE = 0.2
 
-#: Readings whose counts do not agree are added up, this many at most; then what they say is dropped.
+#: Readings whose counts do not agree are added up, at most this many; then they are dropped.
 MAX_READINGS = 6
 
-#: A sample stands for the requests in it, but for no more than these: the next reading may see another speed.
+#: A sample has the weight of its requests, but at most this: the next reading may see another speed.
 MAX_WEIGHT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """An engine's counters of finished prefills since its start. `computed_tokens` of their prompts were not cached;
-    None: it does not say."""
+    """Counters of an engine's finished prefills since its start. `computed_tokens` of their prompts were not cached;
+    None: not reported."""
 
     prefills: int
     seconds: float
@@ -45,19 +44,20 @@ class EndedWork:
 
     def __init__(self, load: EndpointLoad) -> None:
         self._load = load
-        self._before: Reading | None = None  # what growth is counted from
+        self._before: Reading | None = None  # base of the growth
         self._work = NO_WORK
         self._hidden = 0
         self._readings = 0
 
     def add_request(self, reservation: Reservation) -> None:
-        """This request was served to its end. One without a known prompt (a list of models, say) is no prefill."""
+        """Add a request that was served to its end. One without a known prompt (such as a list of models) is no
+        prefill."""
         if reservation.uncached_tokens or reservation.cached_tokens:
             self._work = sum_of(self._work, reservation.features)
             self._hidden += reservation.hidden
 
     def read_counters(self, reading: Reading, now: float) -> None:
-        """The engine's counters, read just now. What they say is a sample unless first tokens taught all of it."""
+        """Read the engine's counters; their growth is a sample unless first tokens covered all of it."""
         before = self._before
         requests = self._work[0]
         if before is None or reading.prefills < before.prefills:  # another process than before
@@ -102,14 +102,14 @@ def _growth(before: int | None, now: int | None) -> int | None:
     return None if before is None or now is None or now < before else now - before
 
 
-#: Of a sample's weight, with each one that follows.
+#: Decay of a sample's weight with each one that follows.
 _DECAY = 0.99
-#: How far the number of sequences has to vary before the slope is believed, in squares of its mean.
+#: Variance of the number of sequences from which the slope is trusted, in squares of its mean.
 _RIDGE = 0.05
-#: Share of a step that goes with the number of sequences, before that is known.
+#: Share of a step that grows with the number of sequences, before the first samples.
 _PRIOR_SHARE = 0.25
 
-#: An answer shorter than this says more of its prefill and its end than of what lies between.
+#: A shorter answer measures mostly its prefill and its end, not the decoding between.
 MIN_TOKENS = 8
 
 
@@ -123,8 +123,8 @@ class StepModel:
         self.answer_tokens = 0.0
 
     def observe_answer(self, output_tokens: int, decode_s: float, sequences: float) -> None:
-        """An answer of so many tokens took `decode_s` from its first to its last, beside so many sequences, itself
-        among them."""
+        """Learn from an answer of `output_tokens` that took `decode_s` from its first token to its last, beside
+        `sequences` sequences on average, itself included."""
         if output_tokens < MIN_TOKENS or decode_s <= 0.0 or sequences < 1.0:
             return
         step_s = decode_s / (output_tokens - 1)

@@ -18,8 +18,8 @@ from typing import Generic
 
 from kvproxy.cluster.routing.waiting_lines import AGEING, LEVEL_S, ItemT, Ticket, WaitingLines, urgency_s
 
-#: Least seconds of prefill pending in any endpoint that may be chosen for a model; 0 where there is none, since nothing
-#: is to wait for it.
+#: Least seconds of prefill pending in any candidate endpoint of a model; 0 if there is none, since a request must not
+#: wait for that.
 LeastWait = Callable[[str], float]
 
 
@@ -28,9 +28,9 @@ class QueueSettings:
     """Bounds and order of the router queue."""
 
     limit: int = 1024  # requests held; further ones are refused
-    admit_below_s: float = 0.3  # an endpoint with less pending prefill has room
+    admit_below_s: float = 0.3  # an endpoint with less pending prefill has capacity
     ageing: float = AGEING  # seconds of own work that one second of waiting outweighs
-    max_wait_s: float = 300.0  # then out, whatever the endpoints have pending
+    max_wait_s: float = 300.0  # upper bound on the wait, whatever is pending at the endpoints
 
 
 class FairQueue(Generic[ItemT]):
@@ -88,7 +88,7 @@ class FairQueue(Generic[ItemT]):
         return self._take(min(heads, key=lambda head: (self._granted_s[head[2].tenant], head[:2]))[2])
 
     def cancel(self, ticket: Ticket[ItemT]) -> None:
-        """The client left. Idempotent, and harmless after the release."""
+        """Cancel the ticket of a client that left. Idempotent, and harmless after the release."""
         if not ticket.released:
             self._drop(ticket)
 
@@ -113,7 +113,7 @@ class FairQueue(Generic[ItemT]):
 
     def reconfigure(self, settings: QueueSettings) -> None:
         """Other bounds and another order from now on. Requests that wait stay, also beyond a smaller limit."""
-        # Kept over a reload: each ticket is held by a request that waits, and what tenants were granted counts on.
+        # Kept over a reload: waiting requests hold tickets, and tenants keep what they were granted.
         ageing = self.settings.ageing
         self.settings = settings
         if settings.ageing != ageing:

@@ -21,9 +21,8 @@ With an operator's `target_itl` it also costs a share of what all answers there 
 makes every step longer, and those over the target count (`StepModel`). Without one nothing is learned of that. A
 request for an adapter also costs the seconds until it is loaded there (cluster/adapters.py).
 
-What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
-prefix once more is an investment and discounted. Speeds are learned (speeds.py).
-"""
+The cost to others is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
+prefix once more is an investment and discounted. Speeds are learned (speeds.py)."""
 
 from __future__ import annotations
 
@@ -41,16 +40,16 @@ from kvproxy.cluster.routing.traffic import ArrivalStats, EndpointArrivals, Pool
 from kvproxy.cluster.routing.work import Features, prefill_s
 from kvproxy.cluster.settings import KvAwareSettings
 
-MAX_KAPPA = 9.0  # work is believed to delay at most this many of those bound to the endpoint, and as many of all
-#: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
+MAX_KAPPA = 9.0  # work delays at most this many of those bound to the endpoint, and as many of all
+#: Most sequences that count as stalled by a prefill: with hundreds in flight nothing else would decide.
 MAX_STALLED = 60
-#: Where there are as many everywhere, so many still count of those that one endpoint has beyond the others: without
-#: that nothing would keep them alike until the slots of some run out.
+#: Where all endpoints have as many, this many still count of one endpoint's surplus: without it they would drift apart
+#: until some run out of slots.
 MAX_UNEVEN = 15
-LATENESS = 0.1  # where there is a target for the time between tokens: of each second that an answer ends late by
-BOUND_BELOW = 0.5  # a request that takes under this share of the time it would take elsewhere is bound to its endpoint
-#: In a pool of so many candidates a choice goes by the speeds of a placement at most TICK_S ago: what was worked out of
-#: an endpoint whose load did not change stands until then.
+LATENESS = 0.1  # cost of each second that an answer ends late by, with a target for the time between tokens
+BOUND_BELOW = 0.5  # a request with less than this share of the time it would take elsewhere is bound to its endpoint
+#: In a pool of this many candidates a choice uses the speeds of a placement at most TICK_S ago: estimates of endpoints
+#: with unchanged load are kept until then.
 LARGE = 32
 TICK_S = 0.02
 
@@ -93,7 +92,7 @@ class KvAware(Policy):
 
     @settings.setter
     def settings(self, settings: KvAwareSettings) -> None:
-        self._settings = one = settings  # slow to read: what every choice goes by is read once
+        self._settings = one = settings  # slow to read, so the values of every choice are read once
         self._weights = one.kappa, one.crowding, one.congestion, one.stall, one.foresight, one.target_itl
         self._saving = 1.0 - settings.hot_discount
 
@@ -177,7 +176,7 @@ class KvAware(Policy):
             index = index_of.get(endpoint)
             if index is None:
                 continue
-            if overlap is not known:  # those that hold as much as each other share one object
+            if overlap is not known:  # endpoints with the same overlap share one object
                 known = overlap
                 matched = overlap.device_tokens
                 if overlap.lower:
@@ -200,7 +199,7 @@ class KvAware(Policy):
         latest = self._latest
         if pool is None or pool.candidates is not candidates:
             pool = Pool(candidates)
-            if isinstance(candidates, tuple):  # the same one is the same endpoints, with the same weights
+            if isinstance(candidates, tuple):  # the same tuple has the same endpoints, with the same weights
                 self._pool = pool
         elif latest is not None and latest.pool is pool and latest.model is model and 0.0 <= now - latest.at < TICK_S:
             return latest
@@ -211,7 +210,7 @@ class KvAware(Policy):
     ) -> None:
         """Count the work towards the pool's utilisation, and the request among those bound to its endpoint if it is.
 
-        What later choices may go by is remembered here and not in `choose`, so that a mere question changes none."""
+        State for later choices is kept here and not in `choose`, which must change nothing."""
         count = len(candidates)
         if isinstance(choice, _CostedChoice):
             own = choice.own_s
@@ -263,6 +262,6 @@ class KvAware(Policy):
 
 
 def is_bound(own: float, facts: OverlapFacts, elsewhere: int, count: int, seconds: Features) -> bool:
-    """Whether a request that takes `own` seconds here would take much longer where `elsewhere` tokens are held, one of
-    `count` endpoints."""
+    """Return True if a request that takes `own` seconds here would take much longer where `elsewhere` tokens are
+    cached, at one of `count` endpoints."""
     return count > 1 and own < BOUND_BELOW * prefill_s(facts.prompt_tokens - elsewhere, elsewhere, 0, seconds)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class LiveBlocks:
-    """A ledger by block hash, as large as the prompts in flight. Hashes are chained: a live block's ancestors are live.
+    """Ledger by block hash, as large as the prompts in flight. Hashes are chained: a live block's ancestors are live.
 
-    Kept only where a policy asks for it (`Policy.counts_live_blocks`), and told by the load ledger's reservations.
+    Kept only where a policy asks for it (`Policy.counts_live_blocks`), and updated by the load ledger's reservations.
     """
 
     __slots__ = ("_requests",)
@@ -37,13 +37,13 @@ class LiveBlocks:
         return low
 
     def add(self, hashes: Sequence[int]) -> None:
-        """A request for this prompt begins."""
+        """Count the blocks of a request that begins."""
         requests = self._requests
         for block in hashes:
             requests[block] = requests.get(block, 0) + 1
 
     def remove(self, hashes: Sequence[int]) -> None:
-        """A request that was added ends."""
+        """Remove the blocks of a request that ends."""
         requests = self._requests
         for block in hashes:
             count = requests[block]

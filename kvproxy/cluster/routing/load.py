@@ -1,12 +1,11 @@
-"""The load ledger of one endpoint: counted by reservation, never guessed. Pure; the time is an argument.
+"""Load ledger of one endpoint: counted by reservation, never guessed. Pure; the time is an argument.
 
 Besides the counts it estimates how long a new request would wait for its prefill, and collects the samples that a speed
 model learns from.
 
 An answer that is not streamed hides its first token behind its whole decode. Engines prefill in order of arrival, so
 such a request is taken as prefilled when a later one shows its first token or ends, or when its estimated time has
-passed (`advance`); what it teaches about speeds the engine's own counters have to say (engine_samples.py).
-"""
+passed (`advance`); its speed is learned from the engine's own counters (engine_samples.py)."""
 
 from __future__ import annotations
 
@@ -42,14 +41,14 @@ from kvproxy.cluster.routing.work import (
 
 
 class LoadWatch(Protocol):
-    """Hears of one ledger's changes and samples; what it does must be short."""
+    """Listener to one ledger's changes and samples; its methods must be short."""
 
     def load_changed(self) -> None:
-        """The ledger says something else than before."""
+        """React to a change of the ledger."""
         ...
 
     def sampled(self, work: Features, busy_s: float, *, scraped: bool) -> None:
-        """A sample was closed."""
+        """Take a closed sample."""
         ...
 
 
@@ -62,19 +61,17 @@ class Reservation(msgspec.Struct, eq=False):
     features: Features  # its prefill work
     lower: LowerTokens = ()  # of the cached ones, which are on lower tiers
     hidden: bool = False  # its first token cannot be seen
-    live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
+    live: tuple[LiveBlocks, Sequence[int]] | None = None  # blocks of its prompt, and the ledger that counts them
     first_token_at: float | None = None
     sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
 
 
 class EndpointLoad:
-    """What is in flight on one endpoint.
+    """Requests in flight on one endpoint.
 
-    What learns from it is set as `on_sample`. A request that leaves before its first token voids the open sample: the
-    engine may have worked for it, and there is no telling how much. The first token of a prompt that is not known
-    voids it, too.
-    """
+    `on_sample` receives its samples. A request that leaves before its first token voids the open sample: the engine may
+    have done an unknown part of its work. So does the first token of an unknown prompt."""
 
     __slots__ = (
         "_begun",
@@ -106,23 +103,23 @@ class EndpointLoad:
         self.pending_tokens = 0  # uncached prompt tokens of requests without a first token
         self.resident_tokens = 0  # prompt tokens of live sequences
         self._pending: dict[Reservation, Features] = {}
-        self._work = NO_WORK  # of everything pending
-        self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
-        self.hidden_requests = 0  # pending ones whose first token will not be seen
+        self._work = NO_WORK  # of all pending requests
+        self._head: Features | None = NO_WORK  # of the oldest pending requests; None: stale
+        self.hidden_requests = 0  # pending ones with a hidden first token
         self._sample = OpenSample()
-        self._begun = 0.0  # when the engine began with the oldest pending request, as far as is known
-        # What `_work` and `_head` take at these seconds, until the pending work changes: most endpoints are asked again
-        # before it does. None: not worked out.
+        self._begun = 0.0  # estimated time at which the engine began with the oldest pending request
+        # Speeds for which `_work` and `_head` were priced; valid until the pending work changes, which for most
+        # endpoints is after the next decision. None: stale.
         self._priced_at: Features | None = None
         self._work_s = self._head_s = 0.0
         self._oldest_s = math.inf  # the oldest pending request, if it is hidden
-        self._live: LiveBlocks | None = None  # None: nothing asks for it
-        self.engine: EngineState | None = None  # of the latest scrape, however long ago that is
+        self._live: LiveBlocks | None = None  # None: not needed
+        self.engine: EngineState | None = None  # of the latest scrape, whatever its age
         self._busy_at = 0.0  # when work began to be pending
-        self._shown_at = 0.0  # the latest first token, or the latest request that left before its own
-        self._prefilled = NO_WORK  # sum of the work that showed its first token, while there is a watch
+        self._shown_at = 0.0  # time of the latest first token, or of the latest request that left before its own
+        self._prefilled = NO_WORK  # sum of the work whose first token came, while there is a watch
         self.watch: LoadWatch | None = None
-        #: Others' load on the same endpoint, counted in what is said of it; None: there are no others.
+        #: Others' load on the same endpoint, included in this one's figures; None: there are no others.
         self.elsewhere: Elsewhere | None = None
 
     @property
@@ -151,7 +148,7 @@ class EndpointLoad:
         return 0 if self._live is None else self._live.count_leading(blocks)
 
     def count_live_blocks(self, wanted: bool) -> None:
-        """Whether they are counted from now on; of requests already in flight they never are."""
+        """Start or stop counting live blocks; requests already in flight are never counted."""
         if wanted != (self._live is not None):
             self._live = LiveBlocks() if wanted else None
 
@@ -161,7 +158,7 @@ class EndpointLoad:
         return self._work
 
     def row(self, now: float) -> LoadRow:
-        """Return what others are told of it."""
+        """Return the row for other routers."""
         others = self.elsewhere
         pending = self._work if self._pending else NO_WORK
         resident = self.resident_tokens if others is None else self.resident_tokens - others.resident_tokens
@@ -201,10 +198,11 @@ class EndpointLoad:
         pending = self._pending
         head = self._head
         if not pending and self.elsewhere is not None:
-            self._close_sample(now)  # which was left open: others' first tokens are heard of late
+            self._close_sample(now)  # left open because others' first tokens are reported late
         if pending:
             self._work = sum_of(self._work, work)
-            if head is not None and head[1] < HEAD_TOKENS and head[0] < HEAD_REQUESTS:  # it has all that is pending
+            # the head includes all pending work
+            if head is not None and head[1] < HEAD_TOKENS and head[0] < HEAD_REQUESTS:
                 self._head = sum_of(head, work)
         else:
             self._begun = self._busy_at = now
@@ -217,8 +215,8 @@ class EndpointLoad:
         return reservation
 
     def begin(self, reservation: Reservation, split: PromptSplit, now: float) -> None:
-        """The engine gets this request only now, with so much of its prompt there: what it waited for before is no work
-        of the engine, and what did not come for it is."""
+        """Start a request at its engine with this split of its prompt: neither its wait before nor the part that was
+        cached is work of the engine."""
         before = self._pending.get(reservation)
         if before is None:
             return
@@ -239,7 +237,7 @@ class EndpointLoad:
             self.watch.load_changed()
 
     def first_token(self, reservation: Reservation, now: float) -> None:
-        """The engine finished this request's prefill; of a hidden one only that it did so at some time is known."""
+        """End this request's prefill; a hidden one ended at an unknown time before."""
         if self.hidden_requests:
             self._presume_before(reservation)
         if reservation.hidden:
@@ -317,7 +315,8 @@ class EndpointLoad:
         return wait if wait > 0.0 else 0.0
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
-        """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""
+        """Return the pending work without the hidden requests that are over by these speeds; with None without speeds
+        all."""
         work, begun, over = self._left(seconds, slowness, now)
         elsewhere = self.elsewhere
         if elsewhere is not None and elsewhere.pending[0]:
@@ -332,7 +331,7 @@ class EndpointLoad:
         return Backlog(work, head, now - begun)
 
     def own_work(self, seconds: Features, slowness: float, now: float) -> Features:
-        """What is pending of the requests that were counted in here."""
+        """Return the pending work of the requests counted here."""
         return self._left(seconds, slowness, now)[0]
 
     def _left(self, seconds: Features | None, slowness: float, now: float) -> tuple[Features, float, int]:
@@ -381,7 +380,8 @@ class EndpointLoad:
             self._presume(next(iter(self._pending)))
 
     def _hidden_s(self, seconds: Features) -> float:
-        """What the oldest pending request takes, if it is hidden; without end if it is not, or there is none."""
+        """Return the prefill seconds of the oldest pending request if it is hidden; infinity if it is not, or there is
+        none."""
         for oldest, work in self._pending.items():
             return seconds_of(work, seconds) if oldest.hidden else math.inf
         return math.inf
@@ -395,7 +395,7 @@ class EndpointLoad:
                 self.elsewhere.take_prefilled(now)
 
     def _presume_before(self, shown: Reservation) -> None:
-        """What was placed before a request that shows its first token, or ends, was prefilled before it."""
+        """Mark hidden requests placed before this one as prefilled."""
         if shown not in self._pending:
             return
         while (oldest := next(iter(self._pending))) is not shown and oldest.hidden:
@@ -416,7 +416,7 @@ class EndpointLoad:
             self.hidden_requests -= reservation.hidden
             self.pending_tokens -= reservation.uncached_tokens
             self._head = self._priced_at = None
-            if len(self._pending) == 1:  # exactly what is left, and a sum that needs not be made again
+            if len(self._pending) == 1:  # exactly the remainder, without a new sum
                 (self._work,) = self._pending.values()
                 self._head = self._work
             else:

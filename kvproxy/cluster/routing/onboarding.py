@@ -1,10 +1,9 @@
-"""What bringing KV up from a lower tier costs, learned by tier and endpoint from first tokens.
+"""Cost of loading KV from a lower tier, learned by tier and endpoint from first tokens.
 
 Seconds a token, as decayed ratios of sums. An endpoint's price starts from the pool's for that tier, and the pool's
 from a weight: the share of computing a token that having it there saves. A price four times too high costs several
-times what one four times too low does. So no sample counts for more than twice the present price, since what takes much
-longer is mostly a placement that was none, and no token is believed dearer than computing it.
-"""
+times what one four times too low does. So no sample counts for more than twice the present price, since a much longer
+load usually means that the data was not there, and the cost of a token is capped at the cost of computing it."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ from collections.abc import Container, Mapping
 from kvproxy.base.types import EndpointId, LowerTokens, Tier
 from kvproxy.cluster.settings import TierWeights
 
-#: What a price starts from counts as so many tokens.
+#: Weight of a price's starting value, in tokens.
 PRIOR_TOKENS = 32_768.0
-_DECAY = 0.99  # of a sum, with each sample of it
-_GROWTH = 2.0  # most that one sample may be, in present prices...
-_LEAST_SHARE = 0.02  # ...or in what computing costs, so that a price of nothing can grow
+_DECAY = 0.99  # of a sum, per sample
+_GROWTH = 2.0  # bound on one sample, in present prices...
+_LEAST_SHARE = 0.02  # ...or in computing costs, so that a price of zero can grow
 
-#: Seconds and tokens by tier; under "" those of the pool.
+#: Seconds and tokens by tier; those of the pool under "".
 OnboardingSums = dict[str, dict[Tier, tuple[float, float]]]
 _POOL = EndpointId("")
 
 
 class OnboardingCosts:
-    """Of one pool; seconds are those of its average engine. Bounded by the endpoints it is told of: `forget`."""
+    """Load costs of one pool, in seconds of its average engine. `forget` an endpoint to release its memory."""
 
     def __init__(self, weights: TierWeights = TierWeights(), *, max_endpoints: int = 4096) -> None:
         self.weights = weights
@@ -52,7 +51,7 @@ class OnboardingCosts:
         return sum([tokens * self.seconds_per_token(endpoint, tier, token_s) for tier, tokens in lower])
 
     def observe(self, endpoint: EndpointId, lower: LowerTokens, extra_s: float, token_s: float) -> None:
-        """A sample took `extra_s` longer than its prefill, and these were brought up for it."""
+        """Learn from a sample that took `extra_s` longer than its prefill and loaded these tokens."""
         prices = {tier: self.seconds_per_token(endpoint, tier, token_s) for tier, _ in lower}
         least = _LEAST_SHARE * token_s
         most_s = sum([tokens * max(_GROWTH * prices[tier], least) for tier, tokens in lower])
@@ -77,12 +76,12 @@ class OnboardingCosts:
         return {tier: self.pool_price(tier, token_s) for tier in self._sums[_POOL]}
 
     def forget(self, endpoint: EndpointId) -> None:
-        """The endpoint left."""
+        """Forget an endpoint that left."""
         self._sums.pop(endpoint, None)
 
     @property
     def sums(self) -> OnboardingSums:
-        """What the prices rest on, for another life."""
+        """Sums behind the prices, for the saved state."""
         return {str(name): dict(sums) for name, sums in self._sums.items()}
 
     def resume(self, sums: Mapping[str, Mapping[Tier, tuple[float, float]]], *, keep: Container[str]) -> None:

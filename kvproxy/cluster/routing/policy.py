@@ -1,4 +1,4 @@
-"""What a routing policy sees and answers, and the base class of all. No I/O, no clock."""
+"""Inputs and results of a routing policy, and the base class of all. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from kvproxy.cluster.routing.work import Features
 class FactSource(StrEnum):
     """Where an overlap fact came from; a metric label."""
 
-    APPROXIMATE = "approximate"  # what we routed where
+    APPROXIMATE = "approximate"  # routed requests
     PRECISE = "precise"  # KV events
     LMCACHE_CONTROLLER = "lmcache_controller"
     LMCACHE_COORDINATOR = "lmcache_coordinator"
-    SESSION = "session"  # where its session, or the response it goes on from, was served last
+    SESSION = "session"  # endpoint of the session's last turn, or of the response that this one continues
 
 
 class Overlap(msgspec.Struct, frozen=True):
     """Leading tokens of one prompt that one endpoint already holds."""
 
     device_tokens: int  # in engine memory, contiguous from the start
-    lower: LowerTokens = ()  # further contiguous tokens, which have to be brought up first
+    lower: LowerTokens = ()  # further contiguous tokens, which have to be loaded first
     source: FactSource = FactSource.APPROXIMATE
     age_s: float = 0.0
-    claimed_tokens: int = 0  # what KV events said; it may be more than counts, or less (trust, requests under way)
-    backed_tokens: int = 0  # of those, what was routed there says as well
-    held_tokens: int = 0  # what it holds, where it reuses no more than the whole steps of that; 0: it reuses all
+    claimed_tokens: int = 0  # as reported by KV events; more or less than counts (trust, requests in flight)
+    backed_tokens: int = 0  # of those, tokens that routed requests confirm
+    held_tokens: int = 0  # tokens held where the engine reuses only whole steps of them; 0: it reuses all
 
     @property
     def lower_tokens(self) -> int:
@@ -51,13 +51,13 @@ class Overlap(msgspec.Struct, frozen=True):
 
 
 class OverlapFacts(msgspec.Struct, frozen=True):
-    """Everything known about one prompt before the pick. Endpoints without an entry hold nothing we know of."""
+    """Facts about one prompt before the pick. Endpoints without an entry have no known cached tokens."""
 
     prompt_tokens: int  # exact or estimated
     by_endpoint: Mapping[EndpointId, Overlap] = msgspec.field(default_factory=dict)
     hot_tokens: int = 0  # leading tokens whose blocks are hot (worth replicating)
     blocks: Sequence[int] = ()  # chained hashes of the prompt's blocks; not to be changed
-    block_tokens: float = 0.0  # of each of these blocks, about
+    block_tokens: float = 0.0  # mean tokens of these blocks
 
     def matched_tokens(self, endpoint: EndpointId) -> int:
         """Leading tokens `endpoint` holds, never more than the prompt has."""
@@ -69,24 +69,24 @@ NO_FACTS = OverlapFacts(prompt_tokens=0)
 
 
 class PickRequest(msgspec.Struct, frozen=True):
-    """What a policy may base its choice on."""
+    """Inputs of a policy's choice."""
 
     model: str = ""
-    session_key: str | None = None  # of its session, or of the one that this was made from
+    session_key: str | None = None  # of its session or its parent session
     facts: OverlapFacts = NO_FACTS
     #: Soft preference of an earlier filter; honoured by the cluster before the policy is asked.
     preferred: EndpointId | None = None
     #: Endpoints already tried for this request; screened out by the cluster.
     excluded: frozenset[EndpointId] = frozenset()
-    #: Whether its first token will be seen on its own, apart from the end of its answer.
+    #: Whether its first token can be seen separately from the end of its answer.
     streams: bool = True
     #: Stable bytes of the prompt's head, for hashing policies; b"" when unknown.
     prompt_head: bytes = b""
-    #: Policy the client asked for, where the cluster lets it; "": the cluster's own.
+    #: Policy requested by the client, if the cluster permits it; "": the cluster's own.
     policy: str = ""
-    #: Seconds that the adapter it asks for adds, by endpoint; None: it asks for none.
+    #: Seconds that the requested adapter adds, by endpoint; None: no adapter.
     adapter_s: Mapping[EndpointId, float] | None = None
-    #: Seconds that it costs to copy KV to an endpoint for it; None: nothing is copied.
+    #: Seconds to copy KV to an endpoint for it; None: no copy.
     transfer_s: Mapping[EndpointId, float] | None = None
 
 
@@ -128,9 +128,10 @@ class Ledgered(Protocol):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The decision: an index into the candidates, why, and what each candidate would have cost (policies that know).
+    """Decision of a policy: an index into the candidates, the reason, and the cost of each candidate where the policy
+    estimates costs.
 
-    A policy whose `placed` goes on from what `choose` worked out returns a subclass with that."""
+    A policy whose `placed` needs results of `choose` returns a subclass with them."""
 
     index: int
     reason: str  # one of the policy's `reasons`; a metric label
@@ -138,33 +139,34 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Policy(ABC):
-    """Chooses one of at least one candidate; a new one is a file with a subclass and a line in `registry.py`.
+    """Base class of policies, which choose one of at least one candidate; a new one is a file with a subclass and a
+    line in `registry.py`.
 
-    `choose` changes nothing, so that anything may ask what it would choose; only its draws of chance move on. What a
-    policy counts or learns it hears of in the other methods: samples teach its `speeds`, if it has any; the others do
-    nothing unless a subclass overrides them.
-    """
+    `choose` changes nothing, so that anything may ask what it would choose; only its draws of chance move on. A policy
+    counts and learns in its other methods: samples update its `speeds`, if it has any; the rest does nothing unless a
+    subclass overrides it."""
 
-    #: Whether it weighs what endpoints hold against load. Where no policy does, no facts are gathered, and a preference
-    #: for the endpoint that holds most overrules nothing.
+    #: Whether it weighs overlap against load. If no policy does, no facts are gathered, and a preference for the
+    #: endpoint with most overlap overrules nothing.
     uses_overlap: ClassVar[bool] = False
-    #: Whether it has `speeds`, which the router queue needs: it knows how long a prefill takes.
+    #: Whether it has `speeds`, which the router queue needs to estimate prefill times.
     learns_speeds: ClassVar[bool] = False
-    #: Whether it asks loads for live blocks, which are counted only where some policy does.
+    #: Whether it needs live blocks, which are counted only then.
     counts_live_blocks: ClassVar[bool] = False
-    #: What each of its reasons means, for people.
+    #: Meaning of each of its reasons, for people.
     reasons: ClassVar[Mapping[str, str]] = {}
 
-    #: Learned speeds of the pool; None exactly where `learns_speeds` is false.
+    #: Learned speeds of the pool; None exactly if `learns_speeds` is false.
     speeds: SpeedModel | None = None
-    #: Parameters, read again by every choice, so that they may be replaced as a whole; None: it has none.
+    #: Parameters, read again by every choice, so that they may be replaced as a whole; None: no parameters.
     settings: Model | None = None
-    #: Told the endpoint, the prefill seconds, and whether elsewhere would have cost much more, of what was placed.
+    #: Called for each placement with the endpoint, the prefill seconds, and whether elsewhere would have cost much
+    #: more.
     on_placed: Callable[[EndpointId, float, bool], None] | None = None
-    others: Others | None = None  # None: no other router is heard
+    others: Others | None = None  # None: no other router reports its load
 
     def __init__(self, *, rng: Random, settings: Model | None = None) -> None:
-        """`settings` are of the type that the configuration gives the policy of this name."""
+        """Create the policy; `settings` are of the type that the configuration gives the policy of this name."""
         self._rng = rng
         if settings is not None:
             self.settings = settings
@@ -176,7 +178,8 @@ class Policy(ABC):
     def placed(
         self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
     ) -> None:
-        """A request goes to `candidates[index]`. `choice`: this policy's own; None where something else decided."""
+        """Record a request placed at `candidates[index]`. `choice`: this policy's own; None if something else
+        decided."""
 
     def placed_elsewhere(
         self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
@@ -200,16 +203,16 @@ class Policy(ABC):
             self.speeds.observe(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
-        """A response reported `cached_tokens` where `predicted_tokens` had been expected."""
+        """Record a response that reported `cached_tokens` where `predicted_tokens` had been expected."""
 
     def observe_answer(
         self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
     ) -> None:
-        """A streamed answer of so many tokens took `decode_s` from its first token to its end, beside so many sequences
-        in flight on average, itself among them."""
+        """Record a streamed answer of `output_tokens` that took `decode_s` from its first token to its end, beside
+        `sequences` in flight on average, itself included."""
 
     def forget(self, endpoint: EndpointId) -> None:
-        """The endpoint left the cluster for good."""
+        """Forget an endpoint that left the cluster for good."""
 
     def estimates(self, now: float) -> Mapping[str, object]:
         """Return what it has learned: plain values by name, units in the names; empty where it learns nothing."""

@@ -72,8 +72,8 @@ def runtime_overrides(policy: Policy, configured: Model | None) -> dict[str, obj
 
 
 def merge_config(policy: Policy, before: Model | None, after: Model | None) -> None:
-    """The configuration gives it other parameters than before: it takes those that changed there. What an operator
-    changed while it ran stays otherwise; so do settings of another type than the configuration's."""
+    """Apply parameters that changed in the configuration. An operator's changes at run time are kept otherwise; so are
+    settings of another type than the configuration's."""
     if before is None or after is None:
         return
     if policy.settings is not None and isinstance(policy.settings, type(after)):
@@ -84,7 +84,8 @@ def merge_config(policy: Policy, before: Model | None, after: Model | None) -> N
 
 
 def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:
-    """`settings` with the changes; ConfigError with every problem (unknown name, wrong type, out of range), by name."""
+    """Return `settings` with the changes; ConfigError with every problem (unknown name, wrong type, out of range), by
+    name."""
     kind = type(settings)
     try:
         return kind.model_validate({**settings.model_dump(), **changes}, strict=True)

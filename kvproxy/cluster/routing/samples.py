@@ -1,7 +1,6 @@
-"""What first tokens teach of an engine's speed: the work they end, beside the busy seconds it took. Pure.
+"""Speed samples from first tokens: the work they end, and the busy seconds it took. Pure.
 
-Every group of first tokens is one sample, so that queueing stands on both sides of the equation.
-"""
+Every group of first tokens is one sample, so that queueing stands on both sides of the equation."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class OnSample(Protocol):
     ) -> None: ...
 
 
-#: Work, the busy seconds in which it was prefilled, and what of it was brought up, tier by tier as it came.
+#: Work, the busy seconds of its prefill, and the loaded part of it, tier by tier in order of arrival.
 Sample = tuple[Features, float, LowerTokens]
 
 
@@ -36,26 +35,26 @@ class OpenSample:
         self.begin(0.0)
 
     def begin(self, at: float) -> None:
-        """The engine has begun with other work; what was collected before says nothing."""
+        """Start over: the engine has begun other work, so earlier data is dropped."""
         self._began_at = self.ended_at = at
         self._done = self._presumed = NO_WORK  # presumed: since the last first token, it joins with the next one
         self._lower: LowerTokens = ()
         self._doubtful = False
 
     def presume(self, work: Features) -> None:
-        """This was prefilled at a time that is not known."""
+        """Add work that was prefilled at an unknown time."""
         self._presumed = sum_of(self._presumed, work)
 
     def doubt(self) -> None:
-        """A prompt that nothing is known of was prefilled, too: the next first token ends no sample."""
+        """Mark the sample as spoiled by an unknown prompt: the next first token ends no sample."""
         self._doubtful = True
 
     def is_over(self, now: float) -> bool:
-        """Whether a first token that comes now belongs to the next one."""
+        """Return True if a first token at this time belongs to the next sample."""
         return self.ended_at > self._began_at and now - self.ended_at > GROUP_GAP_S
 
     def join(self, work: Features, lower: LowerTokens, now: float) -> None:
-        """A first token came: this was prefilled."""
+        """Add the work of a request whose first token came."""
         if self._doubtful:
             self.begin(now)
             return

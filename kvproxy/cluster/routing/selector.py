@@ -12,15 +12,15 @@ from kvproxy.cluster.routing.speeds import SpeedModel
 
 CandidateT = TypeVar("CandidateT", bound=Candidate)
 
-#: Reasons of decisions that are not a policy's, with what they mean.
+#: Reasons of decisions that are not a policy's, with their meaning.
 PREFERRED = "preferred"
 PANIC = "panic"
 REASONS: Mapping[str, str] = {
     PREFERRED: "an earlier filter preferred it",
-    PANIC: "no endpoint is well, so all of them are used",
+    PANIC: "no endpoint is healthy, so all of them are used",
 }
 
-#: What became of a preferred endpoint that was taken; a label of the preferences metric.
+#: Outcomes of a preferred endpoint; a label of the preferences metric.
 FOLLOWED = "followed"
 
 
@@ -34,13 +34,13 @@ class Decision(msgspec.Struct, Generic[CandidateT], frozen=True):
     reason: str  # the policy's own, PREFERRED or PANIC; a metric label
     policy: str  # its name in the configuration
     decided_by: Policy
-    choice: Choice | None = None  # the policy's; None where a preference was followed
-    preference: str | None = None  # what became of a preferred endpoint; None when there was none
-    speeds: SpeedModel | None = None  # learned in this cluster, if something learns them
+    choice: Choice | None = None  # the policy's; None if a preference was followed
+    preference: str | None = None  # outcome of the preference; None without one
+    speeds: SpeedModel | None = None  # speeds learned in this cluster, if any
 
     @property
     def costs(self) -> Sequence[float]:
-        """By candidate; () from policies that know none."""
+        """Cost by candidate; () from policies without costs."""
         return () if self.choice is None else self.choice.costs
 
 
@@ -61,7 +61,7 @@ def decide(
     `why_skipped` shows why a preferred endpoint is not among them. Changes nothing (see Policy.choose).
     """
     if request.excluded:
-        # A list: a policy remembers what it worked out of the pool's own tuple, which most requests come with.
+        # A list: a policy caches results for the pool's own tuple, which most requests come with.
         candidates = [candidate for candidate in candidates if candidate.id not in request.excluded]
     if not candidates:
         return None

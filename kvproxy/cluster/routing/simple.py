@@ -52,9 +52,8 @@ class RandomPolicy(Policy):
 class RoundRobin(Policy):
     """Smooth weighted round robin: of weights 2 and 1 the turns are a, b, a rather than a, a, b.
 
-    Each candidate earns its weight each turn; the richest is chosen and pays for all. What an endpoint has earned stays
-    with its id, so that endpoints may be screened out for some requests without disturbing the others' turns.
-    """
+    Each candidate earns its weight each turn; the richest is chosen and pays for all. An endpoint's earnings stay with
+    its id, so that endpoints may be screened out for some requests without disturbing the others' turns."""
 
     reasons = {"round_robin": "it was its turn"}
 
@@ -78,7 +77,7 @@ class RoundRobin(Policy):
     def placed(
         self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
     ) -> None:
-        """A turn of its own is over."""
+        """Take the chosen endpoint's turn."""
         if choice is None:
             return
         earned = self._earned

@@ -1,9 +1,8 @@
-"""How fast the engines of one pool prefill, learned from what a router sees; plain data that survives the process.
+"""Prefill speeds of one pool's engines, learned from a router's observations; plain data that survives the process.
 
 Pooled weighted least squares over three features (requests, uncached tokens, attention work), and for each endpoint one
 log factor against the pool. Every sample is clipped, so that a wrong cache prediction or a pause moves the estimates a
-little and never breaks them. What bringing tokens up from lower tiers costs is learned beside it (onboarding.py).
-"""
+little and never breaks them. The cost of loading tokens from lower tiers is learned separately (onboarding.py)."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from kvproxy.cluster.routing.onboarding import OnboardingCosts, OnboardingSums
 from kvproxy.cluster.routing.work import Features
 
 _DIMENSIONS = range(3)
-_SWEEPS = 3  # of coordinate descent a sample; the next sample goes on from there
+_SWEEPS = 3  # sweeps of coordinate descent per sample; the next sample continues from there
 _SCALE_BOUND = 20.0  # a coefficient stays within this factor of the common scale
-_LOG_BOUND = 2.5  # of an endpoint's log factor
-_RECENTRE = 0.05  # share of the mean log factor taken out a sample, so that factors stay relative to the pool
+_LOG_BOUND = 2.5  # bound of an endpoint's log factor
+_RECENTRE = 0.05  # share of the mean log factor removed per sample, so that factors stay relative to the pool
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedPriors:
-    """What is trusted before the first sample. Wrong by four either way costs a few percent for 200 requests."""
+    """Estimates before the first sample. An error of a factor of four costs a few percent for 200 requests."""
 
     request_s: float = 0.010
     tokens_per_s: float = 8000.0
@@ -45,12 +44,12 @@ class SpeedEstimates:
     request_s: float
     tokens_per_s: float
     quadratic_tokens: float
-    onboarding_s_per_token: Mapping[Tier, float]  # by tier that anything was brought up from
+    onboarding_s_per_token: Mapping[Tier, float]  # by tier with at least one load
     onboarding_of: Mapping[EndpointId, Mapping[Tier, float]]  # the same by endpoint, against the pool's speed
-    learning: bool  # no sample yet: the figures above are what is assumed before the first
+    learning: bool  # no sample yet: the figures above are the priors
     samples: int
     samples_by_kind: Mapping[str, int]  # `streamed`: first tokens seen; `scraped`: the engines' own counters
-    requests_without_sample: int  # placed since the latest one
+    requests_without_sample: int  # placed since the latest sample
     slowness: Mapping[EndpointId, float]
 
 
@@ -84,13 +83,13 @@ class SpeedModel:
         self._clip = clip
         self._half_life_s = half_life_s
         self._max_endpoints = max_endpoints
-        self._factors: dict[EndpointId, _Factor] = {}  # a dict: each decision reads one an endpoint
+        self._factors: dict[EndpointId, _Factor] = {}  # a dict: each decision reads one entry per endpoint
         self._logs = 0.0  # their sum
-        self._recentred = 0.0  # what was taken out of every one of them so far
+        self._recentred = 0.0  # total removed from every one of them so far
         self.onboarding = OnboardingCosts(max_endpoints=max_endpoints)
         self._samples = 0
-        self._scraped = 0  # of the samples
-        self.requests_without_sample = 0  # counted where requests are placed
+        self._scraped = 0  # samples from scrapes
+        self.requests_without_sample = 0  # counted at placement
         self.seconds: Features = (*self._scale, 1.0)  # pooled time of one unit of each feature
 
     @property
@@ -151,7 +150,7 @@ class SpeedModel:
         self._move_factor(endpoint, factor, max(1e-4, own_s) / self._prefill_s(work), now)
 
     def forget(self, endpoint: EndpointId) -> None:
-        """The endpoint left the pool."""
+        """Forget an endpoint that left the pool."""
         self._take_out(endpoint)
         self.onboarding.forget(endpoint)
 
@@ -172,7 +171,7 @@ class SpeedModel:
         )
 
     def state(self, now: float) -> SpeedState:
-        """All that was learned, for another life of the process."""
+        """Return the learned estimates for the saved state."""
         factors = {
             str(name): FactorState(one.log - self._recentred, one.samples, now - one.at)
             for name, one in self._factors.items()
@@ -267,7 +266,7 @@ class SpeedModel:
         residual = max(-1.0, min(1.0, math.log(ratio) - log))
         log += max(self._gain, 1 / (samples + 6)) * residual
         if known is None and len(self._factors) >= self._max_endpoints:
-            self._take_out(next(iter(self._factors)))  # the one without a sample for longest
+            self._take_out(next(iter(self._factors)))  # the endpoint without a sample for longest
         log = max(-_LOG_BOUND, min(_LOG_BOUND, log))
         self._put_in(endpoint, _Factor(log + self._recentred, samples + 1, now))
         self._recentred += _RECENTRE * (self._logs / len(self._factors) - self._recentred)

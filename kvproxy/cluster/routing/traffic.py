@@ -16,7 +16,7 @@ from kvproxy.cluster.routing.policy import Candidate
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import Features
 
-#: After a window without requests those that come are counted over this much more than the time they came in.
+#: After a window without requests new ones are counted over this much more than their time.
 _BEGINNING_S = 1.0
 
 
@@ -62,9 +62,9 @@ class Utilisation:
         self._window_s = window_s
         self._ceiling = ceiling
         self._prior_work = prior * window_s
-        self._started_at: float | None = None  # of the window under way; the first begins with the first request
-        self._work = self._work_before = 0.0  # endpoint-shares, in this window and in the one before it
-        self._arrived = self._arrived_before = 0.0  # the same of requests
+        self._started_at: float | None = None  # start of the current window; the first begins with the first request
+        self._work = self._work_before = 0.0  # endpoint-shares, in this window and in the previous one
+        self._arrived = self._arrived_before = 0.0  # the same for requests
 
     def add(self, work_s: float, endpoints: int, now: float, *, requests: int = 1) -> None:
         """`work_s` seconds of prefill, of so many requests, are routed to one of `endpoints`."""
@@ -106,13 +106,13 @@ class Utilisation:
 class EndpointArrivals(msgspec.Struct):
     """One endpoint's recent past."""
 
-    bound_per_s: float  # requests a second that would have cost much more elsewhere
-    usual_wait_s: float  # for a prefill to begin
-    at: float  # when both were brought up to date
+    bound_per_s: float  # requests per second that would have cost much more elsewhere
+    usual_wait_s: float  # usual wait until a prefill begins
+    at: float  # time of the update of both
 
 
 _AT = attrgetter("at")
-#: What was brought up to date so shortly ago is good enough.
+#: Estimates this recent need no refresh.
 REFRESH_S = 0.02
 
 
@@ -123,7 +123,7 @@ class ArrivalStats:
     def __init__(self, *, memory_s: float = 20.0) -> None:
         self._memory_s = memory_s
         self._by_endpoint: dict[EndpointId, EndpointArrivals] = {}
-        # The latest update: where no entry of it needs a refresh, the next estimate for these endpoints is the same.
+        # The latest update: if no entry of it needs a refresh, the next estimate for these endpoints is the same.
         self._listed: Sequence[EndpointId] = ()
         self._entries: Sequence[EndpointArrivals] = ()
         self._oldest_at = -math.inf
@@ -145,7 +145,7 @@ class ArrivalStats:
             if past is None:
                 past = EndpointArrivals(0.0, wait_s, now)
             elif now - past.at >= REFRESH_S:
-                if past.at != at:  # most are of one moment
+                if past.at != at:  # most have the same time
                     at = past.at
                     keep = math.exp(0.5 * (at - now) / memory_s)
                 usual_wait_s = wait_s + (past.usual_wait_s - wait_s) * keep
@@ -154,7 +154,7 @@ class ArrivalStats:
         return found
 
     def update(self, endpoints: Sequence[EndpointId], estimated: Sequence[EndpointArrivals]) -> None:
-        """What was estimated for these endpoints stands from now on. Neither sequence is to be changed any more."""
+        """Replace the estimates of these endpoints. Neither sequence may change afterwards."""
         if estimated is self._entries:
             return
         self._by_endpoint.update(zip(endpoints, estimated, strict=True))
@@ -163,13 +163,14 @@ class ArrivalStats:
         self._oldest_at = min(map(_AT, estimated))
 
     def record_arrival(self, endpoint: EndpointId, *, requests: int = 1) -> None:
-        """Requests go there, now, that would have cost much more elsewhere; nothing to count before an `update`."""
+        """Count requests placed at the endpoint that would have cost much more elsewhere; does nothing before an
+        `update`."""
         past = self._by_endpoint.get(endpoint)
         if past is not None:
             past.bound_per_s += requests / self._memory_s
 
     def forget(self, endpoint: EndpointId) -> None:
-        """The endpoint left the pool."""
+        """Forget an endpoint that left the pool."""
         self._by_endpoint.pop(endpoint, None)
         self._listed = self._entries = ()
 

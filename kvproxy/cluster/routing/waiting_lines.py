@@ -19,18 +19,18 @@ AGEING = 0.3
 #: Seconds that one level of a client's priority is worth: at the default ageing, ten seconds of waiting.
 LEVEL_S = 3.0
 
-#: What a tenant was granted counts half after this long.
+#: Half-life of the work granted to a tenant.
 HALF_LIFE_S = 60.0
-#: No tenant is put behind by more: its requests wait, and do not starve.
+#: Upper bound of a tenant's penalty, so that its requests never starve.
 MAX_BEHIND_S = 10.0
-#: Tenants followed at once; further ones are never put behind.
+#: Bound on the tenants tracked; further ones have no penalty.
 MAX_TENANTS = 1024
 
 _REFRESH_S = 1.0
 _FORGOTTEN_S = 0.001
 
-#: 2026-01-01 00:00 UTC: wall-clock seconds since then keep the numbers positive (what carries none counts as 0 in an
-#: engine and goes first) and exact.
+#: 2026-01-01 00:00 UTC: wall-clock seconds since then keep the numbers positive (an engine treats a missing one as 0
+#: and admits it first) and exact.
 EPOCH_S = 1_767_225_600.0
 
 
@@ -54,10 +54,10 @@ class TenantTurns:
     def __init__(self) -> None:
         self._granted: dict[str, float] = {}
         self._mean_s = 0.0
-        self._at = 0.0  # when all of it was decayed last
+        self._at = 0.0  # time of the last decay
 
     def grant_work(self, tenant: str, own_s: float, now: float) -> None:
-        """A request of so much work was placed."""
+        """Charge a tenant for a placed request."""
         self._refresh(now)
         granted = self._granted
         if tenant in granted or len(granted) < MAX_TENANTS:
@@ -113,18 +113,18 @@ class WaitingLines(Generic[ItemT]):
         return self._entries
 
     def add(self, ticket: Ticket[ItemT], urgency: float) -> None:
-        """A request joins the line of its model and tenant."""
+        """Put a request into the line of its model and tenant."""
         self._number += 1
         self._entries += 1
         heapq.heappush(self._lines.setdefault((ticket.model, ticket.tenant), []), (urgency, self._number, ticket))
 
     def clear(self) -> None:
-        """Empties every line."""
+        """Empty every line."""
         self._lines.clear()
         self._entries = 0
 
     def models(self) -> Iterable[str]:
-        """Those that requests wait for, once each."""
+        """Return the models that requests wait for."""
         return {head[2].model for head in self.heads()}
 
     def heads(self) -> Sequence[Entry[ItemT]]:

@@ -9,26 +9,26 @@ import msgspec
 
 from kvproxy.base.types import LowerTokens
 
-#: A number that sums stay numbers with, where it comes from another process.
+#: Float within which sums stay finite, for values from another process.
 Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 
-#: (requests, sum u, sum u*(c+u/2), sum o) for u uncached tokens after c cached ones, o pooled seconds to bring up those
-#: of these on lower tiers: what prefill time is linear in.
+#: (requests, sum u, sum u*(c+u/2), sum o) for u uncached tokens after c cached ones, and o pooled seconds to load those
+#: of them on lower tiers: prefill time is linear in these.
 Features = tuple[Finite, Finite, Finite, Finite]
 
 NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
 
-#: The engine works at once on about this many tokens of what is pending: a step's token budget.
+#: Pending tokens that the engine works on at once, about: a step's token budget.
 HEAD_TOKENS = 2048
 
-#: And on no more requests than this, however short they are.
+#: Upper bound on the requests in it, however short they are.
 HEAD_REQUESTS = 256
 
-#: A running step is never believed to be further along than this share of its estimate.
+#: Upper bound on the progress of a running step, as a share of its estimate.
 MAX_PROGRESS = 0.95
 
-#: A step that takes longer than so many times its estimate and this many seconds is not the one believed in: the
-#: engine does something else, and nothing of what is pending counts as done.
+#: A step over this many times its estimate plus this many seconds is not the estimated one: the engine does something
+#: else, and no pending work counts as done.
 OVERDUE = 2.0
 OVERDUE_S = 0.05
 
@@ -36,10 +36,10 @@ OVERDUE_S = 0.05
 class PromptSplit(NamedTuple):
     """A prompt's tokens at one endpoint."""
 
-    uncached_tokens: int  # to be computed
+    uncached_tokens: int  # tokens to be computed
     cached_tokens: int
-    lower: LowerTokens = ()  # of the cached ones, which are on lower tiers
-    onboarding_s: float = 0.0  # to bring these up
+    lower: LowerTokens = ()  # cached tokens on lower tiers
+    onboarding_s: float = 0.0  # time to load these
 
 
 def features_of(uncached_tokens: float, cached_tokens: float, onboarding_s: float = 0.0) -> Features:
@@ -83,11 +83,11 @@ def difference(a: Features, b: Features) -> Features:
 
 
 class Backlog(msgspec.Struct, frozen=True):
-    """What an engine still has to prefill at one moment."""
+    """Prefill work left at an engine at one moment."""
 
-    work: Features  # of everything pending
-    head: Features  # of what it is at work on
-    elapsed_s: float  # since that work began, as far as is known
+    work: Features  # all pending work
+    head: Features  # the part in progress
+    elapsed_s: float  # since that part began, as far as is known
 
     def wait_s(self, seconds: Features, slowness: float) -> float:
         """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""

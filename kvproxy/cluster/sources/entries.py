@@ -34,7 +34,7 @@ class LeftOut:
         return f"{self.name[:_LONGEST_REASON]}: {self.why[:_LONGEST_REASON]}"
 
 
-#: All that a source names at present, one entry for each of its objects.
+#: Complete answer of a source, one entry for each of its objects.
 Answer = Sequence[EndpointSettings | LeftOut]
 #: The reason why this deployment cannot use an endpoint; "" if it can.
 Refuse = Callable[[EndpointSettings], str]

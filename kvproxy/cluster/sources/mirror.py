@@ -14,10 +14,10 @@ from kvproxy.base.resilience.retry import full_jitter_s
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cluster.sources.watched import ItemT, TooOld, Watched, check_count
 
-#: A watch that lasted so long was a good one: the next begins at once.
+#: After a watch of this length the next begins at once.
 _STEADY_S = 5.0
-#: Watches end after this long, and after a while everything is listed again: a server that sends no more than signs of
-#: life is noticed.
+#: Watches end after this long, and after a while everything is listed again, to notice a server that sends only
+#: keepalives.
 _LONGEST_WATCH_S = 120.0
 _LIST_AGAIN_S = 300.0
 _PAUSE_S = 0.5
@@ -25,17 +25,16 @@ _MAX_PAUSE_S = 30.0
 
 
 class Mirror(Generic[ItemT]):
-    """What the collection holds by the last word from it, also while there is none.
+    """Copy of a collection as of its last update, kept while the connection is lost.
 
-    `trouble` is why it is not followed at present; "" while it is.
-    """
+    `trouble` is why it is not followed at present; "" while it is."""
 
     def __init__(self, collection: Watched[ItemT], *, clock: Clock, rng: Random, sleep: Sleep = asyncio.sleep) -> None:
         self._collection = collection
         self._clock = clock
         self._rng = rng
         self._sleep = sleep
-        self._version: str | None = None  # None: to be listed
+        self._version: str | None = None  # None: list again
         self._items: dict[str, ItemT] = {}
         self.listed = False  # once at least
         self._listed_at = 0.0

@@ -23,7 +23,7 @@ from kvproxy.cluster.sources.watched import check_count
 #: Larger endpoint files are refused unread.
 MAX_FILE_BYTES = 4 * 1024 * 1024
 
-#: Files and names are given up before the poll is.
+#: Bound on reading files and resolving names, below that of the poll.
 _TIMEOUT_S = 8.0
 
 Resolve = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]  # loop.getaddrinfo's shape
@@ -137,4 +137,4 @@ class DnsDiscovery:
             "cert_file": settings.cert_file,
             "key_file": settings.key_file,
         }
-        return read_entry(f"address {address}", fields, credentials=True)  # all of it is the operator's
+        return read_entry(f"address {address}", fields, credentials=True)  # all fields are the operator's

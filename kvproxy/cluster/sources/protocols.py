@@ -15,7 +15,7 @@ class Discovery(Protocol):
     async def endpoints(self) -> Answer: ...
 
 
-#: Takes all endpoints there are now (None: not known yet), and what is wrong ("": nothing is).
+#: Takes all current endpoints (None: not known yet), and an error ("": none).
 Tell = Callable[[Answer | None, str], Awaitable[None]]
 
 

@@ -10,7 +10,7 @@ from kvproxy.base.errors import BadResponse, KvproxyError
 
 ItemT = TypeVar("ItemT")
 
-#: Items in one collection; more are refused rather than kept.
+#: Bound on the items of one collection; a larger one is refused.
 MAX_ITEMS = 10_000
 
 
@@ -24,7 +24,7 @@ class Listing(Generic[ItemT]):
 
 @dataclass(frozen=True, slots=True)
 class Changes(Generic[ItemT]):
-    """What came or changed, by key (None: it is gone), and the version after that ("": as before)."""
+    """Added and changed items, by key (None: removed), and the version after that ("": unchanged)."""
 
     items: Mapping[str, ItemT | None]
     version: str = ""
@@ -39,7 +39,7 @@ class Watched(Protocol[ItemT]):
 
 
 class TooOld(KvproxyError):
-    """What changed since that version is no longer kept: everything has to be listed again."""
+    """Changes since that version are no longer kept: the collection has to be listed again."""
 
 
 def check_count(items: int, what: str) -> None:

@@ -28,7 +28,7 @@ class AutoscalingFeature(Feature):
         return (ScalingMetrics,)
 
     def observe_cluster(self, cluster: ObservedCluster) -> ClusterObserver:
-        """What comes to this cluster is remembered."""
+        """Observe the demand on this cluster."""
         from kvproxy.features.autoscaling.scaling import Autoscaling
 
         return Autoscaling(cluster)

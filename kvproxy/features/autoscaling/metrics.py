@@ -14,8 +14,7 @@ class ScalingMetrics(MetricGroup):
     def __init__(self, r: CollectorRegistry) -> None:
         self.saturation = CallbackGauge(
             "kvproxy_saturation",
-            "Prefill seconds that wait, an endpoint, over `autoscaling.wanted_wait`; "
-            "no series where nothing learns speeds",
+            "Prefill seconds waiting per endpoint, over `autoscaling.wanted_wait`; no series without learned speeds",
             ["cluster"],
             registry=r,
         )

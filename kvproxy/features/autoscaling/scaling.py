@@ -23,14 +23,14 @@ from kvproxy.cluster.routing.work import seconds_of
 from kvproxy.features.autoscaling.metrics import ScalingMetrics
 from kvproxy.features.autoscaling.settings import AutoscalingPlace, AutoscalingSettings
 
-#: What came is remembered for about so long, and a backlog that is gone as well; one that builds up is believed sooner.
+#: Time constant of past demand and of a vanished backlog; a growing one counts sooner.
 _FALL_S = 60.0
 _RISE_S = 10.0
-#: What came is forgotten in steps of this length.
+#: Step in which past demand decays.
 _STEP_S = 0.1
-#: The backlog is looked at once in so many seconds.
+#: Interval of backlog samples.
 SAMPLE_S = 1.0
-#: Of an endpoint: less than this is none, where nothing is in flight.
+#: Backlog of an endpoint that counts as none, if no request is in flight.
 _NOTHING = 0.01
 
 
@@ -47,7 +47,7 @@ class Autoscaling(ClusterObserver):
         return part_of(self._cluster.settings, AutoscalingPlace).autoscaling
 
     def placed(self, reservation: Reservation, speeds: SpeedModel, now: float) -> None:
-        """A request has its place, in a cluster whose speeds are learned."""
+        """Count a placed request in a cluster whose speeds are learned."""
         if self._demand.placed(seconds_of(reservation.features, speeds.seconds), now):
             self._demand.sample(self._backlog_s(speeds, now), now)
 
@@ -113,7 +113,7 @@ class Demand:
         self._sampled_at = -math.inf
 
     def placed(self, own_s: float, now: float) -> bool:
-        """A request came whose prefill takes so long; whether the backlog is to be looked at again."""
+        """Count a request with this prefill; returns True if the backlog is due for a sample."""
         if now > self._at + _STEP_S:  # not for every request
             kept = math.exp((self._at - now) / _FALL_S)
             self._work *= kept

@@ -20,7 +20,7 @@ _PAGE = 1000
 _MAX_PAGE_BYTES = 16 << 20
 _MAX_LINE_BYTES = 16 << 20
 _TIMEOUT_S = 4.0
-#: etcd says nothing where nothing changes: a watch is begun anew after this long.
+#: etcd sends no messages without changes: a watch is restarted after this long.
 _IDLE_S = 60.0
 #: Digits of 64 bits.
 _LONGEST_REVISION = 20
@@ -79,7 +79,7 @@ class EtcdPrefix:
         self._ca_file = ca_file
         self._user = user
         self._password = password
-        self._turn = 0  # whose turn it is, by how many failed before
+        self._turn = 0  # next member, by the number of failures
 
     async def list_all(self) -> Listing[bytes]:
         """All of them, page by page, as of one revision."""
@@ -175,7 +175,7 @@ def _result(line: bytes) -> _Result:
     try:
         decoded = msgspec.json.decode(line, type=_Line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadResponse("a watch of etcd brought something that is no event") from error
+        raise BadResponse("a watch of etcd brought an invalid event") from error
     if decoded.result is None:
         raise ClientUnavailable(f"the watch of etcd ended: {decoded.error.message[:200] if decoded.error else 'empty'}")
     if _number(decoded.result.compact_revision):

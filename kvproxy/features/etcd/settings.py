@@ -13,12 +13,12 @@ class EtcdDiscoverySettings(Model):
     """One endpoint for each key below a prefix, over etcd's JSON gateway (etcd 3.4 or newer)."""
 
     urls: tuple[str, ...] = Field(min_length=1, max_length=16)
-    """Of the members of the etcd cluster, such as `http://etcd:2379`; the next one is asked when one fails."""
+    """Of the members of the etcd cluster, such as `http://etcd:2379`; the next one is used when one fails."""
     prefix: str = Field(min_length=1, max_length=1000)
     """Such as `/kvproxy/endpoints/`. The rest of a key is the endpoint's id, its value the endpoint as JSON, with the
     fields it has here, or its URL alone. Give the keys a lease, and endpoints end with their engines."""
     models: tuple[str, ...] = ()
-    """Models they serve, where their values do not say it."""
+    """Models they serve, unless their values name them."""
     ca_file: str = ""
     """PEM file to verify https with; empty: the system's."""
     user: Name | Literal[""] = ""

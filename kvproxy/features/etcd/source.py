@@ -22,8 +22,8 @@ _FILES_S = 5.0
 
 
 class EtcdDiscovery:
-    """A key's value is the endpoint as JSON, or its URL alone; its id is the key after the prefix. A key with a lease
-    ends with it. What is no endpoint is left out, and said."""
+    """Discovery from etcd. A key's value is the endpoint as JSON, or its URL alone; its id is the key after the prefix.
+    A key with a lease ends with it. Invalid values are left out, with a warning."""
 
     def __init__(
         self, settings: EtcdDiscoverySettings, *, clock: Clock, rng: Random, sleep: Sleep = asyncio.sleep

@@ -1,4 +1,4 @@
-"""Which proxy does what is to be done once: each claim has an owner among the living, who grants it for a while."""
+"""Claims of actions to be done once: each has an owner among the living proxies, who grants it for a while."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvproxy.base.types import Clock
 from kvproxy.features.exchange.peers import Peers
 from kvproxy.features.exchange.wire import ClaimAnswered, ClaimAsked, Message, Origin
 
-#: An owner that does not answer for so long grants nothing: what is to be done is thought of again.
+#: An owner that does not answer for this long grants no claim: the action is decided on again later.
 ANSWER_S = 0.5
 MAX_CLAIMS = 10_000
 
 
 class ClaimTable:
-    """What was granted, by its owner. One that runs out may be granted to another; its holder may have it again."""
+    """Claims granted by their owner. An expired one may be granted to another; its holder may renew it."""
 
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock
@@ -28,7 +28,7 @@ class ClaimTable:
         return len(self._granted)
 
     def grant(self, what: str, ttl_s: float, to: Origin) -> bool:
-        """Whether it is theirs for so long from now on."""
+        """Grant a claim for `ttl_s` and return True, unless another proxy holds it."""
         now = self._clock()
         granted = self._granted.get(what)
         if granted is not None and granted[0] != to and now < granted[1]:
@@ -65,7 +65,7 @@ class PeerClaims:
             self._asked.pop((owner, what), None)
 
     def receive(self, message: Message) -> None:
-        """A peer asks, or answers."""
+        """Handle a peer's claim, or its answer."""
         if isinstance(message, ClaimAsked):
             granted = self.table.grant(message.what, message.ttl_s, message.origin)
             self._peers.send_to(message.origin, ClaimAnswered(self._peers.origin, message.what, granted))
@@ -76,5 +76,5 @@ class PeerClaims:
 
 
 def owner_of(what: str, candidates: Iterable[Origin]) -> Origin:
-    """Return the one of them that everyone takes for the owner who knows the same ones."""
+    """Return the owner of a claim, the same at all proxies with the same candidates."""
     return max(candidates, key=lambda one: xxh3_64_intdigest(f"{what} {one} {one.epoch}".encode()))

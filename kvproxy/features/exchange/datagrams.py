@@ -20,11 +20,11 @@ log = logging.getLogger("kvproxy.sync")
 
 #: More are not configured (`workers`): other numbers are made up.
 MAX_WORKERS = 64
-#: What waits for one worker whose socket is full.
+#: Bytes waiting for one worker whose socket is full.
 MAX_WAITING_BYTES = 8 * 1024 * 1024
-#: What a message takes beside its bytes.
+#: Memory of a message beside its bytes.
 MESSAGE_BYTES = 100
-#: A full socket is tried again after so long: its owner is busy with something else.
+#: Pause before a full socket is tried again: its owner is busy.
 AGAIN_S = 0.001
 #: Messages read in one turn of the event loop.
 _READS = 4
@@ -123,7 +123,7 @@ class DatagramLink:
                 self.dropped += queue.append(payload, len(payload) + MESSAGE_BYTES)
 
     def _sent(self, payload: bytes, worker: int) -> bool:
-        """False: its socket is full."""
+        """Send a datagram; False: its socket is full."""
         if self._socket is None:
             return True
         try:

@@ -1,4 +1,4 @@
-"""What happens in one process as its peers are told of it, a struct a kind. Times are ages, never dates: peers share no
+"""Deltas: one process's changes as sent to its peers, a struct a kind. Times are ages, never dates: peers share no
 clock."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Retried(_Delta, tag=11, frozen=True):
 
 
 class EngineRead(_Delta, tag=13, frozen=True):
-    """What an engine's metrics say, read just now."""
+    """Reading of an engine's metrics, just taken."""
 
     cluster: str
     engine: str
@@ -132,7 +132,7 @@ class EngineRead(_Delta, tag=13, frozen=True):
 
 
 class Probed(_Delta, tag=14, frozen=True):
-    """How a probe of an engine went just now: to be heard by workers of the same machine."""
+    """Outcome of a probe of an engine, just made; for workers of the same machine."""
 
     cluster: str
     engine: str

@@ -78,7 +78,7 @@ class Exchange(Feature):
         return {"sync": None if service is None else service.describe_state()}
 
     def merge_rules(self) -> Mapping[str, Mapping[str, Rule]]:
-        """Return what several workers know of the others as one account."""
+        """Return rules that merge the workers' data on other processes into one account."""
         from kvproxy.features.exchange.operated import MERGED
         from kvproxy.operate.merge import fields
 

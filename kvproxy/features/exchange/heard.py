@@ -1,4 +1,4 @@
-"""What one peer says, done here: its deltas in order, its loads as they come. What is not known here is left out."""
+"""Apply one peer's messages: deltas in order, load rows as they arrive. Unknown parts are left out."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Heard:
 
     def __init__(self, origin: Origin, world: Callable[[], World], journal: Journal) -> None:
         self.origin = origin
-        self.told = self.digest = 0  # prompts heard of, as of Beat
-        self.unknown = self.failed = 0  # deltas about what is not known here, and that could not be applied
-        self.unsure = False  # one of them was of a request under way: until the peer says how it stands
+        self.told = self.digest = 0  # prompts received, as in Beat
+        self.unknown = self.failed = 0  # deltas about unknown objects, and deltas that could not be applied
+        self.unsure = False  # one of them concerned a request in flight: until the peer sends its state
         self._world = world
         self._journal = journal
         self.open: dict[tuple[str, int], SpeculativeEntry] = {}  # requests of this peer that are under way
@@ -63,7 +63,7 @@ class Heard:
         }
 
     def apply(self, said: Iterable[Delta], now: float) -> None:
-        """Deltas, the oldest first. One that cannot be applied is left out alone."""
+        """Apply deltas, the oldest first. A delta that cannot be applied is dropped alone."""
         world = self._world()
         for delta in said:
             self._try(self._do[type(delta)], delta, world, now)
@@ -81,21 +81,22 @@ class Heard:
                 self._tell(part, EndpointId(one.endpoint), one, now)
 
     def bound_rows(self, seq: int) -> None:
-        """The peer has said no more than this: loads of later batches are none of its own, and give way."""
+        """Bound the numbers of load rows by the peer's last batch: rows with later numbers are not its own and are
+        replaced."""
         for key, number in self._rows.items():
             if number > seq:
                 self._rows[key] = seq
 
     def resume(self, standing: Standing, now: float) -> None:
-        """It lives after all, and what it said meanwhile will come: what was given up is under way again."""
+        """Resume a peer that was presumed dead: restore its in-flight requests; missed batches will be resent."""
         for one in standing.open:
             if self._given_up.pop((one.cluster, one.number), None) is not None:
                 self._try(self._open_again, one, self._world(), now)
         self.load(standing.loads, standing.seq, now)
 
     def stand(self, standing: Standing, now: float) -> int:
-        """All that counts after a batch, whatever was lost before it: requests that are under way no more count as
-        served. Prompts that were never heard of."""
+        """Replace the peer's state with that after a batch, whatever was lost before it: requests no longer in flight
+        count as served. Returns the number of prompts never received."""
         world = self._world()
         wanted = {(one.cluster, one.number): one for one in standing.open}
         for key in self.open.keys() - wanted.keys():
@@ -114,7 +115,7 @@ class Heard:
         return max(0, lost)
 
     def leave(self, now: float) -> None:
-        """The peer is gone: its load goes with it, and what it had under way counts as never sent."""
+        """Drop the load of a peer that is gone; its requests in flight count as never sent."""
         self._given_up.update(self.open)
         for key in list(self._given_up)[: max(0, len(self._given_up) - MAX_GIVEN_UP)]:
             del self._given_up[key]
@@ -187,7 +188,7 @@ class Heard:
             (index.confirm if prefilled else index.rollback)(entry)
 
     def _end_after_all(self, key: tuple[str, int], entry: SpeculativeEntry) -> None:
-        """A request that was given up had been served."""
+        """Insert the prompt of a request that was given up but had been served."""
         if (indexes := self._indexes(self._world(), key[0], entry.endpoint)) is not None:
             indexes.approximate.insert(entry.endpoint, entry.cursor)
 
@@ -198,7 +199,7 @@ class Heard:
             indexes.approximate.insert(EndpointId(delta.endpoint), cursor)
 
     def _indexes(self, world: World, cluster: str, endpoint: str) -> LocalIndexes | None:
-        """Those that know of the endpoint."""
+        """Return the indexes that have the endpoint."""
         part = world.clusters.get(cluster)
         indexes = None if part is None or part.load(EndpointId(endpoint)) is None else part.indexes
         self.unknown += indexes is None

@@ -1,5 +1,5 @@
-"""How a new proxy comes to know what the others do: it asks one of those that answer, and another if that one dies.
-Pure; the time is an argument."""
+"""Initial transfer of state to a new proxy from one that answers, or another if that one dies. Pure; the time is an
+argument."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvproxy.features.exchange.wire import Batch, Message, Origin, Piece, Standi
 
 log = logging.getLogger("kvproxy.sync")
 
-#: How long to wait for the first answer, for the next piece of what was asked for, and until it is in its place.
+#: How long to wait for the first answer, for the next part of the snapshot, and until it is applied.
 ANSWER_S = 0.5
 PIECE_S = 2.0
 APPLY_S = 30.0
 #: A snapshot of a peer is not taken beyond this.
 MAX_SNAPSHOT_BYTES = 64 * 1024 * 1024
-#: What others say meanwhile is kept up to this; what is dropped is asked for again, as anything that was lost.
+#: Bound on held-back messages of others; dropped ones are requested again, as any lost ones.
 MAX_BUFFERED_BYTES = 32 * 1024 * 1024
-_DELTA_BYTES = 100  # about what one is
+_DELTA_BYTES = 100  # estimated memory of one delta
 
 #: Given the peer, its snapshot and the rest as deltas; it has joined when that is done.
 ReceiveSnapshot = Callable[[Peer, bytes, Sequence[Delta]], None]
@@ -38,8 +38,8 @@ def run_at_once(steps: Generator[None, None, None]) -> None:
 
 
 class Joining:
-    """What others say meanwhile is held back; when it is over, however it went, `take` is given it in its order, in
-    steps."""
+    """Joining of a new proxy. Messages of others are held back meanwhile; at the end, however it went, `take` gets them
+    in order, in steps."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Joining:
         run: RunSteps,
     ) -> None:
         self.running = False
-        self.told = False  # one of the others told everything
+        self.told = False  # one of the others has sent its whole state
         self._origin = origin
         self._send_to = send_to
         self._receive = receive
@@ -60,7 +60,7 @@ class Joining:
         self._until = 0.0
         self._candidates: set[Origin] = set()
         self._asked: set[Origin] = set()
-        self._peer: Origin | None = None  # asked for everything
+        self._peer: Origin | None = None  # peer whose whole state was requested
         self._number = self._size = 0  # of the piece that comes next, and of those before it
         self._data: list[bytes] = []
         self._deltas: list[Delta] = []
@@ -69,7 +69,7 @@ class Joining:
 
     @property
     def holds_back(self) -> bool:
-        """Whether what comes now has to wait for what came before."""
+        """True while messages have to wait for earlier ones."""
         return self.running or bool(self._buffer)
 
     @property
@@ -79,7 +79,7 @@ class Joining:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Of what is told so far."""
+        """Bytes received so far."""
         return self._size
 
     def hold(self, message: Batch | Standing, size_bytes: int) -> None:
@@ -87,12 +87,12 @@ class Joining:
         self.dropped += self._buffer.append((message, size_bytes), size_bytes)
 
     def begin(self, now: float) -> None:
-        """It is new."""
+        """Begin for a new process."""
         self._reset(now)
         self.running = True
 
     def heard_of(self, peer: Origin, now: float) -> None:
-        """One that could be asked."""
+        """Note a peer that could be the source."""
         if peer not in self._asked:
             self._candidates.add(peer)
             if self._peer is None:
@@ -104,7 +104,7 @@ class Joining:
             self._ask_another(now)
 
     def take_piece(self, peer: Peer, piece: Piece, now: float) -> None:
-        """A part of what was asked for."""
+        """Take a part of the requested snapshot."""
         if not self.running or peer.origin != self._peer:
             return
         self._size += len(piece.data) + _DELTA_BYTES * len(piece.deltas)
@@ -121,7 +121,7 @@ class Joining:
             self.end(now)
 
     def end(self, now: float, *, told: bool = False) -> None:
-        """What a peer knew is known here (`told`), or cannot be."""
+        """End joining; `told`: a peer's state was received."""
         if self.running:
             self.told = told
             self._reset(now)

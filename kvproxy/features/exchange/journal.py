@@ -1,4 +1,4 @@
-"""What happens here, as deltas for others: noted on the request path by an append, and handed out in batches."""
+"""Local changes, as deltas for others: noted on the request path by an append, and sent in batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvproxy.features.exchange.world import World
 
 #: Deltas that wait for the next batch: more than a few milliseconds can bring.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
-#: Samples of speed told from one beat to the next: a model has learned all it can from fewer.
+#: Samples of speed sent per heartbeat: a model learns as much from fewer.
 MAX_SAMPLES = 64
 
 #: Of the batches that were sent so much is kept.
@@ -39,8 +39,8 @@ class Journal:
         self.seq = self.told = self.digest = 0
         self.dropped = 0  # deltas that found the journal full
         self.open: dict[tuple[str, int], deltas.Routed] = {}  # requests under way
-        self.starts: BoundedMapping[tuple[str, str], float] = BoundedMapping(4096)  # of engines, as told or heard
-        self.weight = 1.0  # what a charge counts for, where others cannot be heard
+        self.starts: BoundedMapping[tuple[str, str], float] = BoundedMapping(4096)  # of engines, as sent or received
+        self.weight = 1.0  # weight of a charge while others cannot be reached
         self._on_news = on_news
         self._waiting: BoundedQueue[Delta] = BoundedQueue(MAX_WAITING_BYTES)
         self._touched: dict[tuple[str, str], LedgerWatch] = {}
@@ -48,7 +48,7 @@ class Journal:
         self._indexes: dict[str, IndexWatch] = {}
         self._spent: dict[tuple[str, str, str], float] = {}
         self._draining: dict[tuple[str, str], bool] = {}
-        self._counted = (0, 0)  # of retry budgets, as told
+        self._counted = (0, 0)  # of retry budgets, as sent
         self._samples = 0
         self._world = World({})
 
@@ -61,7 +61,7 @@ class Journal:
         return self._waiting.held_bytes
 
     def follow(self, world: World) -> None:
-        """This is what there is to watch from now on; it hears at once of what comes into a cluster by `look`."""
+        """Watch these objects from now on; endpoints of a cluster are found by `look`."""
         self._world = world
         self._counted = self._budgets()
         if world.state is not None:
@@ -78,7 +78,7 @@ class Journal:
         self.look()
 
     def look(self) -> None:
-        """Endpoints that are new are watched; what changes without a word is told."""
+        """Watch new endpoints, and report changes that have no hook."""
         self._samples = 0
         present: dict[tuple[str, str], LedgerWatch] = {}
         for name, part in self._world.clusters.items():
@@ -100,7 +100,7 @@ class Journal:
         self._count_retries()
 
     def heard_drain(self, cluster: str, endpoint: str, *, draining: bool) -> None:
-        """Another one told: it is not to be told again."""
+        """Note a drain reported by another process, which is not reported again."""
         self._draining[cluster, endpoint] = draining
 
     def add(self, delta: Delta) -> None:
@@ -121,7 +121,7 @@ class Journal:
         return [ledger.told(now) for ledger in self._ledgers.values()]
 
     def take_batches(self, now: float) -> Iterator[Batch]:
-        """All that waits, in messages of a size that every link carries."""
+        """Take all waiting deltas, in messages of a size that every link carries."""
         for (limit, key, kind), amount in self._spent.items():
             self.add(deltas.Spent(limit, key, kind, amount))
         self._spent.clear()
@@ -147,7 +147,7 @@ class Journal:
             self.digest = add_to_digest(self.digest, delta.hashes)
         return delta
 
-    # what is watched
+    # watched objects
 
     def served(self, cluster: str, session: int, response: int, served: Served | None) -> None:
         """As of ServedWatch."""
@@ -217,7 +217,7 @@ class SentBatches:
         return next((seq for seq, _ in self._kept), None)
 
     def keep(self, seq: int, payload: bytes) -> None:
-        """It was sent just now."""
+        """Keep a batch that was just sent."""
         self._kept.append((seq, payload), len(payload) + _BATCH_BYTES)
 
     def since(self, first: int) -> list[bytes] | None:

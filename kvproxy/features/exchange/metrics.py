@@ -27,14 +27,14 @@ class SyncMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.status = Gauge(
-            "kvproxy_sync_status", "1: so it stands with the other processes", ["state"], registry=r
+            "kvproxy_sync_status", "1: this is the state of the exchange", ["state"], registry=r
         )  # joining, alone, synced, degraded
         self.consistency = CallbackGauge(
             "kvproxy_sync_consistency_ratio",
             "Of the prompts that others routed in the last minute, the share that is known here",
             registry=r,
         )
-        self.peers = CallbackGauge("kvproxy_sync_peers", "Other processes, as they are heard", ["state"], registry=r)
+        self.peers = CallbackGauge("kvproxy_sync_peers", "Other processes by state", ["state"], registry=r)
         # alive, silent
         self.lag = CallbackGauge(
             "kvproxy_sync_peer_lag_seconds",
@@ -58,7 +58,7 @@ class SyncMetrics(MetricGroup):
         )
         self.index_blocks = CallbackGauge(
             "kvproxy_sync_index_blocks",
-            "Blocks in the approximate indexes of each process, as it says; peer `self`: this one",
+            "Blocks in the approximate indexes of each process, by its report; peer `self`: this one",
             ["peer"],
             registry=r,
         )
@@ -76,14 +76,14 @@ class SyncMetrics(MetricGroup):
         )
         self.held = CallbackGauge(
             "kvproxy_sync_held_bytes",
-            "Kept for the exchange: `deltas` not told yet (at most 16 MiB), messages `unsent` (16 MiB for a store, 8 "
-            "for each worker), batches `sent` that may be asked for again (4 MiB), messages that came `early` "
-            "(32 MiB), and while `joining` what others say and the snapshot (96 MiB)",
+            "Kept for the exchange: `deltas` not sent yet (at most 16 MiB), messages `unsent` (16 MiB for a store, 8 "
+            "for each worker), batches `sent` that may be requested again (4 MiB), messages that came `early` (32 "
+            "MiB), and while `joining` others' messages and the snapshot (96 MiB)",
             ["what"],
             registry=r,
         )
         self.store_up = CallbackGauge(
             "kvproxy_sync_store_up",
-            "1: what replicas meet at can be reached; not there where they meet at nothing",
+            "1: the common store of the replicas can be reached; absent without one",
             registry=r,
         )

@@ -52,12 +52,12 @@ def find_troubles(operated: AdminTarget) -> Iterator[Trouble]:
     if service is None:
         return
     if service.namesake.lives:
-        what = f"another process goes by the name {service.origin} too: each ignores what the other does"
+        what = f"another process has the name {service.origin} too: each ignores the other's messages"
         yield source_trouble(("namesake",), "sync", what, "set sync.replica to a name of its own in each")
     store = service.store
     if store is not None and not store.connected:
-        what = f"{store.where} is away: each replica decides by what it knows itself"
-        yield source_trouble(("store",), "sync", what, "is it up? the log says why it is not reached", patience_s=2.0)
+        what = f"{store.where} is away: each replica decides by its own state"
+        yield source_trouble(("store",), "sync", what, "is it up? the log has the reason", patience_s=2.0)
 
 
 def list_routes(operated: AdminTarget) -> Sequence[Route]:

@@ -1,4 +1,4 @@
-"""One peer as it is heard: its batches put in order, what is missing of them, how late and how complete it is."""
+"""State of one peer at the receiver: its batches in order, missing ones, its delay and completeness."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.heard import Heard
 from kvproxy.features.exchange.wire import Batch, Beat, Origin, Standing
 
-#: What is missing is asked for again after so long, and after so many times in short.
+#: Pause before a missing batch is requested again, and requests after which a snapshot is requested instead.
 ASK_AGAIN_S = 0.1
 ASKS = 3
-#: So many heartbeats in a row are believed against what came before; batches so far ahead of one are none of its own.
+#: Heartbeats in a row that are trusted against earlier messages; batches this far ahead of one are not the peer's own.
 _BEATS = 2
 _FAR = 1000
-#: What completeness is counted over.
+#: Window of completeness.
 WINDOW_S = 60.0
 
 _LAGS = 512
@@ -44,8 +44,8 @@ class Peer:
         self.heard = heard
         self.alive = True
         self.heard_at = now
-        self.gaps = self.duplicates = self.lost = self.mismatches = 0  # lost: prompts never heard of
-        self.blocks = 0  # in its approximate indexes, as it says
+        self.gaps = self.duplicates = self.lost = self.mismatches = 0  # lost: prompts never received
+        self.blocks = 0  # in its approximate indexes, by its report
         self.joining = False
         self.beat_sent_s: float | None = None  # its clock, at its latest beat
         self.beat_at = now  # ours, when that came
@@ -55,15 +55,15 @@ class Peer:
         self._ask = ask
         self._has_room = has_room
         self._was_told = was_told
-        self._next: int | None = None  # the batch that comes next; None: it is not known what was before
+        self._next: int | None = None  # number of the next batch; None: earlier ones unknown
         self._held: dict[int, tuple[Batch, int]] = {}
-        self._full = False  # one found no room: what was missed is not asked for batch by batch
+        self._full = False  # a batch found no room: missing ones are not requested one by one
         self._asked_at: float | None = None
         self._asks = self._summed = 0  # so often; the last batch of which sums are known already
-        self._unsure = False  # it was believed dead: it has to say how it stands
-        self._ahead = 0  # heartbeats in a row that it was believed to be beyond
+        self._unsure = False  # it was presumed dead and has to send its state
+        self._ahead = 0  # heartbeats in a row behind the number assumed here
         self._standing: list[tuple[Standing, int]] = []
-        self._marks: deque[tuple[float, int, int]] = deque(maxlen=256)  # when, prompts told, lost so far
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=256)  # time, prompts sent, prompts lost so far
 
     @property
     def waits(self) -> int:
@@ -76,11 +76,11 @@ class Peer:
         return self._asked_at is None and self._next is not None
 
     def begin(self) -> None:
-        """It is new: its first batch is number 1."""
+        """Begin with a new peer, whose first batch is number 1."""
         self._next = 1
 
     def take(self, message: Batch | Standing, size_bytes: int, now: float) -> None:
-        """What may have to wait for more, and takes so much while it does."""
+        """Take a message, which is held while earlier ones are missing."""
         if isinstance(message, Batch):
             self._take_batch(message, size_bytes, now)
         else:
@@ -103,7 +103,7 @@ class Peer:
             self._miss(now)
 
     def beat(self, beat: Beat, now: float) -> None:
-        """How far it is: the end of what it said may have been lost."""
+        """Handle a heartbeat, which shows its last batch: the end of the stream may have been lost."""
         self.blocks = beat.blocks
         self.joining = beat.joining
         self.beat_sent_s = beat.sent_s
@@ -126,7 +126,7 @@ class Peer:
             self._marks.append((now, beat.told, self.lost))
 
     def _contradict(self, seq: int) -> None:
-        """Its own heartbeats tell how far it is: what claims more, again and again, was not its own."""
+        """Discard batches beyond the peer's own heartbeats, which repeatedly were not its own."""
         self.heard.bound_rows(seq)
         for held in [held for held in self._held if held > seq + _FAR]:
             self._take_held(held)
@@ -179,14 +179,14 @@ class Peer:
             self._request(now)
 
     def revive(self, now: float) -> None:
-        """It was trusted dead: its loads are wanted again, after what was missed."""
+        """Revive a peer that was presumed dead: its load counts again, after the missed batches."""
         self.alive = True
         self._asks = 0
         self._unsure = True
         self._request(now)
 
     def die(self, now: float) -> None:
-        """It was not heard of for too long."""
+        """Handle a peer that was silent for too long."""
         self.alive = False
         self._asked_at = None
         self._held.clear()
@@ -196,7 +196,7 @@ class Peer:
         self.heard.leave(now)
 
     def completeness(self, now: float) -> tuple[int, int]:
-        """Prompts it told of in the last minute, and those of them never heard of."""
+        """Return the prompts it sent in the last minute, and those of them never received."""
         while len(self._marks) > 1 and now - self._marks[1][0] > WINDOW_S:
             self._marks.popleft()
         if not self._marks:

@@ -1,4 +1,4 @@
-"""Who else there is: lives that begin, end and fall silent, what each is asked and told, and how a new one joins. Pure:
+"""Peers: lives that begin, end and fall silent, the messages to and from each, and the joining of a new one. Pure:
 messages in, messages out, the time is an argument."""
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.wire import Batch, Message, Origin
 from kvproxy.features.exchange.world import World
 
-#: A peer that was not heard of for so many heartbeats is dead.
+#: Missed heartbeats after which a peer is dead.
 MISSED = 3
-#: Silent ones are forgotten after so long, and more than so many are not listened to.
+#: Time after which silent peers are forgotten, and bound on their number.
 FORGET_S = 600.0
 MAX_PEERS = 256
-#: What came too early, of all peers: beyond it is dropped, and what was missed is asked for in short.
+#: Bound on early messages of all peers; those beyond it are dropped, and a snapshot is requested instead.
 MAX_EARLY_BYTES = 32 * 1024 * 1024
 
 
@@ -29,14 +29,15 @@ class SyncStatus(StrEnum):
     """How it stands with the others."""
 
     JOINING = "joining"
-    ALONE = "alone"  # no peer is heard
+    ALONE = "alone"  # no living peer
     SYNCED = "synced"
-    DEGRADED = "degraded"  # something of a peer is missing, or what carries it is away
+    DEGRADED = "degraded"  # messages of a peer are missing, or the link is down
 
 
 class Peers:
-    """`send` is given bytes for one peer, or for all. `serve` is called with one that wants to know everything,
-    `receive_snapshot` with what came of asking for that, `run` with steps that another may have its turn between."""
+    """Peers of this process. `send` is called with bytes for one peer, or for all; `serve` with one that wants the
+    whole state, `receive_snapshot` with the answer to such a request, `run` with steps between which other tasks may
+    run."""
 
     def __init__(
         self,
@@ -61,15 +62,15 @@ class Peers:
         self._other = other
         self._blocks = blocks
         self._ended: BoundedMapping[Origin, None] = BoundedMapping(1024)  # lives that are over
-        self._beats: BoundedMapping[Origin, int] = BoundedMapping(1024)  # heard of lives that are over
+        self._beats: BoundedMapping[Origin, int] = BoundedMapping(1024)  # heartbeats of ended lives
         self.sent = SentBatches()
-        #: How it comes to know what the others do.
+        #: Takes the others' state when joining.
         take = self._take_late
         self.newcomer = Joining(self.origin, send_to=self.send_to, receive=receive_snapshot, take=take, run=run)
 
     @property
     def living(self) -> list[Peer]:
-        """Those that are heard."""
+        """Peers that are alive."""
         return [peer for peer in self.known.values() if peer.alive]
 
     @property
@@ -82,18 +83,18 @@ class Peers:
         return SyncStatus.SYNCED if all(peer.in_order for peer in living) else SyncStatus.DEGRADED
 
     def consistency_ratio(self, now: float) -> float:
-        """Of the prompts that living peers told of in the last minute, the share that is known here."""
+        """Return the share of the prompts sent by living peers in the last minute that arrived here."""
         found = [peer.completeness(now) for peer in self.living]
         told = sum(one for one, _ in found)
         return 1.0 if not told else max(0.0, 1.0 - sum(lost for _, lost in found) / told)
 
     def join(self, now: float) -> None:
-        """Say that a life begins, and ask one of those that answer for everything."""
+        """Announce the beginning of a life, and request the state from a peer that answers."""
         self.newcomer.begin(now)
         self._tell(wire.Hello(self.origin))
 
     def leave(self) -> None:
-        """Say that it ends."""
+        """Announce the end of this life."""
         self._tell(wire.Bye(self.origin))
 
     def publish(self, now: float) -> int:
@@ -107,7 +108,7 @@ class Peers:
         return count
 
     def beat(self, now: float) -> None:
-        """Every `beat_s`: say how it stands, and see who fell silent."""
+        """Send a heartbeat every `beat_s`, and find peers that fell silent."""
         self._journal.look()
         self._world().keep_apart(self.origin, {peer.origin: peer.lag.quantile(0.5) for peer in self.living})
         for peer in list(self.known.values()):
@@ -131,7 +132,7 @@ class Peers:
         return sum(peer.early_bytes for peer in list(self.known.values()))
 
     def receive(self, message: Message, size_bytes: int, now: float) -> None:
-        """A message of a peer, of so many bytes."""
+        """Handle a message of `size_bytes` from a peer."""
         if message.origin.place == self.origin.place:
             return
         if isinstance(message, wire.Bye):
@@ -188,7 +189,8 @@ class Peers:
         return peer
 
     def _beats_on(self, origin: Origin, known: Peer | None, now: float) -> bool:
-        """Whether a life that was said to be over goes on: it beats, and another that took its place does not."""
+        """Return True if a life that was reported as ended goes on: it sends heartbeats, and another that took its
+        place does not."""
         self._beats[origin] = beats = self._beats.get(origin, 0) + 1
         if beats < MISSED or (known is not None and now - known.heard_at <= MISSED * self._beat_s):
             return False
@@ -231,7 +233,7 @@ class Peers:
             self.newcomer.heard_of(peer.origin, now)
 
     def _welcome(self, peer: Peer, now: float) -> None:
-        """It is new: told at once how it stands here."""
+        """Send this process's state to a new peer at once."""
         self.send_to(peer.origin, self._own_beat(now, []))
         self._stand(peer.origin, now)
 

@@ -43,7 +43,7 @@ log = logging.getLogger("kvproxy.sync")
 
 T = TypeVar("T")
 
-#: Looks at what is missing, for each heartbeat.
+#: Checks for missing batches per heartbeat.
 _LOOKS = 5
 
 
@@ -132,7 +132,7 @@ class SyncService(Companion):
 
     @property
     def joining(self) -> bool:
-        """Whether it still learns what the others know."""
+        """True while it receives the others' state."""
         return self.status is SyncStatus.JOINING
 
     @property
@@ -166,8 +166,8 @@ class SyncService(Companion):
         return None
 
     def _store_changed(self, reached: bool) -> None:
-        """Away: what is limited for all together falls to a share each, by those that there were. There again: one that
-        missed something asks for it, and one that never heard of another joins."""
+        """React to the store. While it is away, common limits are divided by the number of proxies. Afterwards a proxy
+        that missed a batch requests it, and one that never had a peer joins."""
         now = self._clock()
         if not reached:
             self._alone_of = 1 + len(self.peers.living)
@@ -184,7 +184,7 @@ class SyncService(Companion):
     def _near(self) -> list[Peer]:
         return [peer for peer in self.peers.living if peer.origin.host == self.origin.host]
 
-    # what is to be done once
+    # actions to be done once
 
     async def claim(self, what: str, ttl_s: float) -> bool:
         """As of Claims."""

@@ -20,7 +20,7 @@ class SyncSettings(Model):
     replica: str = Field(default="", max_length=128)
     """Name of this replica, different in each; empty: host name and port."""
     interval: Duration = Field(default=0.005, ge=0.001, le=1)
-    """What happens here is told to the others after so long."""
+    """Interval of batches to the others."""
     heartbeat: Duration = Field(default=0.5, ge=0.05, le=60)
     """How often each says that it is there; after three it did not say so, its load no longer counts."""
 

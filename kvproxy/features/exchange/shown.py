@@ -1,4 +1,4 @@
-"""What is seen of other processes: metrics, and the same for people; and one that goes by the name of this one."""
+"""Status of other processes: metrics, and the same for people; and detection of a process with the same name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvproxy.features.exchange.wire import Beat, Message, Origin
 
 log = logging.getLogger("kvproxy.sync")
 
-#: A life of this process that just ended says no more than so many beats.
+#: Heartbeats that may still come from a life of this process that just ended.
 _BEATS = 3
 
 Series = Iterable[tuple[tuple[str, ...], float]]
@@ -35,7 +35,7 @@ def show(
     blocks: Callable[[], int],
     clock: Clock,
 ) -> None:
-    """The gauges read these from now on."""
+    """Bind the gauges to these objects."""
     shown = metrics.group(SyncMetrics)
 
     def by_peer(figure: Callable[[Peer], int]) -> Series:
@@ -126,7 +126,7 @@ def _describe(peer: Peer, now: float) -> dict[str, object]:
 
 
 class Namesake:
-    """Another process by the name of this one, if there is one that lives: then each ignores what the other says."""
+    """Detects another living process with the name of this one: each then ignores the other's messages."""
 
     def __init__(self, origin: Origin, *, beat_s: float, clock: Clock) -> None:
         self._own = origin
@@ -136,7 +136,7 @@ class Namesake:
         self._beats: BoundedMapping[Origin, int] = BoundedMapping(64)
 
     def hear(self, message: Message) -> None:
-        """Something that came; one's own words come back as well."""
+        """Handle an incoming message; one's own come back as well."""
         if not isinstance(message, Beat) or message.origin.place != self._own.place or message.origin == self._own:
             return
         beats = self._beats[message.origin] = self._beats.get(message.origin, 0) + 1
@@ -144,12 +144,12 @@ class Namesake:
             self._heard_at = self._clock()
         if beats == _BEATS:
             log.warning(
-                "another process goes by the name %s, so that each ignores what the other does: set sync.replica to a "
+                "another process has the name %s, so that each ignores the other's messages: set sync.replica to a "
                 "name of its own in each (an earlier life of this one that still drains will end)",
                 self._own,
             )
 
     @property
     def lives(self) -> bool:
-        """Whether it was heard just now."""
+        """True if the other process sent a heartbeat recently."""
         return self._clock() - self._heard_at <= _BEATS * self._beat_s

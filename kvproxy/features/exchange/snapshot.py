@@ -1,4 +1,4 @@
-"""All that a proxy knows, for one that is new: a snapshot as a warm restart has it, and the rest as deltas."""
+"""State of a proxy for a new one: a snapshot as for a warm restart, and the rest as deltas."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from kvproxy.features.exchange.world import World
 #: Hashes and paths of the approximate indexes; the rest of a large one is learned anew.
 MAX_BYTES = 32 * 1024 * 1024
 _PIECE_BYTES = 48 * 1024
-#: What outlives all proxies: so much, for so long, written so often by one of them, which may die for so long before
-#: another one writes. Looked for so often at the start.
+#: State that outlives all proxies: its bound, its time to live, the interval of writes by one of them, the time after
+#: which another one writes, and the interval of reads at the start.
 MAX_KEPT_BYTES = 2 * 1024 * 1024
 KEPT_S = 600.0
 KEEP_EVERY_S = 10.0
@@ -147,7 +147,7 @@ class Handover:
         self.follow(World({}), None, {})
 
     def follow(self, world: World, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
-        """This is what there is."""
+        """Set the objects to hand over."""
         self._world = world
         self._kvcache = kvcache
         self._clusters = clusters
@@ -162,8 +162,8 @@ class Handover:
         self._tasks.start(self._take(peer, data, rest), name="sync join")
 
     async def keep_in(self, store: StoreLink, claims: Claims) -> NoReturn:
-        """Return what would be lost with all proxies: read, if none is left to tell it, and then written by one of
-        them."""
+        """Keep the state that would be lost with all proxies: read it if no peer can send it, and then write it from
+        one of them."""
         known = failed = False
         pause_s = RECALL_S
         while True:
@@ -177,9 +177,9 @@ class Handover:
                 if await claims.claim("keep", _KEEPER_S):
                     await store.keep(await self._in_slices(take_kept(self._world, self._clock())), KEPT_S)
                 failed = False
-            except Exception as error:  # noqa: BLE001 - whatever a library raises: it is tried again
+            except Exception as error:  # noqa: BLE001 - any error of a library: it is tried again
                 if not failed:
-                    log.warning("%s keeps nothing for a restart (%s)", store.where, type(error).__name__)
+                    log.warning("%s keeps no state for a restart (%s)", store.where, type(error).__name__)
                 known = known or isinstance(error, msgspec.DecodeError)
                 failed = True
                 pause_s = min(KEEP_EVERY_S, 2 * pause_s)

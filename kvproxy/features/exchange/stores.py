@@ -23,20 +23,21 @@ from kvproxy.features.exchange.wire import Origin
 
 log = logging.getLogger("kvproxy.sync")
 
-#: What waits for the store.
+#: Bytes waiting for the store.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
-#: A store that takes no message for so long is away.
+#: A store that takes no message for this long is away.
 TIMEOUT_S = 3.0
 #: Pause before it is tried again, doubling between these; any part of it by chance, so that replicas come one by one.
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
-#: What is still to be said at the end may take so long; and so many messages are sent in one go.
+#: Time for the last messages at the end, and messages sent at once.
 LAST_WORD_S = 0.5
 _TOGETHER = 128
-#: Looks without a word, one a heartbeat and no more often: one's own come back, unless the way back is gone.
+#: Checks without a message, one per heartbeat at most, after which the link counts as broken: one's own come back
+#: otherwise.
 UNHEARD = 10
 LOOK_S = 0.5
-#: Read of what is kept; a longer value is none of ours.
+#: Bound on a value read from the store; a longer one is not ours.
 MAX_RECALLED_BYTES = 4 * 1024 * 1024
 #: A message of one's own to oneself.
 _PROOF = b"kvproxy"
@@ -70,7 +71,7 @@ class StoreLink(BackgroundTask):
         self._pass_on = on_message
         self._on_change = on_change
         self._look_s = max(beat_s, LOOK_S)
-        self._unheard = 0  # looks since the last word
+        self._unheard = 0  # checks since the last message
         self._rng = rng
         self._waiting: BoundedQueue[tuple[str, bytes]] = BoundedQueue(MAX_WAITING_BYTES)
         self._news = asyncio.Event()
@@ -78,7 +79,7 @@ class StoreLink(BackgroundTask):
         self._came_back = asyncio.Event()
 
     async def __aexit__(self, *_: object) -> None:
-        if self.connected and self._waiting:  # the last word: that this one ends
+        if self.connected and self._waiting:  # the last message: the end of this life
             self._sent.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._sent.wait(), LAST_WORD_S)
@@ -123,7 +124,7 @@ class StoreLink(BackgroundTask):
                 async with self._connection() as connection:
                     raise_if_cancelled()  # the library may have taken it for an error of its own
                     await _until_one_ends(self._receive(connection), self._speak(connection))
-            except Exception as error:  # noqa: BLE001 - whatever a library raises: the store is away
+            except Exception as error:  # noqa: BLE001 - any error of a library: the store is away
                 self._away(error)
             raise_if_cancelled()
             pause_s = FIRST_PAUSE_S if self._reached else min(LONGEST_PAUSE_S, 2 * pause_s)
@@ -149,7 +150,7 @@ class StoreLink(BackgroundTask):
             self._on_change(False)
 
     async def _prove(self, connection: Any) -> None:
-        """A store that takes subscriptions and refuses messages is away: one's own must come back first."""
+        """Prove that a store that takes subscriptions also delivers messages: one's own must come back first."""
         self._came_back.clear()
         async with asyncio.timeout(TIMEOUT_S):
             await self._publish(connection, [(self._own, _PROOF)])
@@ -164,10 +165,11 @@ class StoreLink(BackgroundTask):
 
     async def _watch(self) -> None:
         self._unheard = 0
-        while self._unheard < UNHEARD:  # counted, and not timed: what came while the loop stood still is read first
+        # counted, and not timed: messages that came while the loop stood still are read first
+        while self._unheard < UNHEARD:
             await asyncio.sleep(self._look_s)
             self._unheard += 1
-        raise ConnectionError("what is said does not come back")
+        raise ConnectionError("published messages do not come back")
 
     async def _transmit(self, connection: Any) -> None:
         while True:
@@ -201,8 +203,8 @@ async def _until_one_ends(*works: Coroutine[Any, Any, None]) -> None:
         await cancel_tasks(tasks)
 
 
-#: Whoever holds the key may have it again; else it is free once its time is over. What is no claim, of another type or
-#: without a time to live, is replaced.
+#: The holder of the key may renew it; otherwise it is free after its TTL. A value of another type or without a TTL is
+#: no claim and is replaced.
 _CLAIM = """
 local kind = redis.call('TYPE', KEYS[1]).ok
 local holder = kind == 'string' and redis.call('GET', KEYS[1])
@@ -214,7 +216,7 @@ return 0
 
 
 class RedisLink(StoreLink):
-    """Redis or Valkey. What is to be done once is claimed by a key with a time to live."""
+    """Link over Redis or Valkey. An action to be done once is claimed by a key with a TTL."""
 
     name = "redis"
     keeps = True
@@ -235,7 +237,7 @@ class RedisLink(StoreLink):
             yield subscribed
         finally:
             self._client = None
-            with contextlib.suppress(Exception):  # what is lost need not be closed
+            with contextlib.suppress(Exception):  # a lost connection need not be closed
                 async with asyncio.timeout(TIMEOUT_S):
                     await subscribed.aclose()  # type: ignore[no-untyped-call]
                     await client.aclose()
@@ -292,7 +294,7 @@ class NatsLink(StoreLink):
     async def _connection(self) -> AsyncIterator[Any]:
         from nats.aio.client import Client
 
-        async def ignore(_: object = None) -> None: ...  # the library's own complaints: what fails is seen here
+        async def ignore(_: object = None) -> None: ...  # the library's own log: failures are handled here
 
         client = Client()
         try:

@@ -12,7 +12,7 @@ _STORES = {"redis": ("redis", "rediss", "unix"), "nats": ("nats", "tls", "ws", "
 
 
 def find_faults(sync: SyncSettings) -> Iterator[Finding]:
-    """Yield everything wrong or doubtful with a section that says anything."""
+    """Yield errors and doubts about a section with any setting."""
     given = {name: url for name in _STORES if (url := getattr(sync, name)) is not None}
     if len(given) > 1:
         yield error_at(("sync", "nats"), "replicas meet at one place: redis or nats", "leave one of them out")

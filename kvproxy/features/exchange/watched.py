@@ -1,4 +1,4 @@
-"""Where one process learns something, its indexes and its ledgers, each with what hears of it for the journal."""
+"""Hooks into indexes and ledgers that feed the journal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
 from kvproxy.features.exchange.wire import MAX_BLOCKS
 
-#: Tokens of a prefix that go along with what was done to it.
+#: Tokens of a prefix sent along with an action on it.
 MAX_TOKENS = 8192
 
 
@@ -53,7 +53,7 @@ def numbers(code: str, data: bytes) -> array[int]:
 
 
 def add_to_digest(digest: int, hashes: bytes) -> int:
-    """Return the digest of what was told, with one prompt more."""
+    """Return the digest of the sent prompts, with one more."""
     return (digest + int.from_bytes(hashes[-8:], "little")) & ((1 << 64) - 1)
 
 
@@ -63,7 +63,7 @@ class IndexWatch:
     def __init__(self, cluster: str, notes: Notes) -> None:
         self._cluster = cluster
         self._notes = notes
-        self._reused: tuple[SpeculativeEntry, int] | None = None  # said of the entry that is settled next
+        self._reused: tuple[SpeculativeEntry, int] | None = None  # about the entry that is settled next
         self._denied: tuple[PrefixCursor[Run], int] | None = None
 
     def routed(self, entry: SpeculativeEntry) -> None:
@@ -127,7 +127,7 @@ class LedgerWatch:
         self._notes.sampled(*self.key, work, busy_s, scraped=scraped)
 
     def placed(self, routed_s: float, *, bound: bool) -> None:
-        """A request was placed there, and is counted in next."""
+        """Note a request that was placed there; it is counted in next."""
         self._routed += 1
         self._routed_s += routed_s
         self._bound += bound

@@ -1,4 +1,4 @@
-"""What proxies say to each other: the messages, as msgpack."""
+"""Messages between proxies, as msgpack."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvproxy.features.exchange.deltas import Delta, EndpointLoads, Routed
 
 log = logging.getLogger("kvproxy.sync")
 
-#: Of what is said here; proxies of other versions, or that hash prompts otherwise, talk on another topic.
+#: Version of the messages; proxies of other versions, or that hash prompts otherwise, use another topic.
 VERSION = 4
 
-#: A message may not be larger, whatever carries it.
+#: Bound on a message, whatever the link.
 MAX_BYTES = 60_000
-#: Of a longer prompt only the first blocks (2 MiB of text) are told: the most that fits into a batch beside others.
+#: Blocks sent of a longer prompt (2 MiB of text): the most that fits into a batch beside others.
 MAX_BLOCKS = 6_000
 #: Deltas of one message: applying takes some 15 us each, and must not hold the event loop.
 MAX_DELTAS = 400
 
 #: Ledgers of one message.
 MAX_ROWS = 100
-#: What a message and each part of it take in memory at most, beside their bytes.
+#: Upper bound on the memory of a message and of each part of it, beside their bytes.
 _PART_BYTES = 200
 
 Deltas = Annotated[list[Delta], msgspec.Meta(max_length=MAX_DELTAS)]
@@ -44,7 +44,7 @@ class Origin(msgspec.Struct, array_like=True, frozen=True, order=True, gc=False)
 
     @property
     def place(self) -> tuple[str, int]:
-        """What the next life of it has in common."""
+        """Host and worker, which the next life has in common."""
         return self.host, self.worker
 
 
@@ -70,7 +70,8 @@ class Echo(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Beat(_Message, tag=2, frozen=True):
-    """A heartbeat: what was said so far, and how the sender is. `told`: prompts in its batches, `digest` their sum."""
+    """Heartbeat: number of the last batch, and the sender's state. `told`: prompts in its batches, `digest` their
+    sum."""
 
     seq: int
     sent_s: Finite
@@ -82,7 +83,7 @@ class Beat(_Message, tag=2, frozen=True):
 
 
 class Hello(_Message, tag=3, frozen=True):
-    """A new life begins: all others tell it how it stands."""
+    """Begin of a new life: all others send their state."""
 
 
 class Bye(_Message, tag=4, frozen=True):
@@ -109,7 +110,7 @@ class Standing(_Message, tag=6, frozen=True):
 
 
 class Want(_Message, tag=7, frozen=True):
-    """To one: everything it knows, please."""
+    """Request for the whole state of one peer."""
 
 
 class Piece(_Message, tag=8, frozen=True):
@@ -154,17 +155,17 @@ def held_bytes(message: Batch | Standing, encoded_bytes: int) -> int:
 
 
 class Drops(Protocol):
-    """Counts deltas that are not told."""
+    """Counter of dropped deltas."""
 
     dropped: int
 
 
 def encode_batch(batch: Batch, drops: Drops) -> bytes:
-    """As bytes. Deltas that cannot be said, with a number too large, say, are left out and counted."""
+    """Encode a batch. Deltas that cannot be encoded, such as one with a number too large, are dropped and counted."""
     try:
         return encode(batch)
     except (ValueError, OverflowError) as error:
-        log.warning("something is not told to other processes: %s", type(error).__name__)
+        log.warning("dropping sync message: cannot encode %s", type(error).__name__)
     said = [delta for delta in batch.deltas if _can_be_said(delta)]
     drops.dropped += len(batch.deltas) - len(said)
     return encode(msgspec.structs.replace(batch, deltas=said))

@@ -1,4 +1,4 @@
-"""What of a proxy its peers have a share in: the few places where it is read and written."""
+"""State that a proxy shares with its peers: the few places where it is read and written."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ClusterPart(Protocol):
         ...
 
     def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
-        """Another proxy told of its load there."""
+        """Handle a load row from another proxy."""
         ...
 
     def observe_sample(
@@ -56,13 +56,13 @@ class ClusterPart(Protocol):
     ) -> None: ...
 
     def drained(self) -> Mapping[EndpointId, bool]:
-        """Whether an operator drains it, by endpoint."""
+        """Return the drain state set by an operator, by endpoint."""
         ...
 
     def drain(self, endpoint: EndpointId, *, draining: bool) -> None: ...
 
     def watch_probes(self, tell: TellProbe) -> None:
-        """`tell` hears of each probe's engine and outcome."""
+        """Call `tell` with each probe's engine and outcome."""
 
     def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
         """Another process probed it just now."""
@@ -95,21 +95,21 @@ class World:
         return cls(parts, kvcache.state, kvcache.actions, kvcache.scraper, limits, budgets)
 
     def keep_apart(self, own: Origin, lags_s: Mapping[Origin, float]) -> None:
-        """Policies are told of the processes that decide beside this one, and how late these are heard."""
+        """Pass the number of deciding processes, and their delay, to the policies."""
         delay_s = fmean(lags_s.values()) if lags_s else 0.0
         others = Others(delay_s, 1 + len(lags_s), sum(one < own for one in lags_s)) if delay_s else None
         for part in self.clusters.values():
             part.policy.others = others
 
     def watch_engines(self, add: Callable[[Delta], None]) -> None:
-        """What engines say, and how probes of them went, is added."""
+        """Add engines' readings, and outcomes of their probes."""
         if self.scraper is not None:
             self.scraper.readings.tell = lambda *read: add(EngineRead(*read))
         for name, part in self.clusters.items():
             part.watch_probes(partial(_add_probe, add, name))
 
     def hear_probe(self, delta: Probed, *, near: bool) -> None:
-        """Another proxy probed an engine: that says something here where it is on the same machine."""
+        """Use another proxy's probe of an engine, if it is on the same machine."""
         part = self.clusters.get(delta.cluster)
         if near and part is not None:
             part.hear_probe(EndpointId(delta.engine), delta.outcome)

@@ -44,7 +44,7 @@ class RecentBreak:
 
 
 class BreakBook:
-    """What is kept of sessions and their breaks. It is bounded, and lives on over a reload."""
+    """State of sessions and their breaks. It is bounded, and outlives a reload."""
 
     def __init__(self) -> None:
         self.sessions = Sessions()

@@ -24,7 +24,7 @@ class Cause(StrEnum):
     EVICTED = "evicted"
 
 
-#: What happened, and what helps.
+#: Description and remedy by cause.
 ADVICE: dict[str, tuple[str, str]] = {
     Cause.VOLATILE_HEADER: (
         "the system prompt has a header in it that is another one in every request, and the engine does not drop it",
@@ -36,7 +36,7 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     Cause.DATE_OR_ID: (
         "a date, a time or an id in front of the conversation changes",
-        "have the client put what changes into its last message",
+        "have the client put changing text into its last message",
     ),
     Cause.TOOL_ORDER: (
         "the same tools come in another order",
@@ -48,10 +48,10 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     Cause.SYSTEM: (
         "the system prompt is rewritten within a session",
-        "have the client keep it, and say what is new in its last message",
+        "have the client keep it, and put news into its last message",
     ),
     Cause.TEMPLATE: (
-        "what shapes the chat template (reasoning effort, thinking, its arguments) changes within a session",
+        "inputs of the chat template (reasoning effort, thinking, its arguments) change within a session",
         "keep it as it is for a whole session",
     ),
     Cause.COMPACTION: (
@@ -68,10 +68,10 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     Cause.MOVED: (
         "the next turn was served by another endpoint, which did not hold the prompt",
-        "`kvproxy explain REQUEST_ID` says why; more room for load, or a `queue`, keeps more turns at home",
+        "`kvproxy explain REQUEST_ID` shows why; more room for load, or a `queue`, keeps more turns at home",
     ),
     Cause.EVICTED: (
-        "the engine no longer had what it prefilled in the turn before",
+        "the engine no longer had the KV of the turn before",
         "more KV memory, or a tier below it (LMCache); `kvproxy doctor --advise` has the figures",
     ),
 }
@@ -93,7 +93,7 @@ _is_date_or_id = re.compile(
     rb"\b(?=[a-z_-]{0,32}\d)[a-z]{2,12}_[a-z0-9]{8,64}\b",
     re.IGNORECASE,
 ).search
-#: How clients say that a summary stands for what was said before.
+#: Clients' wording of a summary in place of earlier messages.
 is_summary = re.compile(
     rb"continued from a previous conversation|summary of (?:the|our|this) (?:previous |earlier |prior )?"
     rb"(?:conversation|session)|conversation (?:so far )?(?:was|has been) (?:compacted|summarized)|"

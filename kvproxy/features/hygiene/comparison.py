@@ -1,20 +1,19 @@
-"""What changed between a session's last prompt and the one it returned with: the first part, why, and how much was sent
-again behind it. Pure; the new prompt's text is looked at, and nothing of it is kept.
+"""Changes between a session's last prompt and its next one: the first changed part, the cause, and the tokens sent
+again behind it. Pure; the new prompt's text is read, but not kept.
 
-| cause | what is seen |
+| cause | evidence |
 |---|---|
-| `volatile_header` | where a system block first differs, or behind, is a line with a header (`x-...:`) |
-| `token_counter` | or one that counts the tokens that are left |
+| `volatile_header` | the first difference of a system block, or a later one, is a line with a header (`x-...:`) |
+| `token_counter` | or a line that counts the remaining tokens |
 | `date_or_id` | there, or in a message, of nearly the same size, is a date, a time or an id; or in a changed tool |
 | `tool_order` | the same tools in another order |
 | `tools`, `system`, `template` | tools; a system block; another field that shapes the template: changed otherwise |
-| `compaction` | messages were dropped or cut short, and what came after them was sent again |
+| `compaction` | messages were dropped or cut short, and the later ones were sent again |
 | `message` | a message was rewritten in its place |
 | `model_switch` | the whole prompt, and more, was sent to another model |
 
 A change is a break only of the same conversation: its last message comes again. Other prompts of a session (sub-agents,
-side requests, branches) begin threads of their own; what they share with others is no loss.
-"""
+side requests, branches) begin threads of their own; their common prefix is no loss."""
 
 from __future__ import annotations
 
@@ -31,9 +30,9 @@ from kvproxy.features.hygiene.causes import Cause, common_volatile_cause, is_sum
 from kvproxy.features.hygiene.parts import HeadText, Line, PartKind, head_texts, items_of, lines_behind
 from kvproxy.features.hygiene.threads import LENGTH, Session, Thread
 
-#: A value that was written again changed the size of its part by no more.
+#: Size difference of a part whose value was rewritten, at most.
 _NEAR_BYTES = 64
-#: A summary takes the place of a history of at least so many messages.
+#: Least number of messages that a summary replaces.
 _LONG_HISTORY = 4
 _SUMMARY_WITHIN_BYTES = 4096
 #: Less that came again behind a change of messages is no sign of the same conversation.
@@ -123,7 +122,7 @@ def _resent_bytes(old: Thread, new: Thread) -> int:
 
 
 def _changed_messages(old: Thread, new: Thread, text: PromptText, at: int) -> Change | None:
-    """The messages from `at` on are others, up to some that came again."""
+    """Return the change if the messages from `at` on are others, up to some that came again."""
     last = len(new.messages) - 1 - new.messages[::-1].index(old.messages[-1])
     gone = Counter(old.messages[at:])
     fresh: list[int] = []
@@ -155,7 +154,7 @@ def _is_near(size: int, other: int) -> bool:
 
 
 def _is_summarized(old: Thread, new: Thread, text: PromptText, at: int) -> bool:
-    """Whether what was said before was replaced by a summary of it, by its words."""
+    """Return True if earlier messages were replaced by a summary, by its wording."""
     if len(new.messages) >= len(old.messages) or len(old.messages) - at < _LONG_HISTORY:
         return False
     return is_summary(text.part_at(new.head.leading + at), 0, _SUMMARY_WITHIN_BYTES) is not None
@@ -217,7 +216,7 @@ def _changed_system(broken: Thread, new: Thread, field: HeadText, difference: in
         cause = volatile_cause(line.text)
         if cause is not None and (cause is not Cause.DATE_OR_ID or difference <= _NEAR_BYTES):
             return Change(cause, f"{PartKind.SYSTEM} {line.block}, line {line.number}", again, broken)
-    for line in after:  # such a line changes every time, so the first one is why what came before it looks different
+    for line in after:  # such a line changes every time, so the first one explains an earlier difference
         if (cause := volatile_cause(line.text)) in (Cause.VOLATILE_HEADER, Cause.TOKEN_COUNTER):
             return Change(cause, f"{PartKind.SYSTEM} {line.block}, line {line.number}", again, broken)
     return Change(Cause.SYSTEM, _place(near), again, broken)

@@ -9,7 +9,7 @@ from kvproxy.base.metrics.groups import MetricGroup
 
 
 class PrefixBreakMetrics(MetricGroup):
-    """What breaks prefixes."""
+    """Metrics of broken prefixes."""
 
     labels = {
         "cause": "why the prompt of a returning session could not be reused "

@@ -8,7 +8,7 @@ NOTE = "prefix_break"
 
 
 class PrefixBreak(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a returning session lost: the first part that changed, why, and what was computed again for it."""
+    """Break of a returning session's prefix: the first part that changed, the cause, and the tokens computed again."""
 
     cause: str  # a Cause; in a receipt of a later version, maybe another one
     part: str  # "system block 1, line 14", "tool 3", "message 5", "template", "model"; "engine": nothing changed

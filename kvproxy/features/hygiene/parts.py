@@ -1,8 +1,6 @@
-"""A prompt's head: tools, system prompt, what else shapes the template. What is kept of it are digests and sizes, never
-text.
+"""A prompt's head: tools, system prompt, and other inputs of the template. Only digests and sizes are kept, never text.
 
-Digests are seeded by chance at each start of the process: what one of them stood for cannot be found out afterwards.
-"""
+Digests are seeded at random at each start of the process, so that their inputs cannot be found out afterwards."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ class HeadField(msgspec.Struct, frozen=True, gc=False):
 
 
 class Head(msgspec.Struct, frozen=True, gc=False):
-    """What of a head is kept."""
+    """Kept digests of a head."""
 
     fields: tuple[HeadField, ...]
     leading: int  # messages that are a part of it

@@ -1,5 +1,4 @@
-"""What breaks prefixes: for each session that returns and was not reused as far as its last prompt went, why and what
-it cost."""
+"""Broken prefixes: for each returning session whose last prompt was not fully reused, the cause and the cost."""
 
 from __future__ import annotations
 
@@ -29,9 +28,8 @@ _HEADER_WITHIN = 512  # bytes of a system prompt
 class PrefixBreaks(CacheObserver):
     """Looks at every request of a session when it is over.
 
-    The engine's count of reused tokens decides: what it reused was not broken, whatever changed. Where an engine does
-    not report it, only changes count that the client made.
-    """
+    The engine's count of reused tokens decides: a reused part was not broken, whatever changed. If an engine does not
+    report it, only changes by the client count."""
 
     def __init__(self, parts: CacheParts) -> None:
         self.book = parts.state.of(BreakBook)
@@ -53,7 +51,7 @@ class PrefixBreaks(CacheObserver):
         self.book.keep_only({(name, one.id) for name, cluster in self._clusters.items() for one in cluster.endpoints})
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to this object."""
         sessions = self.book.sessions
         metrics.group(HoldingMetrics).index_bytes.labels("session_parts").set_function(lambda: sessions.held_bytes)
 
@@ -85,7 +83,8 @@ class PrefixBreaks(CacheObserver):
         return found
 
     def _prove(self, thread: Thread, facts: RequestFacts, result: Result) -> None:
-        """The engine reused the thread's last prompt: it keeps what it prefills, and drops a header that changed."""
+        """Note that the engine reused the thread's last prompt: it keeps prefilled prompts, and drops a header that
+        changed."""
         assert result.endpoint is not None
         thread.proved = True
         place = (facts.cluster.name, result.endpoint)

@@ -19,7 +19,7 @@ MAX_THREADS = 16
 _THREAD_BYTES = 400
 _SESSION_BYTES = 300
 _MESSAGE_BYTES = 8
-#: Of the number that stands for a message: its digest, and its length, which is bounded by that of all prompts.
+#: Bits of a message's number for its length, which is bounded by that of all prompts; the rest is its digest.
 LENGTH = (1 << 24) - 1
 DIGEST = (1 << 64) - 1 - LENGTH
 
@@ -27,7 +27,8 @@ SessionKey = tuple[str, str]  # tenant, session
 
 
 def add_messages(messages: array[int], text: PromptText, first: int, count: int) -> None:
-    """A number for each of these messages of the text; in its lowest bits its length, as far as they can tell."""
+    """Add a number for each of these messages of the text; its lowest bits are the message's length, as far as they
+    suffice."""
     part_at = text.part_at
     digest = xxh3_64_intdigest
     seed = SEED
@@ -76,7 +77,7 @@ class Session:
 
     def __init__(self) -> None:
         self.threads: list[Thread] = []
-        self.used = True  # since it was looked at to be forgotten
+        self.used = True  # used since the last check
         self.held_bytes = _SESSION_BYTES
         self.forgot = False  # there were more conversations than are kept
 
@@ -126,13 +127,13 @@ class Sessions:
         return session
 
     def forget(self, key: SessionKey) -> None:
-        """The session is over."""
+        """Forget a session that ended."""
         session = self._sessions.pop(key, None)
         if session is not None:
             self._bytes -= session.held_bytes
 
     def add(self, session: Session, thread: Thread, *, instead_of: Thread | None = None) -> None:
-        """A further thread of the session in use, in place of the one that it took the place of."""
+        """Add a thread of the session in use, in place of `instead_of`."""
         if instead_of is not None:
             session.threads.remove(instead_of)
             self._grew(session, -instead_of.held_bytes)
@@ -146,7 +147,7 @@ class Sessions:
     def go_on(
         self, session: Session, thread: Thread, keys: Sequence[int], blocks: array[int], text: PromptText
     ) -> None:
-        """A thread of the session in use went on with these messages. (All in one call: every turn comes by.)"""
+        """Continue a thread of the session in use with these messages. (All in one call, since every turn runs it.)"""
         parts = thread.parts
         count = len(keys)
         added_bytes = 8 * (len(blocks) - len(thread.blocks))
@@ -166,8 +167,7 @@ class Sessions:
         self._bytes += added_bytes
 
     def _make_room(self) -> None:
-        """The oldest goes, unless it was used since it was the oldest before; also one that is larger than all the
-        room there is."""
+        """Drop the oldest session, unless it was used since; also one that is larger than the bound."""
         sessions = self._sessions
         while self._bytes > self.max_bytes or len(sessions) > self._max_sessions:
             oldest = next(iter(sessions))

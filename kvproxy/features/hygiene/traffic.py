@@ -1,4 +1,4 @@
-"""What the traffic itself does to prefixes: findings from a running proxy's counts, or from receipts. Pure."""
+"""Effects of the traffic itself on prefixes: findings from a running proxy's counts, or from receipts. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Row:
 
 
 def rows_of(answer: Mapping[str, Any]) -> list[Row]:
-    """Those of an answer of `/cache/breaks`; causes that this version does not know are left out."""
+    """Return the rows of an answer of `/cache/breaks`, without causes unknown to this version."""
     return [
         Row(Cause(one["cause"]), *(one[name] for name in Row.__slots__[1:]))
         for one in answer["causes"]
@@ -63,7 +63,7 @@ def rows_of_receipts(receipts: Iterable[Receipt]) -> tuple[list[Row], int]:
 def traffic_report(rows: Sequence[Row], returned: int) -> DoctorReport:
     """Return a warning for each row, the dearest first. `returned`: turns that were compared with the one before."""
     if not returned:
-        what = "no session has returned yet: nothing to compare (sessions are told by their key, prompts from 4 KB on)"
+        what = "no session has returned yet: nothing to compare (sessions are named by their key, prompts from 4 KB on)"
         return DoctorReport.of_findings([Finding(Severity.OK, "traffic", what, check=CHECK)])
     broken = sum(row.breaks for row in rows)
     good = Finding(

@@ -24,7 +24,7 @@ from kvproxy.cache.clients.line_stream import StreamApi
 from kvproxy.cluster.sources.entries import LeftOut
 from kvproxy.cluster.sources.watched import MAX_ITEMS, Changes, Listing, TooOld, check_count
 
-#: Where a pod finds what it needs to speak to the API.
+#: Credentials of a pod for the API.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _PAGE = 200
@@ -35,7 +35,7 @@ _MAX_PAGE_VALUES = 200_000
 #: The API server stores no object over 1.5 MiB.
 _MAX_LINE_BYTES = 4 << 20
 _LIST_TIMEOUT_S = 8.0
-#: A watch is begun anew after about this long, so that a connection whose other end vanished is noticed.
+#: A watch is restarted after about this long, to notice a connection whose other end vanished.
 _WATCH_S = (45, 75)
 _IDLE_S = 90.0
 _GONE = 410
@@ -44,7 +44,7 @@ ObjectT = TypeVar("ObjectT", bound="KubernetesObject")
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel"):
-    """What every object has."""
+    """Metadata of every object."""
 
     name: str = ""
     namespace: str = ""
@@ -71,7 +71,7 @@ class _Named(msgspec.Struct):
 
 
 class _Object(msgspec.Struct):
-    """What is read of an object that is not as it should be."""
+    """Parsed part of an invalid object."""
 
     metadata: _Named
 
@@ -220,7 +220,7 @@ class Collection(Generic[ObjectT]):
                 return event
             status = msgspec.json.decode(event.object, type=_Status)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadResponse(f"a watch of {self._resource} brought something that is no event") from error
+            raise BadResponse(f"a watch of {self._resource} brought an invalid event") from error
         if status.code == _GONE:
             raise TooOld
         raise ClientUnavailable(f"the watch of {self._resource} ended with {status.code}: {status.message[:200]}")

@@ -13,10 +13,10 @@ from kvproxy.cluster.sources.entries import LeftOut, read_entry
 from kvproxy.features.kubernetes.client import KubernetesObject, Metadata
 from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 
-#: The label that says which service a slice belongs to.
+#: Label with the service of a slice.
 SERVICE_LABEL = "kubernetes.io/service-name"
 
-#: What labels and annotations begin with that mean something here; an annotation goes before a label.
+#: Prefix of labels and annotations for kvproxy; an annotation takes precedence over a label.
 PREFIX = "kvproxy.io/"
 
 
@@ -108,7 +108,7 @@ class Made:
     def endpoint(
         self, name: str, address: str, port: int, about: list[Metadata], **more: str
     ) -> EndpointSettings | LeftOut:
-        """As these say: of what is said about it the first object's word counts."""
+        """Build the endpoint; of several objects about it the first one takes precedence."""
         made_of = (port, [(one.labels, one.annotations) for one in about], more)
         return self._take(
             (name, address), made_of, lambda: _endpoint(name, address, port, about, self.settings, **more)
@@ -189,8 +189,8 @@ def _of_slice(
     about = [metadata] if pod is None else [pod.metadata, metadata]
     name = target.name if target is not None and target.name else f"{made.settings.service}@{address}"
     more = {"node": endpoint.node_name or "", "zone": endpoint.zone or ""}
-    # `serving` is the pod's own word; `ready` is always true where a service publishes what is not ready, and missing
-    # means that the one who wrote the slice does not know.
+    # `serving` is the pod's own state; `ready` is always true where a service publishes pods that are not ready, and
+    # missing means unknown to the writer of the slice.
     serving = conditions.serving if conditions.serving is not None else conditions.ready is not False
     leaving = bool(conditions.terminating)
     made_of = made.endpoint(name, address, port, about, **more)
@@ -224,7 +224,7 @@ def _endpoint(
 
 
 def _said(about: list[Metadata]) -> dict[str, str]:
-    """Return what labels and annotations say to kvproxy: the first object's before the next one's."""
+    """Return the labels and annotations for kvproxy: the first object's before the next one's."""
     said: dict[str, str] = {}
     for metadata in reversed(about):
         for texts in (metadata.labels, metadata.annotations):

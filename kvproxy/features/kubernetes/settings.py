@@ -13,7 +13,7 @@ class KubernetesApiSettings(Model):
     """How to reach the API of Kubernetes from outside; within a pod nothing of this is needed."""
 
     url: str = ""
-    """`https://host:port`; empty: as a pod is told it, with its service account."""
+    """`https://host:port`; empty: the address in a pod's environment, with its service account."""
     token_file: str = ""
     """File with a bearer token, read again for every request; empty: none is sent (`kubectl proxy`)."""
     ca_file: str = ""
@@ -25,10 +25,10 @@ class KubernetesDiscoverySettings(Model):
     `ADDRESS:PORT`, or the value of its annotation `kvproxy.io/instance-id`."""
 
     service: str = Field(default="", max_length=63)
-    """Name of a service: its EndpointSlices say which pods there are and which are ready."""
+    """Name of a service: its EndpointSlices list the pods and which are ready."""
     selector: str = Field(default="", max_length=1000)
-    """Label selector of pods, such as `app=vllm`: they are watched themselves. With `service` as well the service says
-    which are ready, and labels and annotations of these pods what they serve."""
+    """Label selector of pods, such as `app=vllm`: they are watched themselves. With `service` as well the service
+    decides which are ready, and labels and annotations of these pods what they serve."""
     namespace: str = Field(default="", max_length=63, pattern=r"^[a-z0-9-]*$")
     """Where these are; empty: where kvproxy runs."""
     port: str = Field(default="", max_length=63)
@@ -36,7 +36,7 @@ class KubernetesDiscoverySettings(Model):
     scheme: Literal["http", "https"] = "http"
     """How to speak to them."""
     models: tuple[str, ...] = ()
-    """Models they serve, where no annotation `kvproxy.io/models` says so."""
+    """Models they serve, unless an annotation `kvproxy.io/models` lists them."""
     server_name: str = ""
     """Name that the certificates of https endpoints are for; empty: their address."""
     ca_file: str = ""

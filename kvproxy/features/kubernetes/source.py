@@ -27,14 +27,14 @@ from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 
 _SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
 _PODS = "/api/v1/pods"
-#: After a change was told, the next waits for so many times as long as that took: thousands of pods that change all the
-#: time take a tenth of the event loop.
+#: Pause after an update, as a multiple of its duration: thousands of pods that change all the time take a tenth of the
+#: event loop.
 _REST = 9.0
 
 
 class KubernetesDiscovery:
-    """A pod is an endpoint from when it is ready until it is gone or about to be. One that is not ready any more stays,
-    and takes nothing new: what is known of its cache is worth keeping."""
+    """Discovery of pods: each is an endpoint from when it is ready until it is gone or about to be. A pod that is no
+    longer ready stays without new requests, since its cache data is worth keeping."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class KubernetesDiscovery:
                 noted.clear()
                 if all(mirror.listed for mirror in mirrors):
                     await tell(self._found(), next((mirror.trouble for mirror in mirrors if mirror.trouble), ""))
-                await asyncio.sleep(_REST * (loop.time() - began))  # what changes meanwhile is told together
+                await asyncio.sleep(_REST * (loop.time() - began))  # changes meanwhile are reported together
 
     async def _mirrors(self) -> list[Mirror[Any]]:
         """Of what the settings need."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from kvproxy.base.types import EndpointId
 
-#: Answers whose next turns are looked out for; the longest waiting go first.
+#: Answers whose next turns are expected; the longest waiting are dropped first.
 MAX_WAITING = 16_384
-#: A conversation that did not go on for so long is not expected any more; no lease is longer.
+#: A conversation that did not go on for this long is no longer expected; no lease is longer.
 HORIZON_S = 3600.0
-#: The first and last turns of a conversation differ by so many message prefixes at most.
+#: Message prefixes by which the first and last turns of a conversation differ, at most.
 LOOKED_AT = 17
 
 
@@ -31,7 +31,7 @@ class Waiting:
 
 
 class BySession:
-    """Which keys belong to each session; those without one are left out."""
+    """Keys of each session; those without one are left out."""
 
     def __init__(self) -> None:
         self._keys: dict[int, set[int]] = {}
@@ -54,7 +54,7 @@ class BySession:
 
 
 class Conversations:
-    """Those that may go on, by key, the longest waiting first."""
+    """Conversations that may go on, by key, the longest waiting first."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Waiting] = {}
@@ -71,7 +71,7 @@ class Conversations:
         return self._waiting.get(key)
 
     def add(self, waiting: Waiting) -> None:
-        """An answer is over, and its conversation may go on."""
+        """Add a conversation after its answer."""
         self._take(waiting.key)
         self._waiting[waiting.key] = waiting
         self._sessions.add(waiting)
@@ -83,7 +83,7 @@ class Conversations:
         return next((found for key in reversed(keys[-LOOKED_AT:]) if (found := self._take(key)) is not None), None)
 
     def forget_late(self, now: float) -> None:
-        """Those that wait for too long: they are not expected to go on."""
+        """Forget conversations that wait for too long and are not expected back."""
         for first in self._late(now):
             self._take(first.key)
 

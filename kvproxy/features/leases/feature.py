@@ -51,7 +51,7 @@ class Leases(Feature):
         return Leasing(parts) if _is_on(parts.settings) else None
 
     def list_notes(self) -> Mapping[str, type[Struct]]:
-        """What became of the lease on the prompt that the request goes on from."""
+        """Return the note of the lease on the prompt that the request continues."""
         from kvproxy.features.leases.note import LeaseResult
 
         return {"lease": LeaseResult}
@@ -68,7 +68,7 @@ class Leases(Feature):
             yield f"{lease.reused} of {lease.tokens} tokens reused{saved}"
 
     def describe_cache(self, observer: CacheObserver | None, view: View, now: float) -> Mapping[str, object]:
-        """What is promised; None: there are no leases."""
+        """Describe the promises; None: there are no leases."""
         from kvproxy.features.leases.leasing import Leasing
 
         if view == "status":

@@ -1,5 +1,5 @@
-"""Which prompts are kept for conversations that are expected back, within which budgets, and what came of it. Decisions
-and books, no I/O; the time is an argument."""
+"""Leases: prompts kept for conversations that are expected back, their budgets, and their results. Decisions and books,
+no I/O; the time is an argument."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Why(StrEnum):
     """Why a prompt is kept; a metric label."""
 
     TOOL_CALL = "tool_call"  # its answer calls a tool, whose result comes with the next turn
-    CLIENT = "client"  # asked for it
+    CLIENT = "client"  # requested by the client
 
 
 def choose_duration(of: Waiting, settings: LeaseSettings) -> float:
@@ -64,12 +64,12 @@ class Lease:
 
     @property
     def tokens(self) -> int:
-        """What is promised."""
+        """Promised tokens."""
         return len(self.prefix.tokens)
 
     @property
     def reusable_tokens(self) -> int:
-        """What an engine reuses of it at least, if it is there."""
+        """Tokens that an engine reuses at least, if the prompt is there."""
         return self.tokens - max(_SPARED_TOKENS, int(_SPARED_SHARE * self.tokens))
 
     def describe(self, now: float) -> dict[str, object]:
@@ -123,7 +123,7 @@ class LeaseBook:
         }
 
     def note_return(self, keys: Sequence[int], now: float) -> None:
-        """A prompt with these message prefixes is on its way: a conversation may go on."""
+        """Note the return of a conversation whose prompt has these message prefixes."""
         waiting = self.waiting.take_returned(keys)
         lease = None if waiting is None else self.leases.get(waiting.key)
         if lease is not None and now <= lease.until:
@@ -160,7 +160,7 @@ class LeaseBook:
         return ""
 
     def release(self, lease: Lease) -> None:
-        """It ends. A pin of a service that counts is to be taken back."""
+        """Release a lease. The caller has to undo a pin of a service that counts."""
         del self.leases[lease.of.key]
         self._sessions.discard(lease.of)
         lease.known.promised_until = lease.until = 0.0
@@ -194,8 +194,8 @@ class LeaseState:
         self._at: str | None = None
 
     def book_at(self, lmcache: str) -> LeaseBook:
-        """The book of what is kept at this one. The service that had it kept at another one ends that there; which
-        conversations are expected back is known in both."""
+        """Return the book of this LMCache. At a change, the former service ends its own leases; the expected
+        conversations are kept."""
         if self._at not in (None, lmcache):
             waiting = self._book.waiting
             self._book = LeaseBook()

@@ -62,7 +62,7 @@ class Leasing(CacheObserver):
         self._clock = parts.clock
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """The gauges read it from now on, and it alone acts on the book."""
+        """Bind the gauges to this object, which alone acts on the book."""
         book = self.book
         group = metrics.group(LeaseMetrics)
         book.owner = self
@@ -79,7 +79,7 @@ class Leasing(CacheObserver):
         return LeaseWatch(self, facts)
 
     def finished(self, facts: RequestFacts, outcome: Outcome, tenant: str, *, calls_tool: bool) -> LeaseResult | None:
-        """A request is over: its conversation is waited for. Return what became of the lease it came under, if any."""
+        """Verify the request's lease and expect the conversation's next turn; returns the lease's result, if any."""
         lease = self.book.take_returned(facts.keys)
         endpoint = outcome.endpoint
         if endpoint is None or not outcome.prefilled:
@@ -99,7 +99,7 @@ class Leasing(CacheObserver):
         return kept
 
     def tokens_known(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds, endpoint: Endpoint) -> None:
-        """A lease on this prompt, if its conversation is expected back."""
+        """Lease this prompt if its conversation is expected back."""
         waiting = self.book.waiting.get(prefix.key)
         if waiting is None:
             return
@@ -130,7 +130,7 @@ class Leasing(CacheObserver):
         return []
 
     def done(self, action: Action, now: float) -> None:
-        """A pin had its effect, or one was taken back."""
+        """Note a pin that had its effect, or one that was taken back."""
         at = action.instance_id
         prefix = action.prefix
         assert prefix is not None
@@ -156,7 +156,7 @@ class Leasing(CacheObserver):
 
     @property
     def _counts(self) -> bool:
-        """Whether pins are counted, and stay until they are taken back."""
+        """True if pins are counted, and stay until they are taken back."""
         return ActionKind.UNPIN in self._lookups.supported
 
     def _refuse(self, lease: Lease) -> str:

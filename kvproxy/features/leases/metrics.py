@@ -18,7 +18,7 @@ class LeaseMetrics(MetricGroup):
         "kvproxy_lease_entries": Across.MAX,
     }
     labels = {
-        "why": "why a prompt is kept: `tool_call` (its answer calls a tool) or `client` (asked for it)",
+        "why": "why a prompt is kept: `tool_call` (its answer calls a tool) or `client` (requested it)",
     }
 
     def __init__(self, r: CollectorRegistry) -> None:

@@ -1,4 +1,4 @@
-"""Whether an answer ends in calls of tools, read from it as it passes."""
+"""Detection of answers that end in tool calls, while they pass."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ _item = re.compile(rb'"type"\s?:\s?"(?:function_call|custom_tool_call|local_shel
 
 
 class PendingCall:
-    """Of one answer. What is looked for cannot be in generated text, whose quotes are escaped; what the network cut in
-    two goes unseen. Items of Responses count at once: at the end these give no reason but that they are complete."""
+    """Detector for one answer. The searched texts cannot be in generated text, whose quotes are escaped; one split by
+    the network goes unseen. Items of Responses count at once: their end gives no other reason than that they are
+    complete."""
 
     __slots__ = ("found",)
 
@@ -18,6 +19,6 @@ class PendingCall:
         self.found = False
 
     def read_piece(self, piece: bytes) -> None:
-        """The answer passes."""
+        """Read a piece of the answer."""
         if (b'"tool_' in piece and _finished(piece)) or (b'_call"' in piece and _item(piece)):
             self.found = True

@@ -8,15 +8,15 @@ from pydantic import Field, model_validator
 
 from kvproxy.base.settings.model import Duration, Model, Name
 
-#: Settings that went with what they were of.
+#: Removed settings with the reasons.
 _GONE = {
     "touch": "sessions took 1.00 to 1.03 of their time with it, in four measurements",
-    "share": "pauses are not learned any more, a lease lasts for max_duration",
+    "share": "pauses are no longer learned, a lease lasts for max_duration",
 }
 
 
 class LeaseBudget(Model):
-    """What one tenant may have under lease."""
+    """Lease budget of one tenant."""
 
     tenant: Name
     """Name of its API key."""
@@ -31,7 +31,7 @@ class LeaseSettings(Model):
     enabled: bool = False
     """Do it. Token ids of prompts under a lease are then kept in memory, never text."""
     max_duration: Duration = Field(default=900.0, gt=0, le=3600)
-    """How long a lease lasts; shorter where the client asks for less."""
+    """Duration of a lease; shorter if the client requests less."""
     min_tokens: int = Field(default=1024, ge=1)
     """Shorter prompts are not worth one."""
     max_leases: int = Field(default=1000, ge=1, le=100_000)
@@ -46,7 +46,7 @@ class LeaseSettings(Model):
     @model_validator(mode="before")
     @classmethod
     def _name_what_went(cls, given: Any) -> Any:
-        """An error for a setting that is gone, with the reason."""
+        """Refuse a removed setting with the reason."""
         if isinstance(given, dict):
             for name, why in _GONE.items():
                 if name in given:

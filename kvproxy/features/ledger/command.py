@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from kvproxy.features.ledger.ledger import LedgerReader, LedgerSum
 from kvproxy.proxy.filters.access_log import printable
 
-#: What spreadsheets take for the beginning of a formula.
+#: Beginnings of a formula in spreadsheets.
 _FORMULA = ("=", "+", "-", "@", "\t")
 _HEADER = ("tenant", "model", "requests", "uncached", "cached", "output", "price")
 
@@ -57,7 +57,7 @@ def _row(tenant: str, model: str, one: LedgerSum) -> tuple[str, ...]:
 
 
 def _print_csv(rows: list[dict[str, Any]], out: TextIO) -> None:
-    """A client chooses the name of its model: none of them becomes a formula."""
+    """Print rows as CSV. A client chooses the name of its model, so none may become a formula."""
     table = csv.DictWriter(out, ["tenant", "model", *(field.name for field in fields(LedgerSum))], lineterminator="\n")
     table.writeheader()
     for row in rows:

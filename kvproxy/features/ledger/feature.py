@@ -41,7 +41,7 @@ class LedgerFeature(Feature):
         predicts = any(settings.cached_tokens is CachedTokens.PREDICTED for settings in routers)
         if part_of(config, LedgerPlace).ledger.bill_predicted and not predicts:
             hint = "`router: {cached_tokens: predicted}`, or leave it out"
-            yield error_at(("ledger", "bill_predicted"), "nothing is predicted for answers", hint)
+            yield error_at(("ledger", "bill_predicted"), "there are no predictions for answers", hint)
 
     def observe_requests(self, proxy: RecorderTarget, config: Config) -> Sequence[WritingObserver[Any]]:
         """Return the ledger, if it has a path."""

@@ -24,8 +24,8 @@ _PER = 1_000_000.0  # tokens that a price is for
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request. None: the engine did not say; then nothing is billed as cached, and without a count of the prompt
-    there is no price."""
+    """Record of one request. None: not reported by the engine; then nothing is billed as cached, and without a count of
+    the prompt there is no price."""
 
     time: str  # of its end, UTC
     request_id: str
@@ -37,7 +37,7 @@ class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     cached: int | None
     output: int | None
     price: float | None  # None: no rule for this model, or no counts
-    #: Cached tokens as kvproxy predicted them and its client was told, since the engine said nothing. They are among
+    #: Cached tokens as predicted by kvproxy and reported to its client, since the engine reported none. They are among
     #: those `cached` only if they are billed.
     predicted: int | None = None
 
@@ -114,7 +114,7 @@ class Ledger(WritingObserver[_Over]):
 
 @dataclass(slots=True)
 class LedgerSum:
-    """What one tenant had of one model."""
+    """Sums of one tenant and model."""
 
     requests: int = 0
     uncached: int = 0

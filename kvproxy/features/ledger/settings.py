@@ -8,14 +8,14 @@ from kvproxy.base.settings.model import Duration, Model, Size
 
 
 class LedgerPrice(Model):
-    """What a million tokens of a model cost, in whatever unit the operator counts in."""
+    """Price of a million tokens of a model, in the operator's own unit."""
 
     model: str = "*"
     """As the client names it; a trailing `*` matches any rest. The first rule that matches counts."""
     uncached: float = Field(default=0.0, ge=0)
     """Prompt tokens that were computed."""
     cached: float = Field(default=0.0, ge=0)
-    """Prompt tokens that the engine says it had cached."""
+    """Prompt tokens that the engine reports as cached."""
     output: float = Field(default=0.0, ge=0)
     """Tokens generated."""
 
@@ -26,10 +26,10 @@ class LedgerSettings(Model):
     path: str = ""
     """File it is written to, one for each proxy; empty: none."""
     prices: tuple[LedgerPrice, ...] = ()
-    """What tokens cost; without a rule for its model an entry has no price."""
+    """Prices of tokens; without a rule for its model an entry has no price."""
     bill_predicted: bool = False
-    """Price counts of cached tokens that kvproxy predicted and clients were told (`cached_tokens: predicted` of
-    `router`) as cached ones; else such prompts are priced as computed. Entries name them in either case."""
+    """Price cached tokens that kvproxy predicted and reported to clients (`cached_tokens: predicted` of `router`) as
+    cached ones; else such prompts are priced as computed. Entries name them in either case."""
     period: Duration = Field(default=86_400.0, le=31 * 86_400.0)
     """A file holds no more than one of these, counted in UTC; 0: only its size ends it."""
     max_file: Size = Field(default=64 * 1024 * 1024, ge=4096)

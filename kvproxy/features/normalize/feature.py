@@ -24,9 +24,13 @@ class Normalize(Feature):
     name = "normalize"
     filters = {"normalize": NormalizeSettings}
     filter_order = (
-        FilterOrder("inference_request", "normalize", "normalize rewrites what inference_request parses", "error"),
+        FilterOrder(
+            "inference_request", "normalize", "normalize rewrites prompts that inference_request parses", "error"
+        ),
         FilterOrder("normalize", "kvcache", "kvcache predicts for prompts that normalize then rewrites"),
-        FilterOrder("auth", "normalize", "sessions of one name are told apart by tenant, which auth names only later"),
+        FilterOrder(
+            "auth", "normalize", "sessions of one name are distinguished by tenant, which auth names only later"
+        ),
     )
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:

@@ -28,7 +28,7 @@ class NormalizeMetrics(MetricGroup):
         )  # rewritten, left, failed
         self.normalize_state = Gauge(
             "kvproxy_normalize_state",
-            "1: this is what is known of the rules on the cluster's traffic",
+            "1: this is the state of the rules on the cluster's traffic",
             ["cluster", "rules", "state"],
             registry=r,
         )  # trying, on, off

@@ -31,7 +31,7 @@ log = logging.getLogger("kvproxy.filters")
 
 _VERDICTS = {
     TrialState.ON: "[normalize] %s on for cluster %s: of prompts that are rewritten %.0f %% more is reused",
-    TrialState.OFF: "[normalize] %s off for cluster %s: of prompts that are rewritten no more is reused (%+.0f %%)",
+    TrialState.OFF: "[normalize] %s off for cluster %s: rewritten prompts are not reused more (%+.0f %%)",
 }
 
 
@@ -42,8 +42,8 @@ class ResolvesRoutes(Protocol):
 
 
 class Trials:
-    """Those of all clusters, by the rules that change a prompt: where two things break a prefix, curing one of them
-    alone shows nothing. What they found outlives a reload."""
+    """Trials of all clusters, by the rules that change a prompt: where two things break a prefix, curing one of them
+    alone shows nothing. Their results outlive a reload."""
 
     def __init__(self, *, share: float, seed: int, metrics: Metrics) -> None:
         self._share = share
@@ -60,7 +60,7 @@ class Trials:
         return trial
 
     def record_verdict(self, cluster: str, rules: str, trial: Trial) -> None:
-        """The trial is over."""
+        """Record the end of a trial."""
         log.info(_VERDICTS[trial.state], rules, cluster, 100 * (trial.gain or 0.0))
         self._show(cluster, rules, trial.state)
 
@@ -89,7 +89,7 @@ class NormalizeFilter(Step):
         self._trials = trials
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
-        """The request goes on, rewritten or not; a body that was too long to be decoded at once is left alone."""
+        """Forward the request, rewritten or not; a body too long to be decoded at once is left alone."""
         request = exchange.inference
         body = exchange.body
         if request is None or body is None or exchange.members is not None:
@@ -122,7 +122,7 @@ class NormalizeFilter(Step):
 
 
 class TrialWatch(RequestObserver):
-    """Tells the trial what became of one request that its rules change, or would."""
+    """Reports to the trial the outcome of one request that its rules change, or would."""
 
     __slots__ = ("_of", "_session", "_trial", "_trials")
 

@@ -1,6 +1,6 @@
-"""What may be taken out of a prompt, or put in order, before it goes upstream, so that the next turn begins alike.
+"""Rules that remove or reorder parts of a prompt before it is forwarded, so that the next turn begins alike.
 
-Pure: raw JSON in, raw JSON out; what a rule does not touch keeps its bytes."""
+Pure: raw JSON in, raw JSON out; parts that no rule changes keep their bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvproxy.cache.prefix.shape_identity import fields_of, is_system
 from kvproxy.features.normalize.settings import NormalizeRule
 
 _MAX_ITEMS = 1024
-#: Members of a name that are looked at, at whatever depth.
+#: Members of a name that are examined, at whatever depth.
 _MAX_PLACES = 64
 _HEADER = rb"x-anthropic-billing-header(?:[^\"\\]|\\[\"\\/bfrt]){0,1024}+"
 _TEXT_BLOCK = rb'\{\s?"type"\s?:\s?"text"\s?,\s?"text"\s?:\s?"'

@@ -1,10 +1,9 @@
-"""Whether rewriting prompts is worth its while: sessions are rewritten or not by chance, and what engines reused of
-their prompts is compared. Pure.
+"""Trial of rewriting prompts: sessions are rewritten or not at random, and the engines' reuse of their prompts is
+compared. Pure.
 
-What counts is the mean share of a session's prompts that was reused, since the turns of one session are alike. It is on
-for good once that share is higher with it than without beyond doubt, and off once it is clear that it cannot be higher
-by a worthwhile share, or after so many sessions that it should have shown.
-"""
+The measure is the mean share of a session's prompts that was reused, since the turns of one session are alike.
+Rewriting is on for good once that share is significantly higher with it, and off once it is clear that it cannot be
+higher by a worthwhile share, or after so many sessions that it should have shown."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ LEAST_GAIN = 0.03
 #: Sessions with and without before anything is concluded; turns of one that make it count.
 _LEAST_SESSIONS = 8
 _LEAST_TURNS = 3
-#: Doubts are looked at again and again, so they have to be small ones.
+#: The threshold of a test that is repeated many times.
 _SURELY = 3.5
 _CLEARLY = 2.5
-#: A difference is never believed to be known better than this.
+#: Lower bound on the standard error of a difference.
 _LEAST_ERROR = 0.005
 #: Sessions that were rewritten after which it should have shown; all that are kept of both kinds.
 _ENOUGH_SESSIONS = 400
@@ -30,7 +29,7 @@ _EVERY = 64
 
 
 class TrialState(StrEnum):
-    """What is known of it; a metric label."""
+    """State of a trial; a metric label."""
 
     TRYING = "trying"
     ON = "on"
@@ -58,7 +57,7 @@ class Trial:
         self._turns = 0
 
     def applies(self, session: int) -> bool:
-        """Whether the session's prompts are rewritten: all of them, or none, while the trial lasts."""
+        """Return True if the session's prompts are rewritten: all of them, or none, while the trial lasts."""
         if self.state is TrialState.TRYING:
             return self._is_treated(session)
         return self.state is TrialState.ON

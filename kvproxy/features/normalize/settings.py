@@ -8,7 +8,7 @@ from kvproxy.base.settings.model import Fraction, Model
 
 
 class NormalizeRule(StrEnum):
-    """What `normalize` may do to a prompt."""
+    """Changes that `normalize` may make to a prompt."""
 
     BILLING_HEADER = "billing_header"
     """Takes out the header that Claude Code puts in front of its system prompt, another one in every request."""
@@ -24,5 +24,5 @@ class NormalizeSettings(Model):
     rules: tuple[NormalizeRule, ...] = ()
     """`billing_header`, `sort_tools`, `token_counters`; none: the filter does nothing."""
     share: Fraction = 0.2
-    """Share of the sessions it is tried on, until it is clear whether engines reuse more of what is rewritten; then it
+    """Share of the sessions it is tried on, until it is clear whether engines reuse more of rewritten prompts; then it
     is on, or off. 1: on, without a trial."""

@@ -23,8 +23,8 @@ class CarriedAnswer:
         self._last: list[bytes] = []
 
     def locate(self, address: str, details: str) -> str:
-        """It came from `address` ("": not told), or the carrier answered itself (`details` show why). The load follows.
-        How that stands to the pick; a metric label."""
+        """Locate the answer: from `address` ("": not reported), or from the carrier itself (`details` show why). The
+        load follows. Returns the relation to the pick, a metric label."""
         request = self._request
         held = self._request.held
         if not details and held is not None:
@@ -41,7 +41,7 @@ class CarriedAnswer:
         cluster = held.cluster
         fallback = next((each for each in request.listed if address_of(each) == address), None)
         served = fallback or next((each for each in cluster.endpoints if address_of(each) == address), None)
-        # Why it went elsewhere is not said: the first could not be reached, or the carrier does not know it.
+        # The reason is not reported: the first could not be reached, or the carrier does not have it.
         request.settle(AttemptOutcome.CANCELLED if fallback is None else AttemptOutcome.UNPROVEN)
         if served is None:
             return "unknown"
@@ -51,7 +51,7 @@ class CarriedAnswer:
         return "elsewhere" if fallback is None else "fallback"
 
     def piece(self, data: bytes) -> None:
-        """A piece of its body went by."""
+        """Read a piece of the body."""
         if not data:
             return
         if not self._first:
@@ -63,7 +63,7 @@ class CarriedAnswer:
             del self._last[0]
 
     def completed(self) -> None:
-        """It is whole."""
+        """Complete the answer."""
         request = self._request
         outcome = self._outcome
         outcome.end = outcome.end or "completed"

@@ -26,7 +26,7 @@ _SEES_ANSWER = frozenset({BodyMode.STREAMED, BodyMode.FULL_DUPLEX_STREAMED})
 
 
 class _Stage(Enum):
-    HEADERS = auto()  # nothing came yet
+    HEADERS = auto()  # no message yet
     BODY = auto()  # the client's body is on its way
     PLACING = auto()
     PLACED = auto()  # the engine has it
@@ -35,7 +35,7 @@ class _Stage(Enum):
 
 
 class Conversations:
-    """What all conversations share: makes the one of each gRPC stream. Entered while any may run."""
+    """Factory of the conversation of each gRPC stream, with their shared state. Entered while any may run."""
 
     def __init__(self, placer: Placer, *, held: HeldBodies, metrics: Metrics) -> None:
         self.placer = placer
@@ -106,8 +106,8 @@ class Conversation:
         self._end()
 
     def body_is_late(self) -> None:
-        """The client's body did not arrive in time. Envoy may not expect an answer now: the stream ends, and the client
-        gets what `status_on_error` says."""
+        """Handle a body that did not arrive in time. Envoy may not expect an answer now: the stream ends, and the
+        client gets `status_on_error`."""
         self._fail("body_timeout", Status.DEADLINE_EXCEEDED, "the request body did not arrive in time")
 
     def _take_headers(self, said: Message) -> None:
@@ -190,7 +190,7 @@ class Conversation:
             self._replies.send(messages.REQUEST_TRAILERS_TAKEN)
 
     def _take_answer(self, said: Message) -> None:
-        """The head of the answer: the engine's, or Envoy's own, which may come before the request is placed."""
+        """Take the head of the answer: the engine's, or Envoy's own, which may come before the request is placed."""
         if self._stage is not _Stage.PLACED:
             self._replies.send(messages.RESPONSE_HEADERS_TAKEN)
             self._end()
@@ -222,7 +222,7 @@ class Conversation:
             self._answer.completed()
 
     def _refuse(self, why: LocalReply) -> None:
-        """The client gets this from Envoy, and nothing of the request is left."""
+        """Refuse the request: the client gets this from Envoy, and all its state is dropped."""
         self._stage = _Stage.OVER
         self._shared.bodies.remove(self)
         self._drop_body()
@@ -236,7 +236,7 @@ class Conversation:
         self._end()
 
     def _end(self) -> None:
-        """Whatever there was ends; what a pick reserved is given back."""
+        """End the conversation; a pick's reservation is given back."""
         stage = self._stage
         self._stage = _Stage.OVER
         if stage in (_Stage.OVER, _Stage.HEADERS):
@@ -246,7 +246,7 @@ class Conversation:
         if self._task is not None:
             self._task.cancel()
         if stage is _Stage.ANSWERED and self._begun.response_mode == BodyMode.NONE:
-            self._answer.completed()  # all that is seen of its end
+            self._answer.completed()  # its only visible end
         else:
             self._request.left()
 

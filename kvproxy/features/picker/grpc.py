@@ -21,7 +21,7 @@ log = logging.getLogger("kvproxy.picker")
 #: A handshake of TLS takes no longer, and so does the preface after it.
 _HANDSHAKE_S = 10.0
 PREFACE_S = 5.0
-#: A connection without a call is closed after so long; they are looked at so often.
+#: How long a connection without a call stays open, and the interval of checks.
 IDLE_S = 600.0
 LOOK_S = 1.0
 _PREFIX_BYTES = 5
@@ -50,7 +50,7 @@ class Call(Protocol):
 
 
 class Replies:
-    """What goes back in one call."""
+    """Replies of one call."""
 
     __slots__ = ("_begun", "_stream")
 
@@ -85,7 +85,7 @@ Method = Callable[[Replies], Call]
 
 
 class _Messages:
-    """Cuts messages out of one stream's data. What is held of an unfinished one counts among all bodies."""
+    """Parser of messages in one stream's data. The bytes of an unfinished one count among all bodies."""
 
     def __init__(self, stream: Stream, method: Method, *, held: HeldBodies, most_bytes: int) -> None:
         self._stream = stream

@@ -26,7 +26,7 @@ _SET_FRAME = 5
 _STREAM_WINDOW = 1024 * 1024
 _WINDOW_BYTES = 16 * 1024 * 1024
 _DEFAULT_WINDOW = 65_535
-#: A stream with so much waiting to be sent is granted no more to send itself.
+#: Bytes waiting to be sent on a stream from which its own window is not enlarged.
 _MAX_WAITING_BYTES = 256 * 1024
 #: Replies to pings and settings that the peer does not take; beyond this it is cut off.
 _MAX_UNTAKEN_BYTES = 64 * 1024
@@ -51,7 +51,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.streams: dict[int, Stream] = {}
         self.credit = _DEFAULT_WINDOW
         self.peer_frame_bytes = wire.FRAME_BYTES
-        self.paused = False  # the peer takes nothing at present
+        self.paused = False  # the peer does not read at present
         self._peer_window = _DEFAULT_WINDOW
         self._received = 0
         self._blocked: dict[int, Stream] = {}
@@ -75,7 +75,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self.idle_since = asyncio.get_running_loop().time()
         self._on_change(self, True)
-        if sock := transport.get_extra_info("socket"):  # vanished machines give back what their streams reserved
+        if sock := transport.get_extra_info("socket"):  # vanished machines release their streams' reservations
             for option, value in ((socket.TCP_KEEPIDLE, _KEEPALIVE_S), (socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)):
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -120,7 +120,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     @property
     def begun(self) -> bool:
-        """Whether the peer has sent the whole preface."""
+        """True if the peer has sent the whole preface."""
         return self._reader.begun
 
     def end_idle(self) -> None:
@@ -148,11 +148,11 @@ class Http2Connection(asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(self._flush)
 
     def block(self, stream: Stream) -> None:
-        """The stream waits for a window."""
+        """Note that the stream waits for a window."""
         self._blocked[stream.id] = stream
 
     def forget(self, stream: Stream) -> None:
-        """The stream is over."""
+        """Forget a stream that ended."""
         self.streams.pop(stream.id, None)
         self._blocked.pop(stream.id, None)
         if not self.streams:
@@ -228,7 +228,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _take_reset(self, _: int, name: int, payload: bytes) -> None:
         if len(payload) != 4 or (name > self._last and not self._leaving):
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "a reset of nothing")
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a reset without a stream")
         stream = self.streams.get(name)
         if stream is not None:
             stream.closed = True
@@ -266,13 +266,13 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self.paused:
             self._untaken += len(frame)
             if self._untaken > _MAX_UNTAKEN_BYTES:
-                raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "the peer asks and takes no answers")
+                raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "the peer sends requests and reads no answers")
         self.write(frame)
 
     def _take_window(self, _: int, name: int, payload: bytes) -> None:
         more = int.from_bytes(payload, "big") & wire.LARGEST
         if len(payload) != 4 or not more:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "a window grows by nothing")
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a window grows by 0")
         if not name:
             self.credit += more
             if self.credit > wire.LARGEST:

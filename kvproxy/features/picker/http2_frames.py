@@ -9,7 +9,7 @@ from enum import IntEnum
 from hpack import Decoder, HPACKError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-FRAME_BYTES = 16_384  # the largest that we take, and the default of what we may send
+FRAME_BYTES = 16_384  # the largest frame we take, and the default of the peer's bound
 LARGEST = 2**31 - 1  # of stream numbers and windows
 _MAX_HEADER_BYTES = 64 * 1024
 #: Read at once, into a buffer that the connections of a server share; and the room of one that holds an unfinished
@@ -85,7 +85,7 @@ class FrameReader:
         self._own: memoryview | None = None  # while there is an unfinished frame
         self._filled = 0  # bytes of it
         self.begun = False  # the preface was read
-        self._block: tuple[int, int, bytearray] | None = None  # stream, flags and what is there of a header block
+        self._block: tuple[int, int, bytearray] | None = None  # stream, flags and received part of a header block
 
     @property
     def room(self) -> memoryview:
@@ -137,10 +137,10 @@ class FrameReader:
             self._add_to_block(name, flags, payload[5:] if flags & PRIORITISED else payload)
         elif kind == CONTINUATION:
             if self._block is None or self._block[0] != name:
-                raise ConnectionFault(Code.PROTOCOL_ERROR, "a continuation of nothing")
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "a continuation without a header block")
             self._add_to_block(name, self._block[1] | flags & END_HEADERS, payload)
         elif kind == PUSH:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "a client pushes nothing")
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a push from a client")
         else:
             self._on_frame(kind, flags, name, payload)
 
@@ -148,7 +148,7 @@ class FrameReader:
         block = bytearray() if self._block is None else self._block[2]
         block += payload
         if not payload and not flags & END_HEADERS and self._block is not None:
-            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "a header block goes on with nothing")
+            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "a header block without a continuation")
         if len(block) > _MAX_HEADER_BYTES:
             raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "a header block is too long")
         if not flags & END_HEADERS:
@@ -158,8 +158,8 @@ class FrameReader:
         self._on_headers(name, self._decode(bytes(block)), bool(flags & END_STREAM))
 
     def _decode(self, block: bytes) -> Fields:
-        """Return the fields of a header block. Envoy's are all alike: the same one again says the same, if the
-        decoder's table is as it was."""
+        """Return the fields of a header block. Envoy's are all alike: a repeated one has the same fields if the
+        decoder's table is unchanged."""
         if block == self._latest[0]:
             return self._latest[1]
         before = self._table()

@@ -18,7 +18,7 @@ from kvproxy.features.picker.http2_frames import (
 
 
 class StreamHandler(Protocol):
-    """What becomes of one stream; `gone` is called once where it does not end by our own `finish` or `reset`."""
+    """Handler of one stream; `gone` is called once if it does not end by our own `finish` or `reset`."""
 
     def received(self, data: bytes) -> None: ...
     def half_closed(self) -> None: ...
@@ -39,7 +39,7 @@ class Carrier(Protocol):
 
 
 class Stream:
-    """One exchange. What is sent waits here where the peer's windows are full."""
+    """Stream of one exchange. Data waits here while the peer's windows are full."""
 
     __slots__ = (
         "_connection",

@@ -1,7 +1,6 @@
-"""What Envoy's external processor says and is answered, in the words of the endpoint picker protocol v1.0.0.
+"""Messages of Envoy's external processor and their answers, by the endpoint picker protocol v1.0.0.
 
-Its message classes are those of `protocol.py`; what is always answered alike is encoded once.
-"""
+Its message classes are those of `protocol.py`; constant answers are encoded once."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _BALANCER = "envoy.lb"
 _SUBSET_HINT = "envoy.lb.subset_hint"
 #: Where Envoy puts `response_attributes`.
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
-#: Ours to say: a client that sends them would choose its engine.
+#: Headers that only kvproxy may set: a client that sends them would choose its engine.
 FORGEABLE = (DESTINATION, SERVED, SUBSET, RANK_HEADER.decode())
 #: Envoy takes pieces of a streamed body up to 64 KiB.
 _PIECE_BYTES = 62 * 1024
@@ -46,7 +45,8 @@ class BodyMode(IntEnum):
 
 
 def body_modes(message: Message) -> tuple[int, int]:
-    """Of request and response. Envoy says it once, with its first message; one that does not buffers requests."""
+    """Return the modes of request and response bodies. Envoy sends them once, with its first message; without them it
+    buffers requests."""
     if not message.HasField("protocol_config"):
         return BodyMode.BUFFERED, BodyMode.NONE
     return message.protocol_config.request_body_mode, message.protocol_config.response_body_mode
@@ -74,7 +74,7 @@ def subset_of(message: Message) -> frozenset[str] | None:
 
 
 class Beginning(NamedTuple):
-    """What the first message of a request says."""
+    """Contents of the first message of a request."""
 
     method: str
     path: str
@@ -103,8 +103,8 @@ def read_answer(message: Message) -> tuple[int, Headers]:
 
 
 def served_by(message: Message) -> tuple[str, str]:
-    """Return the address that answered, by the picker protocol's metadata or Envoy's own attribute ("": it does not
-    say), and why Envoy answered itself ("": it did not, or does not say)."""
+    """Return the address that answered, by the picker protocol's metadata or Envoy's own attribute ("": not reported),
+    and why Envoy answered itself ("": it did not, or does not report it)."""
     address = details = ""
     if _ATTRIBUTES in message.attributes:
         fields = message.attributes[_ATTRIBUTES].fields
@@ -123,7 +123,7 @@ def _encoded(**fields: Any) -> bytes:
     return raw
 
 
-#: The client's own word for what is ours is cut at once, so that it is gone whatever becomes of this stream.
+#: A client's own values of our headers are removed at once, whatever becomes of this stream.
 REQUEST_HEADERS_TAKEN = _encoded(request_headers={"response": {"header_mutation": {"remove_headers": FORGEABLE}}})
 REQUEST_BODY_TAKEN = _encoded(request_body={})
 REQUEST_TRAILERS_TAKEN = _encoded(request_trailers={})
@@ -151,7 +151,7 @@ def picked(
         common.body_mutation.body = body
         _set_headers(common.header_mutation, {"content-length": str(len(body))})
     elif body is not None:
-        common.header_mutation.remove_headers.append("content-length")  # Envoy frames what it gets
+        common.header_mutation.remove_headers.append("content-length")  # Envoy frames the body itself
     message.dynamic_metadata.fields[_BALANCER].struct_value.fields[DESTINATION].string_value = where
     raw: bytes = message.SerializeToString()
     return raw
@@ -191,7 +191,7 @@ def _varint(number: int) -> bytes:
 
 
 def served_headers(endpoint: str) -> bytes:
-    """Return the answer to a response's headers: the client is told which endpoint it was."""
+    """Return the answer to a response's headers, which names the endpoint to the client."""
     message = ProcessingResponse()
     _set_headers(message.response_headers.response.header_mutation, {"x-kvproxy-endpoint": endpoint})
     raw: bytes = message.SerializeToString()

@@ -23,7 +23,7 @@ class PickerMetrics(MetricGroup):
     def __init__(self, r: CollectorRegistry) -> None:
         self.requests = Counter(
             "kvproxy_picker_requests",
-            "Requests Envoy asked about, by how it sends their bodies",
+            "Requests from Envoy, by its mode of sending bodies",
             ["mode", "result"],
             registry=r,
         )  # buffered, duplex, headers; picked, refused, malformed, body_timeout, error

@@ -25,7 +25,7 @@ _STRUCT = "google.protobuf.Struct"
 _TYPES = {
     "bool": FieldDescriptorProto.TYPE_BOOL,
     "bytes": FieldDescriptorProto.TYPE_BYTES,
-    "enum": FieldDescriptorProto.TYPE_INT32,  # the same on the wire, and values we do not know stay
+    "enum": FieldDescriptorProto.TYPE_INT32,  # the same on the wire, and unknown values are kept
     "string": FieldDescriptorProto.TYPE_STRING,
 }
 
@@ -82,7 +82,7 @@ _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
 }
 
 
-#: What a group of fields is called.
+#: Names of groups of fields.
 _GROUPS = {"ProcessingRequest": "request", "ProcessingResponse": "response", "BodyMutation": "mutation"}
 
 

@@ -29,7 +29,7 @@ from kvproxy.proxy.carried import Placer
 from kvproxy.proxy.external import PlacerTarget
 from kvproxy.proxy.request.body import HeldBodies
 
-#: A body arrives in one message with what Envoy says besides.
+#: Memory of a message beside a body in it.
 _MESSAGE_BYTES = 1024 * 1024
 #: A watch of the health looks so often for a change.
 _LOOK_S = 0.5

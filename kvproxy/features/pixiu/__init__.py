@@ -1,1 +1,1 @@
-"""Dubbo-go-Pixiu files, loaded unchanged: recognised by shape, mapped into our model, differences said once."""
+"""Dubbo-go-Pixiu files, loaded unchanged: recognised by shape, mapped into our model, differences reported once."""

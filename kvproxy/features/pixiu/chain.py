@@ -17,7 +17,7 @@ _TOKENIZER = "dgp.filter.llm.tokenizer"
 _CORS = "dgp.filter.http.cors"
 _ACCESS_LOG = "dgp.filter.http.accesslog"
 
-#: A plain HTTP proxy: what it proxies is no engine, and its routes say which paths there are.
+#: Settings for a plain HTTP proxy: its upstream is no engine, and its routes name the paths.
 _PLAIN = {"paths": "all", "health_path": "", "trust_clients": True}
 
 #: Pixiu's filters that one of ours comes near to.
@@ -40,7 +40,7 @@ def translate_chain(translation: Translation, manager: ConnectionManager, at: Pa
         here: Path = (*at, "http_filters", index)
         if item.name == _KVCACHE:
             if proxy_at is not None:
-                translation.add_warning(here, "stands after the proxy, where it could not act: it is moved before it")
+                translation.add_warning(here, "comes after the proxy, where it has no effect: it is moved before it")
             _kvcache(translation, manager, item.config, (*here, "config"), has_clusters=has_clusters)
         elif item.name in (_PROXY, _HTTP_PROXY) and proxy_at is None:
             proxy_at = here
@@ -48,9 +48,7 @@ def translate_chain(translation: Translation, manager: ConnectionManager, at: Pa
                 router = _PLAIN
                 translation.add_note((*here, "name"), "a plain HTTP proxy: every path that its routes match is public")
             else:
-                translation.add_note(
-                    (*here, "name"), "public are inference and what routes name besides, no other path"
-                )
+                translation.add_note((*here, "name"), "only inference and the paths in routes are public")
             proxy = translation.decode_part(LlmProxy, item.config, (*here, "config"))
             scheme = proxy.scheme if proxy is not None else "http"
             _proxy(translation, proxy or LlmProxy(), (*here, "config"))
@@ -123,12 +121,13 @@ def _proxy(translation: Translation, proxy: LlmProxy, at: Path) -> None:
 
 
 def _cors(translation: Translation, raw: Any, at: Path) -> None:
-    """Pixiu only adds headers to answers; ours answers preflight requests too, and knows origins by their scheme."""
+    """Translate CORS. Pixiu only adds headers to answers; ours answers preflight requests too, and distinguishes
+    origins by scheme."""
     cors = translation.decode_part(Cors, raw, at)
     if cors is None:
         return
     if not cors.allow_origin:
-        translation.add_note(at, "allows no origin, as it stands: left out")
+        translation.add_note(at, "allows no origin as written: left out")
         return
     origins = [
         scheme + origin
@@ -157,7 +156,7 @@ def _kvcache(
 
 
 def _cluster_of_engine(translation: Translation, manager: ConnectionManager, settings: Any, at: Path) -> None:
-    """A file without clusters (as in Pixiu's documentation) still says where one engine is."""
+    """Add a cluster of the engine named in a file without clusters (as in Pixiu's documentation)."""
     url = settings.get("vllm_endpoint")
     names = sorted({route.route.cluster for route in manager.route_config.routes})
     if not isinstance(url, str) or not url.strip() or len(names) != 1:
@@ -183,7 +182,7 @@ def translate_kvcache(translation: Translation, raw: dict[str, Any], at: Path) -
     if str(settings["enabled"]).casefold() == "true":
         _endpoints(translation, settings, at)
     _connections(translation, settings, at)
-    settings.setdefault("lookup_min_tokens", 1)  # Pixiu asks for every prompt, however short
+    settings.setdefault("lookup_min_tokens", 1)  # Pixiu looks up every prompt, however short
     settings.setdefault("tokenize", {"inline_min": 0})
     if str(settings.get("hot_max_keys", "")) == "0":
         del settings["hot_max_keys"]
@@ -207,7 +206,7 @@ def _endpoints(translation: Translation, settings: dict[str, Any], at: Path) -> 
 
 
 def _connections(translation: Translation, settings: dict[str, Any], at: Path) -> None:
-    """The bound on connections is ours; idle ones are kept up to it."""
+    """Translate the bound on connections; idle ones are kept up to it."""
     given = {key: settings.pop(key) for key in _CONNECTIONS if key in settings}
     for key, value in given.items():
         if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value)):

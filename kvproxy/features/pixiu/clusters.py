@@ -14,7 +14,7 @@ from kvproxy.operate.config.shorthand import Translation
 _MAX_ATTEMPTS = 20
 _DEFAULT_TIMES = 2
 
-#: Pixiu's policies by what they mean; letters only, so that every spelling is understood.
+#: Pixiu's policies by meaning; letters only, so that every spelling is accepted.
 _POLICIES = {
     "": PolicyName.RANDOM,
     "rand": PolicyName.RANDOM,
@@ -87,7 +87,8 @@ def _probing(translation: Translation, cluster: PixiuCluster, at: Path) -> dict[
     check = cluster.health_checks[0]
     if check.protocol.casefold() not in ("http", "https"):
         translation.add_note(
-            (*at, "health_checks", 0, "protocol"), "probed with GET /health: an open port says little about an engine"
+            (*at, "health_checks", 0, "protocol"),
+            "probed with GET /health: an open port reveals little about an engine",
         )
     if len(cluster.health_checks) > 1:
         translation.add_note((*at, "health_checks"), "only the first is used")

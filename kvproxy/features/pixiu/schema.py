@@ -67,7 +67,7 @@ class PixiuListener(PixiuModel):
 
 
 class RouteMatch(PixiuModel):
-    """What a route applies to."""
+    """Conditions of a route."""
 
     prefix: str = ""
     path: str = ""

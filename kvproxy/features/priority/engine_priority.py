@@ -17,12 +17,12 @@ from kvproxy.cluster.routing.waiting_lines import EPOCH_S, LEVEL_S, TenantTurns,
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
 from kvproxy.features.priority.priority_trial import PriorityPayoff, PriorityTrial, Verdict
 
-#: A request takes part in the experiment where so many are without a first token, itself among them.
+#: Requests without a first token from which a request takes part in the experiment, itself among them.
 _PENDING = 4
-#: Two that wait are the fewest that can be ordered; after this long without, nothing waits in an engine.
+#: Least number of waiting requests that can be ordered; after this long without, no request waits in an engine.
 _WAITING = 2
 _NOTHING_WAITS_S = 60.0
-#: An engine that paid no heed is asked again after this long: what waited may have waited in front of its scheduler.
+#: When an engine that ignored the number is tried again: requests may have waited in front of its scheduler.
 _ASK_AGAIN_S = 1800.0
 
 
@@ -32,7 +32,7 @@ def utc_seconds() -> float:
 
 
 class PriorityState(StrEnum):
-    """What is known of one engine; a metric label."""
+    """Findings about one engine; a metric label."""
 
     UNKNOWN = "unknown"  # not enough waited in it yet to see an effect
     OBEYS = "obeys"
@@ -60,15 +60,15 @@ class EndpointPriority:
         self._rng = rng
         self._waited_at = -math.inf  # when its own count last had several waiting
         self._trial = PriorityTrial(rng)
-        self._ignored_at = -math.inf  # when the experiment last said so
+        self._ignored_at = -math.inf  # time of that verdict
         self.configure(settings, cluster)
         self.forget_verdict()
 
     def configure(self, settings: EndpointSettings, cluster: ClusterSettings) -> None:
-        """Take over what the configuration says; what is known of the engine stays."""
+        """Apply the configuration; findings about the engine stay."""
         self.mode = settings.engine_priority or cluster.engine_priority
         self.order = settings.engine_priority_order or cluster.engine_priority_order
-        self.off = self.mode is EnginePriorityMode.OFF  # nothing is sent and nothing is looked for
+        self.off = self.mode is EnginePriorityMode.OFF  # no number is sent and no effect looked for
         if self.off:
             self._trial.drop_pair()
 
@@ -83,12 +83,12 @@ class EndpointPriority:
         return PriorityState(verdict)
 
     def is_in(self, state: PriorityState) -> bool:
-        """Whether this is what is known of the engine, where it is told a priority."""
+        """Return True if the engine gets a priority and is in this state."""
         return not self.off and self.state is state
 
     def sends(self, now: float) -> bool:
-        """Whether a request that goes there now carries the number: by `auto` not where order cannot show, because
-        nothing waits in the engine by its own count, nor where it has no effect or does not pay."""
+        """Return True if a request placed there now carries the number. With `auto` not if order cannot show, because
+        no request waits in the engine by its own count, nor if it has no effect or does not pay."""
         if self.off or self._refused:
             return False
         if self.mode is EnginePriorityMode.ON:
@@ -101,7 +101,7 @@ class EndpointPriority:
         return verdict is Verdict.UNKNOWN or self._payoff.sends_priority(now)
 
     def waits(self, now: float) -> bool:
-        """Whether several requests waited in the engine of late; also where it does not tell."""
+        """Return True if several requests waited in the engine recently, or if it does not report that."""
         engine = self._load.engine
         if engine is None or engine.waiting is None:
             return True
@@ -110,8 +110,8 @@ class EndpointPriority:
         return now - self._waited_at < _NOTHING_WAITS_S
 
     def number(self, urgency: float, request: object, now: float, *, hidden: bool) -> int:
-        """As the engine takes it. `request` is what `first_token` and `ended` will be told; the first token of a
-        `hidden` one will not be seen."""
+        """Return the number in the engine's order. `request` identifies it in `first_token` and `ended`; the first
+        token of a `hidden` one will not be seen."""
         trial = self._trial
         if trial.verdict is Verdict.IGNORES and now - self._ignored_at >= _ASK_AGAIN_S:
             trial = self._trial = PriorityTrial(self._rng)
@@ -122,7 +122,7 @@ class EndpointPriority:
         return number if self.order is PriorityOrder.LOWEST_FIRST else -number
 
     def first_token(self, request: object, placed_at: float, now: float) -> None:
-        """A request on this engine, placed at that time, got its first token; not while it is off."""
+        """Record the first token of a request placed on this engine at `placed_at`; not while it is off."""
         verdict = self._trial.verdict
         if verdict is Verdict.UNKNOWN:
             self._trial.first_token(request, now)
@@ -132,11 +132,11 @@ class EndpointPriority:
             self._payoff.observe_wait(placed_at, now - placed_at)
 
     def forget_request(self, request: object) -> None:
-        """A request on this engine is over."""
+        """Forget a finished request on this engine."""
         self._trial.ended(request)
 
     def record_refusal(self) -> None:
-        """The engine takes no request with the number, and the same request without."""
+        """Record that the engine refuses a request with the number, but takes the same one without."""
         self._refused = True
 
     def forget_verdict(self) -> None:

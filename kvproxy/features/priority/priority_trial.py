@@ -1,16 +1,15 @@
-"""Whether an engine admits by the number that requests carry, and whether that pays: experiments on live traffic. Pure.
+"""Experiments on live traffic: whether an engine admits requests by their number, and whether that pays. Pure.
 
-No endpoint of an engine tells its scheduling policy, and one that orders by arrival accepts the number without effect.
+No route of an engine reports its scheduling policy, and one that orders by arrival accepts the number without effect.
 So two requests that wait together are compared. The first is any; the second, placed while the first waits, is put just
-before or just behind it by the toss of a coin. The pair counts if both then waited for a while in which others were
-given their first token, and tells whether the one put ahead came first. In an engine that pays no heed to the number
-this is so in half of the pairs, whatever else it orders by: lengths, arrival, chunks. A sequential test ends it. It
-costs one request of a pair the difference between its own place and its neighbour's; one pair runs at a time.
+before or just behind it by the toss of a coin. The pair counts if both then waited for a while in which others got
+their first token, and shows whether the one put ahead came first. In an engine that ignores the number this is so in
+half of the pairs, whatever its own order: lengths, arrival, chunks. A sequential test ends it. It costs one request of
+a pair the difference between its own place and its neighbour's; one pair runs at a time.
 
-By an order short prompts gain what long ones pay. The mean nearly always falls; where p99 grows by a larger share than
-that, the order is not worth it. Which it is depends on slots, step budget, lengths and load, so it is measured, now and
-again: every other minute without the number, until both kinds have enough first tokens to tell a p99.
-"""
+An order makes short prompts faster and long ones slower. The mean nearly always falls; where p99 grows by a larger
+share than that, the order is not worth it. That depends on slots, step budget, lengths and load, so it is measured
+repeatedly: every other minute without the number, until both kinds have enough first tokens for a p99."""
 
 from __future__ import annotations
 
@@ -28,18 +27,18 @@ _ENOUGH = math.log((1 - _ERROR) / _ERROR)
 _IN_ORDER = math.log(_HEEDING / _HEEDLESS)
 _OUT_OF_ORDER = math.log((1 - _HEEDING) / (1 - _HEEDLESS))
 
-#: How far apart the two are put, in seconds of urgency: room for others between them.
+#: Distance of the two in seconds of urgency: room for others between them.
 GAP_S = 0.2
 #: First tokens of others that must come while both wait.
 _OTHERS = 2
-#: And so long they must wait: milliseconds may be spent before a request even reaches the engine's scheduler.
+#: Least wait of both: milliseconds may pass before a request even reaches the engine's scheduler.
 LEAST_WAIT_S = 0.1
 #: First tokens closer together than this came out of one step.
 _SAME_STEP_S = 0.002
 
 
 class Verdict(StrEnum):
-    """What is known of an engine; a metric label."""
+    """Finding about an engine; a metric label."""
 
     UNKNOWN = "unknown"  # not enough was seen waiting together yet
     OBEYS = "obeys"
@@ -78,7 +77,7 @@ class PriorityTrial:
 
     @property
     def verdict(self) -> Verdict:
-        """As far as the pairs tell, with at most one error in a hundred of either kind."""
+        """Verdict of the pairs so far, with at most one error in a hundred of either kind."""
         if self._evidence >= _ENOUGH:
             return Verdict.OBEYS
         return Verdict.IGNORES if self._evidence <= -_ENOUGH else Verdict.UNKNOWN
@@ -95,7 +94,7 @@ class PriorityTrial:
         return urgency
 
     def first_token(self, request: object, now: float) -> None:
-        """A request of this engine, in the experiment or not, got its first token."""
+        """Note the first token of a request of this engine, in the experiment or not."""
         if request is not self._first and request is not self._second:
             self._others += self._second is not None
         elif self._second is None:
@@ -112,7 +111,7 @@ class PriorityTrial:
             self.drop_pair()
 
     def ended(self, request: object) -> None:
-        """A request is over, maybe without a first token."""
+        """Note the end of a request, possibly without a first token."""
         if request is not self._first and request is not self._second:
             return
         if self._order is None or request is not (self._second if self._order[0] else self._first):
@@ -124,17 +123,17 @@ class PriorityTrial:
         self._evidence += _IN_ORDER if in_order else _OUT_OF_ORDER
 
     def drop_pair(self) -> None:
-        """The pair under way proves nothing."""
+        """Drop the current pair, which proves nothing."""
         self._first = self._second = self._order = None
         self._others = 0
 
 
-#: One kind of window; of each the beginning is left out, where what waits still is of the other kind.
+#: Length of a window; its beginning is left out, while requests of the other kind still wait.
 WINDOW_S = 60.0
 SETTLING_S = 15.0
 #: First tokens of each kind that decide.
 ENOUGH = 2000
-#: How long a decision stands.
+#: How long a decision holds.
 STANDS_S = 6 * 3600.0
 
 _BUCKETS = 20.0  # a factor of e: 5 % each
@@ -188,13 +187,13 @@ class PriorityPayoff:
         return self._with.count, self._without.count
 
     def sends_priority(self, at: float) -> bool:
-        """Whether a request placed at that time carries the number."""
+        """Return True if a request placed at that time carries the number."""
         if self.pays is not None and at - self._decided_at < STANDS_S:
             return self.pays
         return _is_with(at)
 
     def observe_wait(self, placed_at: float, ttft_s: float) -> None:
-        """The first token of a request that was placed then, on an engine in which requests wait."""
+        """Record the first token of a request placed at `placed_at`, on an engine in which requests wait."""
         if self.pays is not None and placed_at - self._decided_at < STANDS_S:
             return
         if placed_at % WINDOW_S < SETTLING_S:

@@ -39,11 +39,11 @@ class Shadow:
 
     @property
     def given_up(self) -> bool:
-        """Whether it failed too often."""
+        """True if it failed too often."""
         return self._errors_in_a_row >= MAX_ERRORS
 
     def decide(self, live: Decision[Endpoint], now: float) -> None:
-        """The decision that counts is about to take effect; where would the shadow send the request?"""
+        """Decide where the shadow would send the request, before the live decision takes effect."""
         if self.given_up:
             return
         if not self._has_time(now):
@@ -90,7 +90,7 @@ class Shadow:
         choice = self.policy.choose(request, candidates, now)
         if not 0 <= choice.index < len(candidates):
             raise IndexError(f"{self.name} chose candidate {choice.index} of {len(candidates)}")
-        self.policy.placed(request, candidates, choice.index, now, choice=choice)  # as far as it knows
+        self.policy.placed(request, candidates, choice.index, now, choice=choice)  # to the shadow's knowledge
         if choice.index == live.index:
             self._count("same")
             return
@@ -114,7 +114,7 @@ class Shadow:
         return self._in_window <= MAX_DECISIONS_PER_S
 
     def _safely(self, what: str, call: Callable[[], None]) -> bool:
-        """Whether it went well."""
+        """Run a call and return True if it succeeded."""
         try:
             call()
         except Exception as error:

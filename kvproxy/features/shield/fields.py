@@ -21,7 +21,7 @@ MAX_VALUE_BYTES = 128 * 1024
 _MAX_REGEX_CHARS = 4096
 _MAX_DEPTH = 64
 
-Members = Iterable[tuple[str, bytes]]  # names, and values as they stand in the body
+Members = Iterable[tuple[str, bytes]]  # names, and values as in the body
 Decoded = Iterable[tuple[str, Any]]
 Look = Callable[[Any, str], Iterator[Rule]]
 
@@ -113,7 +113,8 @@ def _prompt_logprobs(value: Any, _: str) -> Iterator[Rule]:
 
 
 def _echoes_logprobs(members: Decoded, path: str) -> bool:
-    """A chat's `top_logprobs` is 0 where it is not set, which engines take for wanted."""
+    """Return True if logprobs of an echoed prompt are requested. A chat's `top_logprobs` defaults to 0, which engines
+    take as a request."""
     if not any(name == "echo" and _is_true(value) for name, value in members):
         return False
     return "/chat/" in path or any(name == "logprobs" and value is not None for name, value in members)
@@ -206,7 +207,7 @@ def _guided(name: str) -> Look:
 
 
 def has_bad_pattern(value: bytes) -> bool:
-    """Whether a schema anywhere in `tools`, `response_format` or `text` has a pattern that `fails_as_regex`."""
+    """Return True if a schema anywhere in `tools`, `response_format` or `text` has a pattern that `fails_as_regex`."""
     if not may_hold_pattern(value):
         return False
     found = _PATTERN.findall(value)
@@ -243,7 +244,7 @@ _CLASS = re.compile(r"\[\^?\]?[^\]]*\]")
 _ODD_GROUP = re.compile(
     r"\(\?(?!:)"  # looks ahead or behind, names, flags
     r"|(?:^\^?|\((?:\?:)?|\|)\||\|(?:\)|\$?$)|\((?:\?:)?\)"  # an empty alternative or group
-    r"|(?:^\^?|\(\?:|\((?!\?)|\|)[*+?]"  # nothing to repeat
+    r"|(?:^\^?|\(\?:|\((?!\?)|\|)[*+?]"  # a quantifier without an operand
 )
 
 
@@ -260,7 +261,7 @@ _LARK_RULE = re.compile(r"^[ \t]*[?!]?(\w{1,200})(?:\.\d+)?[ \t]*:", re.MULTILIN
 
 
 def _fails_as_schema(value: Any) -> bool:
-    """A schema may come as text."""
+    """Return True for an invalid schema, which may come as text."""
     if isinstance(value, str):
         value = _decode_text(value) if len(value) <= MAX_VALUE_BYTES else _UNDECODED
     return value is _UNDECODED or not isinstance(value, _Object | bool) or _holds_bad_pattern(value)
@@ -310,7 +311,7 @@ _LOOKS: Mapping[str, Look] = MappingProxyType(
         "structural_tag": _guided("structural_tag"),
     }
 )
-#: Members that hold schemas; all that can be harmful alone; and those whose values are looked at beside these.
+#: Members that hold schemas; those that can be harmful alone; and those whose values are examined beside these.
 FORMATS = frozenset({"response_format", "text", "tools"})
 TELLING = frozenset(_LOOKS) | FORMATS | {"echo"}
 WATCHED = TELLING | {"logprobs", "prompt"}

@@ -90,7 +90,7 @@ class ShieldFilter(Step):
         return None if _is_harmless(body, exchange) else self._examine(exchange, downstream, body, rules)
 
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
-        """A body that was read here is held no longer."""
+        """Release the memory of a body that was read here."""
         held = exchange.held_bytes
         exchange.held_bytes = 0
         if held:
@@ -139,7 +139,7 @@ class ShieldFilter(Step):
         try:
             if known is None:
                 text = _in_utf8(body)
-                if text is body and b"_transfer_params" not in body:  # which is looked at beside the prompt
+                if text is body and b"_transfer_params" not in body:  # which is examined beside the prompt
                     text = beside_messages(body, exchange)
                 known = await run_in_turns(find_members(text, WATCHED.__contains__), self._pace)
         except NotAnObject:
@@ -188,7 +188,7 @@ class ShieldFilter(Step):
 
 
 def _give_own_id(exchange: Exchange, status: int, headers: Headers) -> None:
-    """The client gets its own id back where an engine sends the one that it was sent."""
+    """Restore the client's own id where an engine sends the one it was sent."""
     own = exchange.request_id.encode("latin-1")
     headers[:] = [(name, own if name == _ID_HEADER else value) for name, value in headers]
 
@@ -205,7 +205,7 @@ def _refusal(rules: Iterable[Rule]) -> str:
 
 
 def _is_harmless(body: bytes, exchange: Exchange) -> bool:
-    """Whether no member of it matters, which is so for nearly every body."""
+    """Return True if no member of the body matters, as for nearly every body."""
     if exchange.members is not None:
         return TELLING.isdisjoint(one.name for one in exchange.members.found)
     names = read_names(body, exchange)

@@ -35,7 +35,7 @@ def find_open_faults(clusters: Mapping[str, Cluster], mode: ShieldMode) -> Itera
 
 
 def describe_faults(software: Mapping[str, str], mode: ShieldMode) -> Iterator[tuple[str, str]]:
-    """Yield what each fault is and how to mend it. What no release has mended is in the documentation alone."""
+    """Yield each fault and its remedy. Faults without a fixed release are in the documentation alone."""
     for rule, row in ADVISORIES.items():
         affected = [name for name, one in software.items() if one and rule in open_rules(one)]
         if affected and row.fixed is not None:

@@ -13,7 +13,7 @@ Version = tuple[int, int, int, int]  # major, minor, patch, -1 for a pre-release
 
 _NUMBER = re.compile(r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)", re.DOTALL)
 _PRE_RELEASE = re.compile(r"[._-]?(?:a|b|rc|dev|alpha|beta|pre)", re.IGNORECASE)
-#: Builds of a source tree without tags name themselves so, whatever they contain.
+#: Version of untagged builds of a source tree, whatever they contain.
 _UNTAGGED = (0, 1, 0, -1)
 VLLM = "vLLM"
 
@@ -121,7 +121,7 @@ ADVISORIES: Mapping[Rule, Advisory] = MappingProxyType(
     }
 )
 
-#: An engine whose version is not known yet may have all of them.
+#: An engine of unknown version may have all of them.
 ALL_RULES = frozenset(ADVISORIES)
 
 

@@ -10,7 +10,7 @@ from kvproxy.base.settings.model import Model
 class ShieldMode(StrEnum):
     """Requests that would harm an engine, by the advisories for its version."""
 
-    OFF = "off"  # engines are not asked for their version
+    OFF = "off"  # engines' versions are not queried
     WARN = "warn"  # counted and logged
     REFUSE = "refuse"  # sent to an engine without the fault, else refused
 

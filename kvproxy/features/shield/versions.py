@@ -22,7 +22,7 @@ log = logging.getLogger("kvproxy.shield")
 
 #: Engines that just came up are busy enough.
 FIRST_ROUND_S = 1.0
-#: New engines, and those that did not answer, are asked in each round; the others in every so many, since an engine may
+#: New engines, and those that did not answer, are queried in each round; the others in every few, since an engine may
 #: be upgraded in place.
 ROUND_S = 5.0
 ROUNDS = 12
@@ -66,7 +66,7 @@ class EngineVersions(BackgroundTask):
         """Ask these, and see which faults there are now."""
         outcomes = await asyncio.gather(*map(self._ask_one, engines), return_exceptions=True)
         for outcome in outcomes:
-            if isinstance(outcome, Exception):  # the others are asked all the same
+            if isinstance(outcome, Exception):  # the others are queried all the same
                 log.error("[shield] the question for a version is broken", exc_info=outcome)
         self.rules = self._collect_rules()
 

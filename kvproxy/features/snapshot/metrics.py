@@ -10,7 +10,7 @@ from kvproxy.base.metrics.groups import MetricGroup
 
 
 class SnapshotMetrics(MetricGroup):
-    """What is kept over a restart."""
+    """Metrics of the snapshot."""
 
     across = {
         "kvproxy_kvcache_snapshot_bytes": Across.MAX,
@@ -22,7 +22,7 @@ class SnapshotMetrics(MetricGroup):
             "kvproxy_kvcache_snapshot_writes", "Snapshots written for the next start", ["outcome"], registry=r
         )  # written, failed
         self.restores = Counter(
-            "kvproxy_kvcache_snapshot_restores", "Starts by what became of the snapshot", ["outcome"], registry=r
+            "kvproxy_kvcache_snapshot_restores", "Starts by outcome of the snapshot", ["outcome"], registry=r
         )  # restored, none, or why it was not used
         self.bytes = CallbackGauge("kvproxy_kvcache_snapshot_bytes", "Size of the snapshot there is", registry=r)
         self.age = CallbackGauge(

@@ -77,7 +77,7 @@ class WarmRestart(BackgroundTask, CacheObserver):
         self.lifetime = self
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to this object."""
         metrics.group(SnapshotMetrics).bytes.set_source(self._sizes)
         metrics.group(SnapshotMetrics).age.set_source(self._ages)
 
@@ -105,7 +105,7 @@ class WarmRestart(BackgroundTask, CacheObserver):
         }
 
     async def write(self, *, pause_s: float = PAUSE_S) -> None:
-        """Take and keep one. A failure is said once, until one succeeds."""
+        """Take and write a snapshot. A failure is logged once, until one succeeds."""
         began = self._clock()
         try:
             pieces = await self._sliced(self._contents.take(self._settings.max_bytes), pause_s)

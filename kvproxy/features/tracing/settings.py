@@ -6,9 +6,9 @@ from kvproxy.base.settings.model import Model, Name
 
 
 class TracingSettings(Model):
-    """Settings of `tracing` (OpenTelemetry; the standard `OTEL_` variables say where spans go)."""
+    """Settings of `tracing` (OpenTelemetry; the standard `OTEL_` variables set the destination of spans)."""
 
     service_name: Name = "kvproxy"
-    """`service.name` of the spans, unless `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES` says otherwise."""
+    """`service.name` of the spans, unless set by `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES`."""
     provider_name: Name = "vllm"
-    """`gen_ai.provider.name` of the attempts: what the engines are."""
+    """`gen_ai.provider.name` of the attempts: kind of the engines."""

@@ -1,7 +1,6 @@
-"""What spans say, in the words of OpenTelemetry's semantic conventions for HTTP and generative AI; and their export.
+"""Attributes of spans, by OpenTelemetry's semantic conventions for HTTP and generative AI; and their export.
 
-No prompt, no answer and no header ever goes into a span. What the conventions have no word for begins with `kvproxy.`.
-"""
+No prompt, no answer and no header ever goes into a span. Attributes beyond the conventions begin with `kvproxy.`."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ def fact_attributes(exchange: Exchange) -> Values:
 
 
 def decision_attributes(exchange: Exchange, pick: Pick) -> Values:
-    """Which endpoint, by which policy, and why."""
+    """Return the endpoint, the policy and the reason."""
     found: Values = {
         "kvproxy.cluster": exchange.outcome.cluster,
         "kvproxy.policy": pick.policy,
@@ -118,7 +117,7 @@ def attempt_attributes(exchange: Exchange, endpoint: Endpoint, *, provider_name:
 
 
 def outcome_attributes(exchange: Exchange, status: int) -> Values:
-    """Return what the server span says at its end; `status` is what the client got, 0 for nothing."""
+    """Return the server span's attributes at its end; `status` is the client's, 0 for none."""
     outcome = exchange.outcome
     attributes: Values = {"kvproxy.attempts": outcome.attempts}
     named = {

@@ -40,11 +40,10 @@ _CONTEXT = (b"traceparent", b"tracestate")
 
 
 class TracingFilter(Step):
-    """Begins a server span for every request, as a child of the client's if it sent a W3C trace context.
+    """Filter that begins a server span for every request, as a child of the client's if it sent a W3C trace context.
 
-    What comes after it sees this span's context in the request's headers; a sampled request is followed through its
-    stages by a `RequestTrace`.
-    """
+    Later filters see this span's context in the request's headers; a sampled request is followed through its stages by
+    a `RequestTrace`."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class TracingFilter(Step):
         self._wall_clock = wall_clock
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
-        """The server span begins."""
+        """Begin the server span."""
         scope = downstream.scope
         base_ns = int(self._wall_clock().timestamp() * 1e9) - int(self.clock() * 1e9)
         name, attributes = server_attributes(scope)
@@ -138,11 +137,11 @@ class RequestTrace(RequestObserver):
         self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
 
     def facts_began(self, exchange: Exchange) -> None:
-        """The span `facts` begins."""
+        """Begin the span `facts`."""
         self._facts_at = self._clock()
 
     def facts_known(self, exchange: Exchange) -> None:
-        """The span `facts` ends."""
+        """End the span `facts`."""
         self._child("facts", self._facts_at, attributes=fact_attributes(exchange))
 
     def received(self, exchange: Exchange, now: float) -> None:
@@ -150,7 +149,7 @@ class RequestTrace(RequestObserver):
         self._deciding_since = now
 
     def attempt_began(self, exchange: Exchange, pick: Pick) -> None:
-        """The span `decision` ends and that of an attempt begins; its context goes to the endpoint."""
+        """End the span `decision` and begin that of an attempt; its context goes to the endpoint."""
         now = self._clock()
         began = now if self._deciding_since is None else self._deciding_since
         self._child("decision", began, attributes=decision_attributes(exchange, pick))
@@ -165,17 +164,17 @@ class RequestTrace(RequestObserver):
         exchange.trace_parent = trace_parent(self._attempt.get_span_context())
 
     def attempt_failed(self, exchange: Exchange, reason: str, now: float) -> None:
-        """The attempt's span ends; the next decision begins."""
+        """End the attempt's span and begin the next decision."""
         self._end_attempt({}, failed=reason)
         self._deciding_since = now
 
     def body_piece(self, exchange: Exchange, piece: bytes) -> None:
-        """An answer's id and model stand in its first piece, its finish reasons in the last ones."""
+        """Keep the first piece, with the answer's id and model, and the last ones, with its finish reasons."""
         self._head = self._head or piece
         self._last.append(piece)
 
     def ended(self, exchange: Exchange, status: int, crash: str) -> None:
-        """The last spans end."""
+        """End the last spans."""
         failed = crash or failure(exchange, status, errors_from=500)
         if not self._attempts and self._deciding_since is not None and exchange.outcome.cluster:
             decided: Values = {"kvproxy.cluster": exchange.outcome.cluster}
@@ -196,7 +195,7 @@ class RequestTrace(RequestObserver):
             _end(span, self._now_ns(), failed=failed)
 
     def _child(self, name: str, began: float, *, attributes: Values, failed: str = "") -> None:
-        """A span that began at `began` and ends now."""
+        """Record a span that began at `began` and ends now."""
         span = self._tracer.start_span(
             name, context=self._context, attributes=attributes, start_time=self._to_ns(began)
         )

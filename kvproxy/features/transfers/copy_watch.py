@@ -37,7 +37,7 @@ class _CopyWatch(RequestObserver):
         self._settle(exchange, "left")
 
     def _settle(self, exchange: Exchange, unfinished: str) -> None:
-        """It waits no longer. Once: what is placed is not queued again."""
+        """Record the copy's outcome. Once per request: a placed request is not queued again."""
         if self._facts.transfer is not None and exchange.outcome.transfer is None:
             exchange.outcome.transfer = self._on_demand.settle(self._facts, unfinished)
 
@@ -63,7 +63,7 @@ class AwaitedCopy(_CopyWatch):
         super().__init__(on_demand, facts)
         self._refused = ""
         self._wait: Wait | None = None
-        self._counted = facts.overlaps  # what its place was reserved by
+        self._counted = facts.overlaps  # overlaps by which its place was reserved
 
     def offer(self, asked: PickRequest, now: float) -> PickRequest:
         """As of Copier."""

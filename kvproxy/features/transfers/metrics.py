@@ -16,7 +16,7 @@ class TransferMetrics(MetricGroup):
     def __init__(self, r: CollectorRegistry) -> None:
         self.tokens = Counter(
             "kvproxy_kvcache_transferred_tokens",
-            "Tokens whose KV transfers brought to an endpoint",
+            "Tokens whose KV was transferred to an endpoint",
             ["endpoint"],
             registry=r,
         )

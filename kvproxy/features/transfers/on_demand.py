@@ -43,13 +43,13 @@ from kvproxy.features.transfers.planner import (
 from kvproxy.features.transfers.transfers import STEP_TOKENS, Transfers
 from kvproxy.proxy.request.exchange import UNDER_WAY, TransferResult
 
-#: A copy takes at least so long: a call to the service, and asking whether it is over.
+#: Least duration of a copy: a call to the service, and polling for its end.
 LATENCY_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One that is under way, and the requests it is made for that wait still."""
+    """Copy in progress, and the waiting requests it is made for."""
 
     tokens: int
     source: str  # as of TransferResult
@@ -76,11 +76,12 @@ class OnDemand:
         #: Whether requests wait for their copies.
         self.waits = self._max_wait_s > 0.0
         self._planner = TransferPlanner(self._terms(), rng=transfers.rng)
-        #: Requests that wait, by the copies they wait for: instance and digest of what is copied there.
+        #: Waiting requests, by their copies: instance and digest of the copied prefix.
         self._waiting: dict[tuple[str, int], Copy] = {}
 
     def plan(self, facts: RequestFacts, decision: Decision[Endpoint], now: float) -> None:
-        """The router queue holds the request, which would go where this says. A copy begins if it is then cheaper."""
+        """Plan a copy for a request in the router queue, with its present decision. A copy begins if that is then
+        cheaper."""
         speeds = facts.cluster.speeds
         if speeds is None or not self._is_long(facts):
             return
@@ -112,11 +113,11 @@ class OnDemand:
         return offered, refusals[0] if refusals else ""
 
     def count_refused(self, reason: str) -> None:
-        """A request's copies were not begun."""
+        """Count a request's refused copies."""
         self._transfers.metrics.refused.labels(reason).inc()
 
     def begin(self, facts: RequestFacts, decision: Decision[Endpoint], now: float) -> Wait | None:
-        """The request has its place: its copy, if the decision was made with one, begins."""
+        """Begin the request's copy, if the decision was made with one."""
         transfer = self._planner.find_transfer(decision)
         speeds = facts.cluster.speeds
         here = decision.endpoint
@@ -133,7 +134,7 @@ class OnDemand:
         return Wait(copy, now + min(self._max_wait_s, saved_s * speeds.slowness(here.id, now)))
 
     async def wait(self, facts: RequestFacts, wait: Wait) -> None:
-        """Until the copy is over, within the bound. What it brought counts among the facts then."""
+        """Wait for the copy, within the bound. Its tokens then count among the facts."""
         began = self._clock()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait.until - began):
@@ -168,7 +169,7 @@ class OnDemand:
         return result
 
     def _is_long(self, facts: RequestFacts) -> bool:
-        """Whether enough of its prompt is known to be copied."""
+        """Return True if enough of its prompt is known to be copied."""
         return facts.tokens is not None and len(facts.tokens) >= self._planner.terms.min_tokens
 
     def _offer(

@@ -24,19 +24,19 @@ from kvproxy.cluster.routing.speeds import SpeedModel
 LEAST_TOKENS_PER_S = 8192.0
 #: By how much a copy has to be faster than computing: it takes two engines' links from others besides.
 SAVES = 2.0
-#: Of the seconds that a request waits for its copy, and of those that links are taken: an engine that waits for a copy
-#: goes on with others, and a link with time to spare costs little, except for copies that no request waits for, which
-#: may come for nothing. Tuned on halves of the traces that no report shows.
+#: Weights of the seconds that a request waits for its copy, and of those that links are taken: an engine that waits for
+#: a copy goes on with others, and a link with time to spare costs little, except for copies without a waiting request,
+#: which may be useless. Tuned on halves of the traces that no report shows.
 LATE = 0.5
 LINK = 0.02
 LINK_UNAWAITED = 1.0
-#: A copy takes memory from what others would find there: of the seconds of prefill it saves. Tuned as above.
+#: Cost of the memory that a copy takes from others, as a share of the prefill seconds it saves. Tuned as above.
 DISPLACES = 0.15
-#: Where requests in flight and what is copied are more than this share of an engine's memory, nothing is copied there.
+#: Share of an engine's memory for requests in flight and copies, beyond which no copy is made.
 MOST_IN_FLIGHT = 0.9
-#: Tiers from which nothing has to be transferred.
+#: Tiers that need no transfer.
 NEAR = frozenset({Tier.DEVICE, Tier.PINNED, Tier.HOST})
-#: The source of what an endpoint's own instance reads: a shared store, a disk.
+#: Source of tokens that an endpoint's own instance reads: a shared store, a disk.
 STORE = EndpointId("")
 NOTHING: Mapping[EndpointId, int] = {}
 NOT_HELD = Overlap(0)
@@ -51,14 +51,14 @@ def refuse_none(tokens: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LinkTerms:
-    """What a copy takes, and what it must be worth."""
+    """Cost of a copy, and the saving it must exceed."""
 
     tokens_per_s: float  # of one copy; infinite: not known yet
     latency_s: float
     min_tokens: int  # fewer are not copied
-    step_tokens: int  # who holds as much as the longest, but for so many tokens, is as good a source
+    step_tokens: int  # a holder within this many tokens of the longest is an equally good source
     lands: Tier = Tier.DEVICE
-    waits: bool = True  # a request may wait for its copy; else it is over before the request's turn there
+    waits: bool = True  # a request may wait for its copy; else the copy must end before the request's turn
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Links:
             self.out[transfer.source] = over_at
 
     def release(self, transfer: Transfer) -> None:
-        """It is over, sooner or later than was thought. What began after it keeps its links."""
+        """Release the links of a transfer that ended sooner or later than estimated; later transfers keep theirs."""
         for links, endpoint in ((self.into, transfer.target), (self.out, transfer.source)):
             if links.get(endpoint) == transfer.over_at:
                 del links[endpoint]
@@ -148,7 +148,7 @@ class TransferPlanner:
                 continue
             copy_s = terms.latency_s + transfer.missing / terms.tokens_per_s
             overlap = copied.get((id(held), transfer.tokens))
-            if overlap is None:  # those that come to hold as much share one, which policies look at once
+            if overlap is None:  # endpoints with equal results share one object, which policies examine once
                 overlap = copied[id(held), transfer.tokens] = landed(held, transfer.tokens, terms.lands)
             saved_s = own_s(facts, here, speeds) - own_s_with(overlap, facts.prompt_tokens, here, speeds)
             free = transfer.source == STORE and not terms.waits  # no other engine's link, no request's time
@@ -216,8 +216,8 @@ def landed(held: Overlap, tokens: int, tier: Tier) -> Overlap:
 
 
 def _is_full(load: EndpointLoad, tokens: int) -> bool:
-    """Whether so many tokens, beside those of the requests in flight, are too many: all else there would be given up,
-    and soon what was copied."""
+    """Return True if these tokens are too many beside those of the requests in flight: all other blocks would be
+    evicted, and soon the copied ones."""
     engine = load.engine
     if engine is None or not engine.capacity_tokens:
         return False
@@ -225,7 +225,7 @@ def _is_full(load: EndpointLoad, tokens: int) -> bool:
 
 
 def find_holders(endpoints: Sequence[LedgeredT], held: Mapping[EndpointId, int], step: int) -> Sequence[LedgeredT]:
-    """Those that hold as much as the longest, but for a step."""
+    """Return the endpoints that hold as much as the longest, but for a step."""
     longest = max([held.get(one.id, 0) for one in endpoints], default=0)
     return [one for one in endpoints if held.get(one.id, 0) > max(0, longest - step)]
 

@@ -1,4 +1,4 @@
-"""What transfers may take of the link between instances, and how fast it was seen to be."""
+"""Limits of transfers on the link between instances, and its measured speed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 from kvproxy.base.types import Clock
 from kvproxy.cache.action_settings import TransferSettings
 
-#: How much the speed of a new transfer counts against earlier ones, and how long speeds say something of a link.
+#: Weight of a new transfer's speed against earlier ones, and how long speeds are valid.
 _NEW = 0.3
 SPEED_AGE_S = 60.0
 
 
 class Link:
-    """What transfers may take together, and the speed they were seen to have."""
+    """Concurrency and bandwidth limits for transfers, plus measured throughput."""
 
     def __init__(self, settings: TransferSettings, *, clock: Clock) -> None:
         self._settings = settings
@@ -42,12 +42,12 @@ class Link:
         return "slow" if tokens / (self.tokens_per_s or math.inf) > compute_s else ""
 
     def begin(self, tokens: int) -> None:
-        """A transfer of so many begins."""
+        """Begin a transfer of `tokens`."""
         self.running += 1
         self._budget -= tokens
 
     def end(self, tokens: int, seconds: float) -> None:
-        """It is over, and brought so many."""
+        """End a transfer that brought `tokens`."""
         self.running -= 1
         if tokens and seconds > 0.0:
             seen = tokens / seconds

@@ -24,10 +24,10 @@ from kvproxy.cluster.routing.work import prefill_s
 from kvproxy.features.transfers.metrics import TransferMetrics
 from kvproxy.features.transfers.transfer_link import Link
 
-#: Sources that hold as much as the longest, but for so many tokens, are equally good.
+#: Sources within this many tokens of the longest are equally good.
 STEP_TOKENS = 256
 
-#: Told how a transfer went (a metric label), and the tokens it brought.
+#: Called with a transfer's outcome (a metric label), and its tokens.
 OnTransferred = Callable[[str, int], None]
 
 

@@ -26,7 +26,7 @@ from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.pick_request import parse_question
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_limit, reply_json
 
-#: Whose answers say what was reused, and which end after one token.
+#: Paths whose answers report reuse, and end after one token.
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 MAX_REPLICAS = 64
 MAX_EXPORTED = 200
@@ -73,7 +73,7 @@ class WarmRoutes:
         facts = service.gather(inference, body, cluster=target.cluster, model=target.upstream_model)
         chosen = choose_endpoints(facts, replicas, operated.clock())
         if not chosen:
-            raise RequestRefused(503, Problem("endpoint", "none serves this model now", "GET /endpoints says why"))
+            raise RequestRefused(503, Problem("endpoint", "none serves this model now", "GET /endpoints shows why"))
         prefill = await asyncio.to_thread(_as_prefill, body, facts.model)
         warmer = Warmer(service.settings, engines=service.engines, metrics=operated.metrics, clock=operated.clock)
         async with self._turn:
@@ -87,7 +87,7 @@ class WarmRoutes:
 
 
 def choose_endpoints(facts: RequestFacts, replicas: int, now: float) -> Sequence[Endpoint]:
-    """Those that hold most of it already, then the least busy ones."""
+    """Choose the endpoints that hold most of it already, then the least busy ones."""
     able = [one for one in facts.endpoints if one.condition(now) is Condition.UP]
     held = facts.overlaps.matched_tokens
     return sorted(able, key=lambda one: (-held(one.id), one.load.in_flight))[:replicas]
@@ -103,7 +103,7 @@ async def _warm_one(
     endpoint: Endpoint,
     path: str,
 ) -> Warmed:
-    """What was sent there is known to be there, as of any request."""
+    """Warm one endpoint; its index then includes the prompt, as for any request."""
     warmed = await warmer.warm_body(endpoint, path, prefill)
     if warmed.result in ("done", "unverified"):
         facts = service.gather(inference, body, cluster=target.cluster, model=target.upstream_model)

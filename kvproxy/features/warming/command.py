@@ -33,12 +33,12 @@ MAX_LINE_BYTES = 8 << 20
 #: Between two looks at endpoints that are busy.
 PAUSE_S = 0.25
 _TIMEOUT_S = 600.0
-#: With what the endpoints hold it afterwards, as far as can be known.
+#: Results after which the endpoint holds the prefix, as far as can be known.
 _GOOD = ("done", "unverified")
 
 
 class WarmError(KvproxyError):
-    """The prompts cannot be read, or nothing takes them; the text says where and what to do."""
+    """The prompts cannot be read, or no server takes them; the text names the place and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class WarmOptions:
-    """What to warm, where, and for how long engines may be busy."""
+    """Prompts, targets, and patience with busy engines."""
 
     prompts: Path
     replicas: int = 1

@@ -42,7 +42,7 @@ class WarmingFeature(Feature):
                 yield error_at((*at, "warming", "enabled"), what, "or warm by hand: kvproxy warm")
 
     def needs(self, settings: KvCacheSettings) -> CacheNeeds:
-        """Uses of prefixes, and their tokens, if the proxy warms by itself."""
+        """Return the needs: uses of prefixes, and their tokens, if the proxy warms by itself."""
         return CacheNeeds(uses=_is_on(settings))
 
     def observe_cache(self, parts: CacheParts) -> CacheObserver | None:

@@ -10,7 +10,7 @@ from kvproxy.base.settings.model import Model
 
 
 class PrefixExport(StrEnum):
-    """What the admin listener tells of hot prefixes."""
+    """Form in which the admin listener lists hot prefixes."""
 
     OFF = "off"
     HASHES = "hashes"

@@ -19,7 +19,7 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.features.warming.metrics import WarmingMetrics
 from kvproxy.features.warming.settings import WarmingPlace
 
-#: Tokens sent at once of a prefix whose tokens are known: what a request that comes meanwhile has to wait for.
+#: Tokens sent at once of a prefix with known tokens: the longest wait of a request that comes meanwhile.
 PIECE_TOKENS = 2048
 #: One send; a long prompt on a slow engine.
 TIMEOUT_S = 120.0
@@ -27,8 +27,9 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """How it went: `done`, `no_effect`, `unverified` (the engine does not say what it reuses), `busy`, `dry_run`, or
-    why a call failed. Tokens are the engine's count of the last prompt, and of it those that a second send found."""
+    """Result of warming: `done`, `no_effect`, `unverified` (the engine does not report reuse), `busy`, `dry_run`, or
+    the reason of a failed call. Tokens are the engine's count of the last prompt, and of it those that a second send
+    found."""
 
     result: str
     prompt_tokens: int = 0

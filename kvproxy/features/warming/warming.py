@@ -1,5 +1,5 @@
-"""Which prefixes are warmed where: hot ones whose tokens are known, after a loss, at a new endpoint, and where fewer
-endpoints hold one than its traffic is worth."""
+"""Choice of prefixes to warm and their endpoints: hot ones with known tokens, after a loss, at a new endpoint, and
+where fewer endpoints hold one than its traffic is worth."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ audit = logging.getLogger("kvproxy.audit")
 
 #: Longer prefixes are not warmed by themselves.
 MAX_TOKENS = 32_768
-#: After an attempt that failed an endpoint is left alone for so long.
+#: Pause after a failed attempt at an endpoint.
 RETRY_S = 15.0
-#: Prefixes looked at in a round, the last used ones.
+#: Prefixes examined per round, the last used ones.
 LOOKED_AT = 1024
 
 
@@ -39,12 +39,12 @@ class WarmingPlan(NamedTuple):
 
 
 def _begun_by(prefix: KnownPrefix, known: Iterable[KnownPrefix]) -> Iterator[KnownPrefix]:
-    """Those whose tokens it begins with, itself included."""
+    """Return the prefixes that it begins with, itself included."""
     return (one for one in known if one.tokens and common_tokens(one.tokens, prefix.tokens) == len(one.tokens))
 
 
 class Warming(CacheObserver):
-    """Its turn comes between requests (`tick`). What it sends is within a budget, one prefix at a time an endpoint."""
+    """Warming between requests (`tick`), within a budget, one prefix at a time per endpoint."""
 
     def __init__(self, parts: CacheParts) -> None:
         settings = parts.settings
@@ -62,7 +62,7 @@ class Warming(CacheObserver):
         self._budget = float(self._settings.tokens_per_minute)
         self._refilled_at = parts.clock()
         self._known: dict[tuple[str, EndpointId], tuple[LossReason, float] | None] = {}  # the last loss of each
-        self._empty: dict[str, str] = {}  # instances that lack whatever is hot, and why
+        self._empty: dict[str, str] = {}  # instances that lack the hot prefixes, and why
         self._tried: dict[str, float] = {}  # when an instance was tried last; but for one that was warmed or busy
         self._first = True
 
@@ -98,7 +98,7 @@ class Warming(CacheObserver):
                     planned.append(WarmingPlan(endpoint, prefix, reason))
                     break
             if not lacks:
-                self._empty.pop(endpoint.instance_id, None)  # it has back what was hot
+                self._empty.pop(endpoint.instance_id, None)  # it holds the hot prefixes again
         return planned
 
     def _why(self, endpoint: Endpoint, uses: int, prefix: KnownPrefix, held_by: set[str], most: int) -> str:
@@ -111,7 +111,7 @@ class Warming(CacheObserver):
         return f"{uses} uses, {len(held_by)} of {wanted} holders" if len(held_by) < wanted else ""
 
     def find_hot(self, now: float) -> list[tuple[int, KnownPrefix]]:
-        """Those that several sessions use, by the tokens that they save together."""
+        """Return the prefixes that several sessions use, by their total saving in tokens."""
         counted = (
             (self._hotness.count_recent_uses(one, now), one)
             for one in self._hotness.walk_latest(LOOKED_AT)
@@ -121,7 +121,7 @@ class Warming(CacheObserver):
         return sorted(hot, key=lambda pair: -pair[0] * len(pair[1].tokens))
 
     def _note_losses(self) -> None:
-        """What is new since the last round lacks everything; at the first round nothing is known to be new."""
+        """Note losses since the last round: new endpoints lack everything; at the first round none counts as new."""
         seen = {}
         for name, cluster in self._clusters.items():
             for endpoint in cluster.endpoints:
@@ -143,7 +143,7 @@ class Warming(CacheObserver):
         self._tried.pop(endpoint.instance_id, None)
 
     def _note_held(self, prefix: KnownPrefix, instance: str) -> None:
-        """The prefix, and those that it begins with."""
+        """Note the prefix, and those that it begins with, as held."""
         for one in _begun_by(prefix, self._hotness.walk_latest(LOOKED_AT)):
             one.instances.add(instance)
 

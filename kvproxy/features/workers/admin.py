@@ -1,8 +1,7 @@
-"""The operator's listener of several workers: one page, one set of metrics, and changes that are made in all of them.
+"""Admin listener of several workers: one page, one set of metrics, and changes that are made in all of them.
 
-Every path of a worker's own admin app is there. What is read is asked of all and merged; what is changed is changed in
-all; a place that `/pick` reserves is in one, whose number its id begins with, and a prompt is warmed by one.
-"""
+Every path of a worker's own admin app is there. Reads are merged from all; changes are made in all; a place that
+`/pick` reserves is in one, whose number its id begins with, and a prompt is warmed by one."""
 
 from __future__ import annotations
 
@@ -37,14 +36,14 @@ from kvproxy.operate.metrics.catalog import merge_rules
 
 _CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 _PASSED_ON = ("content-type", "cache-control", "allow")
-#: As many as a worker answers with where the question does not say.
+#: Default number of rows that a worker answers with.
 _LIMITS = {"/decisions": 100, "/cache/hot": 20, "/warm": 100}
 #: A long prompt on a slow engine, twice.
 _WARM_S = 300.0
 
 
 class MetricsOfAll:
-    """The sums. What a worker had counted when it was asked last still counts after its end."""
+    """Sums of the workers' metrics. A worker's last counts still count after its end."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -53,7 +52,7 @@ class MetricsOfAll:
         self._rules = merge_rules()
 
     def note_ended(self, index: int) -> None:
-        """This worker's process is gone."""
+        """Note the end of this worker's process."""
         self._gone = add_pages([self._gone, keep_counts(self._last.pop(index, {}))], self._rules)
 
     async def render(self) -> bytes:
@@ -170,7 +169,7 @@ class WorkersAdmin:
         return _passed_on([await self._ask(index, change)])
 
     async def _warm(self, request: Request) -> Response:
-        """Each prompt is sent by one: what endpoints hold afterwards all workers hear of."""
+        """Send each prompt through one worker; all learn of the endpoints' new contents."""
         return _passed_on([(await self._ask_one(request, timeout_s=_WARM_S))[1]])
 
     async def _read(self, request: Request) -> Response:
@@ -179,7 +178,7 @@ class WorkersAdmin:
         if not all(one.is_success for one in answers):
             return _passed_on(answers)
         most = int(request.query_params.get("limit", _LIMITS[path])) if path in _LIMITS else None
-        if path == "/warm":  # lines, each worker's hottest first; what several know is there once
+        if path == "/warm":  # lines, each worker's hottest first; duplicates are removed
             ranks = zip_longest(*(one.content.splitlines(keepends=True) for one in answers), fillvalue=b"")
             lines = [line for line in dict.fromkeys(chain.from_iterable(ranks)) if line]
             return Response(b"".join(lines[:most]), media_type=answers[0].headers["content-type"])
@@ -194,7 +193,7 @@ class WorkersAdmin:
         return _passed_on([answer])
 
     async def _log(self, request: Request) -> Response:
-        """The supervisor's own log is part of it."""
+        """Change the log level, the supervisor's own included."""
         answer = await self._change(request)
         if answer.status_code == 200:
             set_root_level(str(msgspec.json.decode(answer.body)["level"]).upper())
@@ -230,7 +229,7 @@ class WorkersAdmin:
         return answers
 
     def _decoded(self, answers: Sequence[httpx.Response]) -> list[Any]:
-        """As data. A decision's number says which worker decided."""
+        """Decode the answers; a decision's number includes its worker."""
         found = []
         for one in answers:
             data = one.json()
@@ -261,4 +260,4 @@ def _passed_on(answers: Sequence[httpx.Response]) -> Response:
 
 
 def _nothing_serves() -> RequestRefused:
-    return RequestRefused(503, Problem("", "no worker answers", "try again in a moment; the log says why"))
+    return RequestRefused(503, Problem("", "no worker answers", "try again in a moment; the log has the reason"))

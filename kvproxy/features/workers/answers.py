@@ -1,5 +1,5 @@
-"""Which rule makes one answer of the admin listener out of those of all workers: a table for each path. What a table
-does not name is the first one's: it is the same in all."""
+"""Rules that merge the workers' answers of the admin listener: a table for each path. Values without a rule are the
+first worker's: they are the same in all."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _BREAKERS = ("closed", "half-open", "open")
 
 
 def merge_caches(values: list[Any]) -> Any:
-    """Of an endpoint's cache the account of the worker that knows most of it. What others send is what no worker
-    sends."""
+    """Merge the accounts of an endpoint's cache: that of the worker with most data on it. Others' requests are those
+    that no worker sent."""
     found = known_of(values)
     if not found:
         return None

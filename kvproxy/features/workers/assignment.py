@@ -1,9 +1,9 @@
-"""What the supervisor and a worker share: the line between them, a socket pair, and the folder of the workers' sockets.
+"""Interface of the supervisor and a worker: the line between them, a socket pair, and the folder of the workers'
+sockets.
 
-First the supervisor says what the worker is; the worker says once that it serves, and again and again that it is there.
-Then the supervisor may say to end, and to hurry. The end of either process is the end of the line, which the other one
-notices at once, however it died.
-"""
+First the supervisor sends the assignment; the worker reports once that it serves, and sends heartbeats. Then the
+supervisor may send the order to end, and to hurry. The end of either process closes the line, which the other one
+notices at once, however it died."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READY = b"r"
 ALIVE = b"a"
 DRAIN = b"d"
 HURRY = b"h"
-#: A worker says so often that its event loop runs.
+#: Interval of a worker's heartbeats, which show that its event loop runs.
 BEAT_S = 0.5
 _PREFIX = "kvproxy-"
 _LOCK = "supervisor"
@@ -49,8 +49,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One worker: which of how many, and what it serves. Both processes run the same code, so it travels as a pickle;
-    what was checked once is what every worker serves, whatever the file says meanwhile."""
+    """Assignment of one worker: its number among how many, and its configuration. Both processes run the same code, so
+    it travels as a pickle; every worker serves the configuration that was checked once, even if the file changes
+    meanwhile."""
 
     index: int
     count: int
@@ -68,7 +69,7 @@ class Assignment:
 
 
 async def send_assignment(line: socket.socket, assignment: Assignment) -> None:
-    """The first thing said. OSError when the worker is gone, or does not listen."""
+    """Send the assignment, the first message. OSError when the worker is gone, or does not listen."""
     data = pickle.dumps(assignment)
     async with asyncio.timeout(_SAY_S):
         await asyncio.get_running_loop().sock_sendall(line, _LENGTH.pack(len(data)) + data)
@@ -102,7 +103,7 @@ def shared_folder() -> Iterator[Path]:
         folder = Path(name)
         with (folder / "new").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            (folder / "new").rename(folder / _LOCK)  # so that there is none that nothing has locked
+            (folder / "new").rename(folder / _LOCK)  # renamed last, so that no unlocked folder is visible
             yield folder
 
 
@@ -132,13 +133,13 @@ class Link:
         self._line = line
 
     def install(self) -> None:
-        """Listen from now on, and say that the worker is there."""
+        """Start listening, and send the first heartbeat."""
         self._line.setblocking(False)
         asyncio.get_running_loop().add_reader(self._line, self._said)
         self._beat()
 
     def say_ready(self) -> None:
-        """The worker serves."""
+        """Report that the worker serves."""
         self._say(READY)
 
     def _beat(self) -> None:

@@ -25,10 +25,10 @@ _JOIN_S = 3.0
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until the supervisor says to end, or is gone."""
-    faulthandler.register(signal.SIGUSR1)  # before a worker that hangs is killed it says where
+    """Serve until the supervisor sends the end, or is gone."""
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of a hanging worker before it is killed
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a terminal tells every process of it; the supervisor decides
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends it to every process; the supervisor decides
     line = socket.socket(fileno=args.line)
     try:
         assignment = receive_assignment(line)
@@ -39,11 +39,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 async def serve_as_worker(assignment: Assignment, line: socket.socket, last_resort: LastResort) -> int:
-    """Return the worker's whole life. It serves once it knows what the others know, and what an operator changed before
-    it was there."""
+    """Run the worker's whole life. It serves once it has the others' state, and the operator's earlier changes."""
     link = Link(line)
     link.install()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, link.stop.set)  # as on the supervisor's word
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, link.stop.set)  # as on the supervisor's order
     config = take_share(assignment.config, assignment.index, assignment.count)
     siblings = Siblings(assignment.folder, assignment.index, assignment.count)
     async with (

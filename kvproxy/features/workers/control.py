@@ -24,10 +24,11 @@ from kvproxy.operate.runtime.generation import Generation
 log = logging.getLogger("kvproxy")
 
 RELOAD = "/worker/reload"
-#: Headers that only this listener reads: who asked the supervisor, and that another worker notes it in the audit log.
+#: Headers that only this listener reads: who sent the request to the supervisor, and that another worker notes it in
+#: the audit log.
 FROM = b"x-kvproxy-from"
 REPEAT = b"x-kvproxy-repeat"
-#: A configuration that was prepared is discarded when the supervisor says nothing more about it for so long.
+#: A prepared configuration is discarded if the supervisor sends no further order for this long.
 FORGET_S = 60.0
 _MAX_CONFIG_BYTES = 64 << 20
 
@@ -56,7 +57,7 @@ class ControlApp:
         await self._proxy.admin.app(scope, receive, send)
 
     async def repeat_changes(self, changes: Sequence[Change]) -> None:
-        """What an operator changed before this worker was there."""
+        """Repeat the changes an operator made before this worker started."""
         transport = httpx.ASGITransport(self._repeated)
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
             for one in changes:
@@ -76,7 +77,7 @@ class ControlApp:
             self._prepared = await self._proxy.prepare(mine)
         except ConfigError as refused:
             return reply_error(422, refused.problems)
-        except Exception as failed:  # whatever a part raises: the old ones still run
+        except Exception as failed:  # any error of a part: the old ones still run
             log.exception("the new configuration cannot be started")
             return reply_error(422, [Problem("", f"a part cannot be started: {type(failed).__name__}: {failed}")])
         self._forgetting = asyncio.get_running_loop().call_later(FORGET_S, self._drop)
@@ -96,7 +97,7 @@ class ControlApp:
         return reply_json({})
 
     def _drop(self) -> None:
-        """What was prepared, if anything is."""
+        """Drop the prepared generation, if any."""
         if self._forgetting is not None:
             self._forgetting.cancel()
             self._forgetting = None

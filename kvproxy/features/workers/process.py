@@ -16,11 +16,12 @@ from kvproxy.features.workers.assignment import BEAT_S, DRAIN, HURRY, READY, Ass
 log = logging.getLogger("kvproxy")
 
 #: A fresh interpreter, and not a fork: the supervisor has an event loop, threads and locks, which a fork would copy in
-#: the middle of whatever they do, and each worker makes a TLS context of its own.
-#: In the standalone binary the interpreter is kvproxy itself.
+#: the middle of whatever they do, and each worker makes a TLS context of its own. In the standalone binary the
+#: interpreter is kvproxy itself.
 COMMAND = (sys.executable, *(() if getattr(sys, "frozen", False) else ("-m", "kvproxy")), "worker")
 
-#: Looks without a word that are silence at least; how long a worker has to write where it stands before it is killed.
+#: Least number of checks without a heartbeat that are silence; and how long a worker has to write its stacks before it
+#: is killed.
 _LOOKS = 4
 _STACKS_S = 0.5
 
@@ -30,14 +31,14 @@ class WorkerProcess:
 
     def __init__(self, assignment: Assignment, command: Sequence[str] = COMMAND) -> None:
         self.assignment = assignment
-        self.told = 0  # up to which of the news it knows all
+        self.told = 0  # number of the latest news it has in full
         self.ready = self.hung = False
         self._command = command
         self._line: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Task[None] | None = None
         self._came_up = asyncio.Event()  # or never will
-        self._silent = 0  # looks since the start, or since the last word once it serves
+        self._silent = 0  # checks since the start, or since the last heartbeat once it serves
 
     @property
     def pid(self) -> int:
@@ -45,7 +46,7 @@ class WorkerProcess:
         return 0 if self._process is None else self._process.pid
 
     async def begin(self) -> None:
-        """Start the process and tell it what it is."""
+        """Start the process and send its assignment."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._line = ours
@@ -62,7 +63,7 @@ class WorkerProcess:
         self._listening = asyncio.create_task(self._listen(), name=f"worker {assignment.index}")
 
     async def until_ready(self) -> bool:
-        """Whether it came to serve; False: it ended before."""
+        """Wait until it serves; False: it ended before."""
         await self._came_up.wait()
         return self.ready
 
@@ -75,9 +76,9 @@ class WorkerProcess:
             self.ready = False
 
     async def until_hung(self, *, start_s: Callable[[], float], silent_s: Callable[[], float]) -> None:
-        """Return when it does not serve so long after its start, or serves and has said nothing for so long (0: it
-        may)."""
-        while True:  # not timed: what it said while this process stood still is read between two looks
+        """Return when it does not serve within `start_s` after its start, or serves but sent no heartbeat for
+        `silent_s` (0: no bound)."""
+        while True:  # not timed: heartbeats sent while this process stood still are read between two checks
             await asyncio.sleep(BEAT_S)
             self._silent += 1
             longest_s = silent_s() if self.ready else start_s()

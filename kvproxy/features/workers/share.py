@@ -1,5 +1,5 @@
-"""What of a configuration one of several workers gets: bounds of the machine are divided, receipts have a file each,
-and a file that all would replace is the first worker's."""
+"""Share of one worker in a configuration: bounds of the machine are divided, receipts have a file each, and a file that
+all would replace is the first worker's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.receipts.files import worker_path
 
-#: `auto` takes no more: every worker also hears what all the others decide.
+#: Upper bound of `auto`: every worker also handles the messages of all the others.
 AUTO_MOST = 8
 _CGROUP = Path("/sys/fs/cgroup/cpu.max")
 

@@ -30,7 +30,7 @@ log = logging.getLogger("kvproxy")
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0
-#: Starts in a row that came to nothing while no worker serves, until the supervisor gives up.
+#: Failed starts in a row, while no worker serves, after which the supervisor gives up.
 GIVE_UP_AFTER = 5
 #: A worker that ends itself when its drain and grace are over is killed if it does not.
 _KILL_S = END_GRACE_S + 5.0
@@ -39,7 +39,7 @@ _LET_GO = -1
 
 
 class WorkersFailed(KvproxyError):
-    """No worker can serve. What one said about it is in the log above."""
+    """No worker can serve. The reason is in the log above."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Slot:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker serves here."""
+        """True if a worker serves here."""
         return self.process is not None and self.process.ready
 
     @property
@@ -70,20 +70,19 @@ class Slot:
 
 @dataclass(slots=True)
 class Served:
-    """What workers serve: the configuration, and what an operator changed since the start."""
+    """Configuration of the workers, and an operator's changes since the start."""
 
     config: Config
     changes: Sequence[Change] = ()
     number: int = 0
-    """Counts what was new in it."""
+    """Counts its changes."""
 
 
 class Supervisor:
     """`run` it once. It owns `public`, which it closes when a drain begins, and the workers' own sockets in `folder`.
 
     A worker that dies before all serve ends the start; later ones are started again after a pause. With `first_alone`
-    the others are started once the first one serves, and can tell them what it knows.
-    """
+    the others are started once the first one serves, and can send them its state."""
 
     def __init__(
         self,
@@ -140,8 +139,8 @@ class Supervisor:
             process.hurry()
 
     def note_news(self, *, told: Collection[int]) -> None:
-        """What is served has changed, and these workers know. Others that serve are started again, which loses none of
-        their requests."""
+        """Note a change that these workers already have. Other serving workers are restarted, which loses none of their
+        requests."""
         self.served.number += 1
         for process in self._processes():
             if process.assignment.index in told:
@@ -179,13 +178,13 @@ class Supervisor:
             if self.ending.is_set():
                 return
             if process.told != self.served.number:
-                continue  # it was let go, to hear of what is new
+                continue  # it was released, to restart with the news
             if not self.all_ready.is_set() and not process.hung:
                 raise WorkersFailed(f"worker {slot.index} ended before all served")
             steady = served and self._clock() - began >= STEADY_S
             slot.failures = 0 if steady else slot.failures + 1
             if slot.failures >= GIVE_UP_AFTER and not any(one.ready for one in self.slots):
-                raise WorkersFailed("no worker can be started any more")
+                raise WorkersFailed("no further worker can be started")
             await self._pause(slot)
             self._on_restart()
 
@@ -226,9 +225,9 @@ class Supervisor:
             process.drain()
 
     async def _end_late(self, process: WorkerProcess) -> None:
-        """One that outlives the drain is killed."""
+        """Kill a process that outlives the drain."""
         await self.ending.wait()
-        process.drain()  # again: it may have been starting when all were told
+        process.drain()  # again: it may have been starting when all were notified
         await asyncio.sleep(self.served.config.shutdown.drain + _KILL_S)
         log.error("worker %d is killed: it outlived the drain", process.assignment.index)
         process.kill()
@@ -246,7 +245,7 @@ class Supervisor:
 
     async def _pause(self, slot: Slot) -> None:
         """Before the next start; the end cuts it short."""
-        doublings = min(slot.failures, 16)  # of thousands of them the power is no float any more
+        doublings = min(slot.failures, 16)  # after thousands of failures the power would overflow
         longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**doublings)
         pause_s = longest * random.uniform(0.5, 1.0)
         log.info("worker %d is started again in %.1f s", slot.index, pause_s)

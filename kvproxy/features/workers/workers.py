@@ -24,7 +24,7 @@ log = logging.getLogger("kvproxy")
 _TIMEOUT_S = 5.0
 #: A part of a new configuration may take its time to start.
 _PREPARE_S = 30.0
-#: Changes that a worker hears of which is started again; of more it misses the oldest.
+#: Changes repeated in a restarted worker; the oldest beyond are dropped.
 MAX_CHANGES = 1000
 #: Each change of these adds to the ones before; of others the last one counts.
 _ADDING = frozenset({"/endpoints", "/routing"})
@@ -55,12 +55,12 @@ class Workers:
 
     @property
     def config(self) -> Config:
-        """What they serve."""
+        """Configuration they serve."""
         return self.supervisor.served.config
 
     @property
     def serving(self) -> list[Slot]:
-        """Those that can be asked."""
+        """Workers that can be queried."""
         return [slot for slot in self.supervisor.slots if slot.ready]
 
     async def ask(
@@ -108,8 +108,8 @@ class Workers:
             return first
 
     async def reload(self, config: Config) -> Reloaded:
-        """Prepared by one, then by the others, and only then taken into use. ConfigError when one refuses it: nothing
-        has changed then in any."""
+        """Reload: prepared by one, then by the others, and only then taken into use. ConfigError when one refuses it:
+        nothing has changed then in any."""
         async with self._one_at_a_time:
             serving = self.serving
             prepare = Change("POST", f"{RELOAD}/prepare", pickle.dumps(config))

@@ -1,1 +1,1 @@
-"""Which settings would help the traffic that was recorded."""
+"""Adviser: settings that would help recorded traffic."""

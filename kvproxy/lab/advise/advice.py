@@ -1,6 +1,5 @@
-"""What the adviser says: a setting with its exact flag, why, what it would gain, how sure that is, and whether it is
-worth saying.
-"""
+"""Advice: a setting with its exact flag, the reason, the expected gain, its certainty, and whether it is worth
+reporting."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What replay of the recorded requests expects. `runs`: pairs of a seed and a half of the recording."""
+    """Gain expected from a replay of the recorded requests. `runs`: pairs of a seed and a half of the recording."""
 
     ttft_mean: Ratio
     ttft_p99: Ratio
@@ -52,7 +51,7 @@ class Advice:
     what: str
     flags: tuple[tuple[str, str], ...] = ()  # (endpoints, flag)
     config: str = ""
-    gain: Gain | None = None  # None: it follows from what was seen, without a simulation
+    gain: Gain | None = None  # None: it follows from observations, without a simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +64,13 @@ class NotGiven:
     reason: str
 
 
-#: The model's error in mean TTFT: beyond the first it is said that it does not fit, below the last it fits well.
+#: Error in mean TTFT from which the model does not fit, and below which it fits well.
 DOES_NOT_FIT = 0.30
 FITS_WELL = 0.15
 _MANY_REQUESTS = 1000
 _MANY_RUNS = 6
-#: Below this a gain is not worth a restart, and it has to be beyond so many standard errors; what is below the last
-#: after some runs will not come to it.
+#: Smallest gain worth a restart, the standard errors it must exceed, and the gain after some runs below which a
+#: candidate is dropped.
 LEAST_GAIN = 0.03
 _ERRORS = 2.0
 _PROMISING = 0.02
@@ -89,8 +88,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Today's settings simulated, against what was measured on the half that nothing was fitted to. Seconds; hit rates
-    are shares of the prompt tokens; `measured_hit` is None where engines do not say."""
+    """Simulation of today's settings against measurements, on the half that was not fitted. Seconds; hit rates are
+    shares of the prompt tokens; `measured_hit` is None if engines do not report it."""
 
     simulated_ttft_s: float
     measured_ttft_s: float
@@ -106,7 +105,7 @@ class Fit:
 
     @property
     def good(self) -> bool:
-        """Whether an expectation is worth anything."""
+        """True if the fit is good enough for expectations."""
         return abs(self.error) <= DOES_NOT_FIT
 
 
@@ -132,7 +131,7 @@ def compute_gain(pairs: Sequence[tuple[Figures, Figures]], fit: Fit, *, at_most:
 
 
 def is_promising(pairs: Sequence[tuple[Figures, Figures]]) -> bool:
-    """Whether further runs may show a gain."""
+    """Return True if further runs may show a gain."""
     return _ratio([(before.ttft_mean, after.ttft_mean) for before, after in pairs]).value < 1.0 - _PROMISING
 
 

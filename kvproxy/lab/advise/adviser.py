@@ -29,8 +29,8 @@ _OLD_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class PoolAdvice:
-    """Of one pool: engines that share requests. `today` and `fit` are None where nothing was simulated; `notes` say
-    why, and what else limits the advice."""
+    """Advice for one pool of engines that share requests. Without a simulation `today` and `fit` are None; `notes` give
+    the reason and further limits of the advice."""
 
     name: str
     engines: Sequence[EngineSettingsSeen]
@@ -96,11 +96,11 @@ class Adviser:
         if reading.broken:
             self.notes.append(f"{reading.broken} lines of the receipts cannot be read and were passed over")
         if not pools:
-            self.notes.append(f"the receipts in {self.receipts} tell of no answered request")
+            self.notes.append(f"the receipts in {self.receipts} have no answered request")
         if self.config.receipts.sample < 1.0:
             self.notes.append(
-                f"receipts are a sample of {self.config.receipts.sample:g}: what waits for what cannot be seen in "
-                "it; set `receipts.sample: 1.0`"
+                f"receipts are a sample of {self.config.receipts.sample:g}, which does not show requests waiting for "
+                "others; set `receipts.sample: 1.0`"
             )
         return pools
 
@@ -146,7 +146,7 @@ class Adviser:
         elif fit is not None:
             notes.append(
                 f"the model does not fit this fleet: it is {abs(fit.error):.0%} off, more than {DOES_NOT_FIT:.0%}; "
-                "only what needs no model is said"
+                "only advice without a model is given"
             )
         self.interrupted |= simulation.interrupted
         if simulation.ended_early:
@@ -156,7 +156,7 @@ class Adviser:
     def _why_not(self, traffic: Traffic, budget_s: float) -> str:
         """Why nothing is simulated; "" where something can be."""
         if budget_s <= 0 or self.interrupted:
-            return "nothing is simulated: no time is given to it" if not self.interrupted else "interrupted"
+            return "nothing is simulated: its time budget is 0" if not self.interrupted else "interrupted"
         if self.config.receipts.sample < 1.0:
             return "nothing is simulated: receipts are a sample"
         if len(traffic.requests) < MIN_REQUESTS or traffic.span_s < MIN_SPAN_S:
@@ -166,16 +166,16 @@ class Adviser:
             )
         if not any(one.prefixes for one in traffic.requests):
             return (
-                "nothing is simulated: the receipts do not say what prompts share (`receipts.prefixes` is off, they "
+                "nothing is simulated: the receipts lack shared prefixes (`receipts.prefixes` is off, they "
                 "were written by an older kvproxy, or there is no kvcache filter)"
             )
         if traffic.usual_output_tokens is None:
-            return "nothing is simulated: no answer says how long it was (its usage)"
+            return "nothing is simulated: no answer reports its length (usage)"
         return ""
 
 
 def _notes(engines: Sequence[EngineSettingsSeen]) -> list[str]:
-    notes = [f"endpoint {one.id} could not be asked: {one.error}" for one in engines if one.error]
+    notes = [f"no answer from endpoint {one.id}: {one.error}" for one in engines if one.error]
     kinds = sorted({one.kind for one in engines if not one.error})
     if len(kinds) > 1:
         notes.append(f"engines of several kinds ({', '.join(kinds)}): flags are spelled for each")
@@ -189,7 +189,7 @@ def _notes(engines: Sequence[EngineSettingsSeen]) -> list[str]:
 
 
 def _sort(expected: Sequence[Expectation]) -> tuple[list[Advice], list[NotGiven]]:
-    """What is recommended, the largest gain first, and what is not."""
+    """Sort into recommendations, the largest gain first, and the rest."""
     given = []
     refused = []
     for one in expected:

@@ -17,11 +17,11 @@ from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.lab.replay.settings import IndexMode
 from kvproxy.operate.doctor.flags import Setting
 
-#: Of the slots there are, so many were in use at a time: more might help.
+#: Share of the slots in use at a time from which more might help.
 _NEARLY_ALL = 0.8
 _MORE_MEMORY = 1.1
 _HOST_MEMORY = 4.0
-#: Prompts of at most so many tokens a step leave room for others.
+#: Prompts up to this many tokens per step leave room for others.
 _THRESHOLD = 1024
 
 
@@ -75,7 +75,7 @@ def _routing(today: Today) -> Iterator[Candidate]:
 def _scheduling(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
     if policy_types()[today.spec.name].learns_speeds and not today.spec.priority:
         other = replace(today, spec=replace(today.spec, priority=True))
-        what = "engines order what waits by priority instead of arrival"
+        what = "engines order waiting requests by priority instead of arrival"
         wanting = [one for one in engines if not one.by_priority]
         yield Candidate(
             Setting.SCHEDULING, what, other, spell_advice(Setting.SCHEDULING, wanting), order_config(wanting)
@@ -91,7 +91,7 @@ def _events(
         return
     silent = [one for one in engines if not one.publishes]
     config = "" if kvcache.kv_events else "kv_events: true    (filter kvcache)"
-    what = "what engines hold is known from their KV events"
+    what = "cache contents come from KV events"
     yield Candidate(
         Setting.KV_EVENTS, what, _with(today, index=IndexMode.EVENTS), spell_advice(Setting.KV_EVENTS, silent), config
     )

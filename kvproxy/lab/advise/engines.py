@@ -1,4 +1,4 @@
-"""What engines report of their own settings: asked once, nothing is generated. None: the engine does not say."""
+"""Engines' reports of their own settings: queried once, without generating tokens. None: not reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvproxy.operate.doctor.engine import EngineFacts, sum_samples
 from kvproxy.operate.doctor.tools import Tools
 
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
-#: So many steps of a size are no accident.
+#: Steps of one size that are significant.
 _STEPS = 20
 _PROBE = b'{"messages": [{"role": "user", "content": "x"}]}'
 
@@ -38,8 +38,8 @@ class EngineSettingsSeen:
     offloads: bool | None = None  # KV blocks to host memory
     step_tokens: int | None = None  # at most in one step
     sequences: int | None = None  # at most at a time
-    by_priority: bool | None = None  # what waits is ordered by priority
-    cache_report: bool | None = None  # answers say how many tokens were cached
+    by_priority: bool | None = None  # waiting requests are ordered by priority
+    cache_report: bool | None = None  # answers report cached tokens
     preemptions: int | None = None  # since its start
     publishes: bool | None = None  # KV events
     replays: bool | None = None  # KV events that were missed
@@ -49,7 +49,8 @@ class EngineSettingsSeen:
 
 
 async def ask_engines(config: Config, *, tools: Tools) -> list[EngineSettingsSeen]:
-    """Return what every configured engine says, in the order of the configuration. Raises nothing of an engine's."""
+    """Query every configured engine and return the reports in the order of the configuration. Raises nothing of an
+    engine's."""
     async with tools:
         deployment = await survey_deployment(config, tools=tools)
         return list(await asyncio.gather(*(_ask(engine) for engine in deployment.engines)))
@@ -96,7 +97,7 @@ async def _version(engine: EngineFacts) -> str:
 
 
 async def _events(engine: EngineFacts) -> tuple[bool | None, bool | None]:
-    """Whether it publishes KV events, and whether it has them again for who missed some."""
+    """Return whether the engine publishes KV events, and whether it replays missed ones."""
     try:
         sources = await engine.list_sources()
     except ClientError:

@@ -14,7 +14,7 @@ from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.traffic import NOT_MEASURED, Occupancy, Traffic
 from kvproxy.operate.doctor.flags import Setting, spell_flag
 
-#: Answers without a figure that are no accident: of them so many should have had one.
+#: Answers with predicted hits but no figure that are significant, and the hits among them.
 _ANSWERS = 20
 _HITS = 5
 _HIT_TOKENS = 256
@@ -28,8 +28,8 @@ DEFAULT_SEQUENCES = (256, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """All that is known without a simulation. `kvcache` is None without that filter; `ordered`: kvproxy sends engines
-    a priority."""
+    """Facts known without a simulation. `kvcache` is None without that filter; `ordered`: kvproxy sends engines a
+    priority."""
 
     engines: Sequence[EngineSettingsSeen]
     traffic: Traffic | None = None
@@ -82,12 +82,13 @@ def _caching(known: Known) -> Iterator[Advice]:
 
 def _report(known: Known) -> Iterator[Advice]:
     silent = [one for one in known.engines if one.cache_report is False or _never_reported(known.traffic, one.id)]
-    what = "answers do not say how many tokens were cached: predictions cannot be checked, capacity is not learned"
+    what = "answers do not report cached tokens: predictions cannot be checked, capacity is not learned"
     yield from _advice(Setting.CACHE_REPORT, silent, what)
 
 
 def _never_reported(traffic: Traffic | None, endpoint: EndpointId) -> bool:
-    """Some versions leave the figure out where it is 0: only answers that should have had one count."""
+    """Return True if an endpoint never reports cached tokens. Some versions omit the figure if it is 0, so only answers
+    with predicted hits count."""
     own = [] if traffic is None else traffic.answered_by(endpoint)
     expected = sum(one.predicted_tokens >= _HIT_TOKENS for one in own)
     return len(own) >= _ANSWERS and expected >= _HITS and all(one.cached_tokens is None for one in own)
@@ -98,7 +99,7 @@ def _events(known: Known) -> Iterator[Advice]:
         return  # nothing makes use of them
     silent = [one for one in known.engines if one.publishes is False]
     follow = "" if known.kvcache.kv_events else "kv_events: true    (filter kvcache)"
-    what = "no KV events: what engines hold is guessed from what was sent there, evictions are not seen"
+    what = "no KV events: cache contents are estimated from routed requests, evictions are not seen"
     yield from _advice(Setting.KV_EVENTS, silent, what, config=follow)
     unfollowed = [one for one in known.engines if one.publishes]
     if follow and unfollowed:
@@ -108,7 +109,7 @@ def _events(known: Known) -> Iterator[Advice]:
             config=follow,
         )
     without = [one for one in known.engines if one.publishes and one.replays is False]
-    what = "KV events without a replay endpoint: after a gap the index of what an engine holds starts anew"
+    what = "KV events without a replay endpoint: after a gap the index of an engine starts anew"
     yield from _advice(Setting.REPLAY, without, what)
 
 
@@ -117,7 +118,7 @@ def _render(known: Known) -> Iterator[Advice]:
     if needed and known.traffic is not None and any(one.chat for one in known.traffic.requests):
         refusing = [one for one in known.engines if one.kind is EngineKind.VLLM and one.renders is False]
         what = (
-            "chats are tokenized by /tokenize, which knows no reasoning_effort, documents or tool_choice; with "
+            "chats are tokenized by /tokenize, which lacks reasoning_effort, documents and tool_choice; with "
             "/render their tokens are exact, and KV events match"
         )
         yield from _advice(Setting.RENDER, refusing, what)
@@ -137,7 +138,7 @@ def _slots(known: Known) -> Iterator[Advice]:
 
 
 def usual_capacity(engines: Sequence[EngineSettingsSeen]) -> int | None:
-    """Tokens of KV memory of the middle engine; None where none says."""
+    """Return the median KV memory of the engines in tokens; None if none reports it."""
     capacity = [one.capacity_tokens for one in engines if one.capacity_tokens]
     return round(median(capacity)) if capacity else None
 
@@ -168,7 +169,7 @@ def _priority(known: Known) -> Iterator[Advice]:
 
 
 def much_waits(known: Known) -> Iterator[Advice]:
-    """Where no simulation can say what an order is worth: requests wait for each other, in order of arrival."""
+    """Advise priority scheduling if requests wait for each other in order of arrival, which no simulation can judge."""
     if known.occupancy.find_slots(usual_capacity(known.engines)) is not None:
         return  # then it is slots that are wanting
     waiting = {one.endpoint: one for one in known.occupancy.engines if one.waiting_share >= _MUCH_WAITING}

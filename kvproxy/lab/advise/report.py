@@ -114,7 +114,7 @@ def _pool(pool: PoolAdvice, now: float, width: int, *, colour: bool) -> Iterator
 
 def _nothing(pool: PoolAdvice) -> str:
     if pool.fit is None or not pool.fit.good:
-        return "Nothing is known to help; what a simulation would say is not known."
+        return "No setting is known to help; nothing was simulated."
     return "Nothing helps beyond noise: these settings fit this traffic."
 
 

@@ -27,20 +27,20 @@ from kvproxy.lab.replay.trace import Trace
 from kvproxy.lab.simulator.timing import TokenGaps
 from kvproxy.operate.commands.progress import ProgressBar
 
-#: Fewer requests, or less time, say nothing about what a setting is worth.
+#: Fewer requests, or less time, do not show the value of a setting.
 MIN_REQUESTS = 200
 MIN_SPAN_S = 120.0
-#: At most so many of the latest requests are played, of so many tokens in all: a trace takes half a byte a token.
+#: Bounds on the latest requests played, and on their tokens: a trace takes half a byte per token.
 _MAX_REQUESTS = 4000
 _MAX_TOKENS = 1_000_000_000
-#: A recording is not cut below this: fewer runs say more than shorter ones.
+#: A recording is not cut below this: fewer runs show more than shorter ones.
 _LEAST_REQUESTS = 600
 MAX_SEEDS = 5
-#: After so many seeds only promising candidates are played again.
+#: After this many seeds only promising candidates are played again.
 _TRIED_SEEDS = 2
 #: Caches fill in the first part of a recording; it is played, and not measured.
 _WARM = 0.2
-#: Today's settings are fitted to the first half of what is measured, in so many rounds.
+#: Rounds of fitting today's settings to the first half of the measurements.
 _FITTING = 5
 #: Seeds of the runs that the model is judged by.
 _JUDGED = (1, 2)
@@ -84,9 +84,9 @@ class Simulation:
         self.interrupted = False
 
     def fit_today(self, runs: int) -> Fit | None:
-        """Fits what nothing tells (how long a decode step takes, and a prefill beside it) to the first half of the
-        recording and says how well today's settings then agree with the second. `runs` are still to come: a recording
-        that would take too long is cut to its latest part. None when time ran out."""
+        """Fit unknown times (of a decode step, and of a prefill beside it) to the first half of the recording and
+        return how well today's settings then agree with the second. `runs` are still to come: a recording that would
+        take too long is cut to its latest part. None when time ran out."""
         try:
             self._cut(runs)
             best = math.inf
@@ -188,7 +188,7 @@ class Simulation:
         return first, second
 
     def _ratios(self, run: _Run) -> tuple[float, float]:
-        """What was measured in the first half against what was simulated: mean TTFT, and seconds a token."""
+        """Return measured over simulated figures of the first half: mean TTFT, and seconds per token."""
         recorded = self._measured(0)
         played = self._simulated(run, 0)
         ttft = _ratio_of(_mean(one.ttft_s for one in recorded), _mean(one.ttft_s for one in played))

@@ -1,9 +1,8 @@
-"""What was recorded and the fleet as it is, as far as engines, configuration and receipts tell, in the replay's terms.
+"""Recorded traffic and the present fleet, from engines, configuration and receipts, in the replay's terms.
 
 The trace has sessions, and blocks that are equal where prompts were. A receipt names some of its prompt's prefixes by
 hashes. Going through the requests in order of arrival, a prompt's blocks are those of the deepest prefix that an
-earlier prompt named too, and new ones from there on.
-"""
+earlier prompt named too, and new ones from there on."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
 from kvproxy.lab.replay.trace import Trace, TraceSession, Turn
 from kvproxy.lab.simulator.timing import EngineTiming
 
-#: Tokens of a trace's block: about as many as a text block has, so that nothing finer is known.
+#: Tokens of a trace's block: about those of a text block, the finest unit recorded.
 BLOCK_TOKENS = 64
 
 
@@ -50,8 +49,8 @@ def make_trace(traffic: Traffic, requests: Sequence[RecordedRequest], *, block_t
 
 
 def _sessions(requests: Sequence[RecordedRequest]) -> list[list[int]]:
-    """Indexes of the requests of each session, in order of their starts. Where a request came before the end of the
-    one before it, or without a session key, a session of its own begins: nothing says that it waited for that."""
+    """Return the indexes of each session's requests, in order of their starts. A request without a session key, or
+    before the end of the previous one, begins a new session: there is no sign that it waited."""
     sessions: list[list[int]] = []
     latest: dict[str, list[int]] = {}
     for index, one in enumerate(requests):
@@ -89,9 +88,9 @@ def _shared_blocks(requests: Sequence[RecordedRequest], block_tokens: int) -> li
 _SEQUENCES = 256
 _MORE_SEQUENCES = 1024
 _STEP_TOKENS = 2048
-#: Samples of one endpoint's speed that say enough.
+#: Sufficient samples of one endpoint's speed.
 _SAMPLES = 30
-#: Engines whose speeds differ by less (as a logarithm) are taken for equal: so far apart learned speeds are by chance.
+#: Engines whose speeds differ by less (as a logarithm) count as equal: learned speeds differ that much by chance.
 _ALIKE = 0.25
 
 
@@ -101,7 +100,7 @@ class NoModel(KvproxyError):
 
 @dataclass(frozen=True, slots=True)
 class Today:
-    """The present settings. `assumed` are those that nothing tells; `block_tokens` are of the engines' blocks."""
+    """Present settings. `assumed` lists those without a source; `block_tokens` are of the engines' blocks."""
 
     fleet: ReplayFleet
     spec: PolicySpec
@@ -139,7 +138,7 @@ def model_today(
     """Return the present fleet. Raises NoModel where something is missing that no default can stand for."""
     capacity = usual_capacity(engines)
     if capacity is None:
-        raise NoModel("no engine says how much KV memory it has (its /metrics have to be reachable)")
+        raise NoModel("no engine reports its KV memory (its /metrics have to be reachable)")
     assumed: list[str] = []
     sequences = _sequences(engines, occupancy, assumed)
     step_tokens = _step_tokens(traffic, engines, assumed)
@@ -189,8 +188,8 @@ def _step_tokens(traffic: Traffic, engines: Sequence[EngineSettingsSeen], assume
 
 
 def learn_speeds(traffic: Traffic, *, max_sequences: int) -> tuple[Features, Mapping[str, float]]:
-    """Return the pool's seconds for a unit of prefill work and the slowness of each endpoint, over all the receipts.
-    What waited for a slot is left out: it reports nothing of how fast prefill is."""
+    """Learn the pool's seconds for a unit of prefill work and the slowness of each endpoint, over all the receipts.
+    Requests that waited for a slot are left out: they reveal nothing about the speed of prefill."""
     speeds = SpeedModel()
     logs: dict[str, list[float]] = {endpoint: [] for endpoint in traffic.endpoints}
     seconds: list[Features] = []

@@ -16,9 +16,9 @@ from kvproxy.base.types import EndpointId, RequestKind
 from kvproxy.operate.receipts.files import ReceiptReader
 from kvproxy.operate.receipts.receipt import Receipt, decode_prefixes, matched_tokens
 
-#: The latest receipts that are looked at: hours of most fleets, and 100 MB of memory.
+#: The latest receipts read: hours of most fleets, and 100 MB of memory.
 MAX_RECEIPTS = 20_000
-#: More tokens of a prompt or an answer are a mistake of the engine's: the recording is worth nothing with them.
+#: More tokens of a prompt or an answer are an engine's mistake, and make the recording useless.
 MAX_TOKENS = 4 * 1024 * 1024
 _OK = 200
 _ANSWERED = frozenset({"completed", "client_disconnected"})
@@ -38,7 +38,7 @@ class RecordedRequest:
     prompt_tokens: int
     output_tokens: int | None
     cached_tokens: int | None
-    predicted_tokens: int  # that the endpoint was believed to hold
+    predicted_tokens: int  # predicted at the endpoint
     prompt_blocks: int
     prefixes: Sequence[tuple[int, bytes]]
 
@@ -87,7 +87,7 @@ class Traffic:
         return f"cluster {self.cluster}, model {', '.join(self.models)}"
 
     def answered_by(self, endpoint: EndpointId) -> list[RecordedRequest]:
-        """Those that one endpoint answered."""
+        """Return the requests that one endpoint answered."""
         return [one for one in self.requests if one.endpoint == endpoint]
 
 
@@ -197,8 +197,8 @@ class Occupancy:
         return sum(one.waiting_share for one in self.engines) / max(1, len(self.engines))
 
     def find_slots(self, capacity_tokens: int | None) -> int | None:
-        """How many sequences engines take at most, where requests waited for one of them to end; else None. One alone
-        is not told from requests that end before the next prefill does."""
+        """Return the limit of running sequences, if requests waited for one of them to end; else None. A limit of one
+        cannot be distinguished from requests that end before the next prefill."""
         begun = [count for one in self.engines for count in one.begun]
         if len(begun) < _BEGUN:
             return None

@@ -31,19 +31,19 @@ from kvproxy.lab.demo.demo_traffic import DemoReply, Mix, keep_trickling, run_mi
 from kvproxy.operate.commands.serving import run_loop
 
 _BAR = 32
-#: What the engines are called, and how the proxy knows what they hold.
+#: Names of the engines, and the proxy's source of their cache contents.
 _KINDS = {
-    "vllm": ("vLLM", "asks LMCache for the holders of a prompt"),
-    "sglang": ("SGLang", "follows the events of what their caches store and drop"),
+    "vllm": ("vLLM", "looks prompts up in LMCache"),
+    "sglang": ("SGLang", "follows the events of their caches"),
 }
-#: What is compared, without `--tiers` and with.
+#: Contenders without `--tiers` and with.
 _CONTENDERS = {False: (PLAIN, AWARE), True: ("tier-blind", "tier-aware")}
 _CONVERSATION = 3000  # tokens, about
 _TIERS = """\
 Each engine's own memory holds the KV of two and a half conversations; host memory behind it keeps all of them. To bring
 one up from there takes {read}, to compute it again {computed}, and only the engine that computed it has it there.
-Both runs are routed by kv_aware, which follows the engines' KV events: tier-blind hears what is in engine memory alone,
-tier-aware what is in host memory too."""
+Both runs are routed by kv_aware, which follows the engines' KV events: tier-blind sees engine memory alone,
+tier-aware host memory too."""
 #: Of progress, where the output is no terminal; the last one is the end.
 _LINES = 4
 
@@ -79,7 +79,7 @@ async def run_demo(demo: DemoOptions, out: TextIO) -> int:
         if demo.stay:
             print(f"live page: {place.admin}    (it fills when {after} has its turn)\n", file=out)
         print_beginning(demo, mix, out)
-        async with AsyncExitStack() as passing:  # a fleet of its own: nothing is cached from before
+        async with AsyncExitStack() as passing:  # a fleet of its own, with empty caches
             plain = await start_fleet(passing, demo, told=False)
             passed = await start_proxy(passing, plain, AWARE if demo.tiers else PLAIN, stays=False)
             results[before] = await _play(mix, passed.public, before, out)
@@ -144,7 +144,7 @@ class TrafficProgress:
 
 
 def print_beginning(demo: DemoOptions, mix: Mix, out: TextIO) -> None:
-    """What is about to happen."""
+    """Print the introduction."""
     what = f"{mix.sessions} conversations of {mix.turns} turns"
     if demo.tiers:
         print(f"{what} through kvproxy, in front of {demo.engines} simulated vLLM engines with host memory.", file=out)
@@ -202,7 +202,7 @@ for part in client.chat.completions.create(model="{model}", stream=True, max_tok
 
 
 def print_later_turns(results: Mapping[str, Sequence[DemoReply]], out: TextIO) -> None:
-    """What knowing of host memory is worth to those that have something there: every turn but the first."""
+    """Print the benefit for turns with KV in host memory: every turn but the first."""
     print("\nOf the later turns, on average:", file=out)
     for name, replies in results.items():
         later = [reply for reply in replies if reply.turn > 1]

@@ -1,4 +1,4 @@
-"""What the demo starts: simulated engines and proxies, each on a port of its own."""
+"""Servers of the demo: simulated engines and proxies, each on a port of its own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
 
 MODEL = "sim"
-#: Each engine can hold about a third of the conversations: what is sent to the wrong one is computed again.
+#: Each engine can hold about a third of the conversations: a turn sent to the wrong one is computed again.
 _CACHE_BLOCKS = 1024
-#: The same conversations, answers and draws each time; what is left is the machine's own noise.
+#: The same conversations, answers and draws each time; the rest is the machine's own noise.
 _SEED = 7
 PLAIN = "round_robin"
 AWARE = "kv_aware"
-#: With `--tiers`: what each engine has, for some conversations and for all of them. 0.2 ms a block is 10 GB/s of a
+#: With `--tiers`: blocks of each engine, for some conversations and for all of them. 0.2 ms a block is 10 GB/s of a
 #: model with 128 KiB a token; the prefill is as slow as that of a large one.
 _DEVICE_BLOCKS = 480
 _HOST = TierSettings("CPU", 12 * _DEVICE_BLOCKS, 0.000_2, 0.001)
@@ -34,7 +34,7 @@ _PREFILL = EngineTiming(prefill_tokens_per_s=5_000.0)
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What to show."""
+    """Options of the demo."""
 
     engines: int
     sessions: int
@@ -91,7 +91,8 @@ async def start_fleet(stack: AsyncExitStack, demo: DemoOptions, *, told: bool = 
 
 
 async def start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *, stays: bool) -> ProxyAddress:
-    """round_robin is a plain proxy; kv_aware knows what the engines hold. One that stays has the usual ports."""
+    """Start a proxy: a plain one for round_robin, one with the engines' cache contents for kv_aware. With `stays` it
+    has the usual ports."""
     known = {"lmcache_endpoint": fleet.controller} if fleet.controller else {"kv_events": True}
     aware = [{"kvcache": known}] if policy == AWARE else []
     filters = ["request_id", "inference_request", *aware, "router"]

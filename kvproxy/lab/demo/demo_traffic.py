@@ -146,7 +146,7 @@ async def _streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any], 
 
 
 async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any], turn: int) -> tuple[DemoReply, str]:
-    """Without a stream the first token cannot be told from the last: the time is the whole answer's."""
+    """Send a request without a stream: the time is that of the whole answer."""
     started = time.perf_counter()
     response = await client.post(path, json=body)
     response.raise_for_status()

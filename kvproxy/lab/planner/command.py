@@ -66,7 +66,7 @@ def _describe_size(layers: KvLayers) -> str:
 
 def _plan(args: argparse.Namespace, err: TextIO) -> PlanReport:
     if args.plot and (args.plot.suffix.casefold() not in (".html", ".htm") or not args.trace):
-        raise PlanError("--plot FILE.html draws what a --trace shows")
+        raise PlanError("--plot FILE.html needs a --trace")
     wanted = Wanted(args.want_hit, args.want_ttft) if args.want_hit is not None or args.want_ttft is not None else None
     if wanted is not None and not args.trace:
         raise PlanError("--want-hit and --want-ttft need a --trace: how often a prefix comes again is in the traffic")

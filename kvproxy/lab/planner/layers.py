@@ -1,4 +1,4 @@
-"""What KV a model's layers keep for a token and for a sequence, read from its HuggingFace config.json."""
+"""KV memory per token and per sequence of a model's layers, from its HuggingFace config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPE_BYTES: Mapping[str, float] = {
     **dict.fromkeys(("int4", "fp4", "nvfp4", "mxfp4"), 0.5),
 }
 
-#: A state is kept in the model's own precision (vLLM's default), whatever the KV cache is kept in.
+#: A state has the model's own precision (vLLM's default), whatever that of the KV cache.
 STATE_BYTES = 2
 
 #: Words of `layer_types` and `layers_block_type`.
@@ -37,7 +37,7 @@ _UNCOUNTED = ("compress_ratios", "index_head_dim", "global_head_dim", "num_kv_sh
 
 
 class PlanError(KvproxyError):
-    """What was asked cannot be planned; the text says what to change."""
+    """Plan that is not possible; the text names the remedy."""
 
 
 class LayerKind(StrEnum):
@@ -168,12 +168,12 @@ def _kinds(config: Mapping[str, Any]) -> Sequence[str]:
 
 def _known(words: Mapping[str, str], word: Any, field: str) -> str:
     if word not in words:
-        raise PlanError(f"config.json: `{field}` names layers of {word!r}, whose memory is not known here")
+        raise PlanError(f"config.json: `{field}` names layers of {word!r}, whose memory is unknown")
     return words[word]
 
 
 def _sliding_or_full(config: Mapping[str, Any], index: int) -> str:
-    """By `sliding_window` and what each family says of it beside."""
+    """Return the kind of a layer by `sliding_window` and the conventions of its family."""
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return "full"
     family = str(config.get("model_type", ""))

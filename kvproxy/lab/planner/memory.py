@@ -8,7 +8,7 @@ from kvproxy.lab.planner.layers import KvLayers, PlanError
 
 _GIB = 1 << 30
 
-#: What is planned with unless told otherwise: vLLM's shares and blocks, a request of middling length.
+#: Defaults: vLLM's shares and blocks, a request of middling length.
 UTILIZATION = 0.9
 BLOCK_TOKENS = 16
 SEQUENCE_TOKENS = 8192
@@ -28,7 +28,7 @@ class Engine:
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
     block_tokens: int = BLOCK_TOKENS
-    sequence_tokens: int = SEQUENCE_TOKENS  # of a usual request: what windows and states are shared by
+    sequence_tokens: int = SEQUENCE_TOKENS  # of a usual request, over which windows and states are shared
 
     def kv_bytes(self) -> float:
         """Left for KV on each GPU; not positive where the weights do not fit."""

@@ -129,7 +129,7 @@ def find_model(text: str) -> Model:
 
 
 def _read_model(path: Path) -> Model:
-    """The weights' size is that of `model.safetensors.index.json` beside it, where there is one."""
+    """Read a model; its weights' size is in `model.safetensors.index.json` beside it, if that exists."""
     config = _read_json(path)
     index = path.with_name("model.safetensors.index.json")
     size = _read_json(index).get("metadata", {}).get("total_size", 0) if index.is_file() else 0

@@ -10,7 +10,7 @@ from kvproxy.lab.replay.settings import ENGINES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `kvproxy plan`."""
+    """Add the options of `kvproxy plan`."""
     option = parser.add_argument
     option("--model", default="list", metavar="NAME|FILE", help="a known model, or a config.json (default: list them)")
     option("--gpu", default="80GiB", metavar="SIZE", help="memory of one GPU (default %(default)s)")
@@ -59,7 +59,7 @@ def _add_traffic_options(group: argparse._ArgumentGroup) -> None:
         "--sizes",
         default="0.25,0.5,1,2,4",
         metavar="X,X...",
-        help="of an engine's cache, as shares of what was planned (default %(default)s)",
+        help="of an engine's cache, as shares of the planned one (default %(default)s)",
     )
     option("--want-hit", type=float, metavar="X", help="the cheapest setting with this hit rate")
     option("--want-ttft", type=float, metavar="S", help="the cheapest setting with this mean TTFT")

@@ -18,7 +18,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """All that was found. Without a trace there are no `rows`."""
+    """Result of a plan. Without a trace there are no `rows`."""
 
     model: Model
     layers: KvLayers
@@ -145,7 +145,7 @@ def _count(number: int, what: str) -> str:
 
 
 _LEGEND = (
-    "cache: KV memory of each engine, 1x what was planned; GiB as in the device tier; hit: share of prompt tokens",
+    "cache: KV memory of each engine, 1x is the planned size; GiB as in the device tier; hit: share of prompt tokens",
     "found in cache; TTFT (mean, p99): s; goodput: share with TTFT under 2 s and TPOT under 100 ms. Speeds are the",
     "engine model's (--engine, --prefill-tokens-per-s) at every size",
 )

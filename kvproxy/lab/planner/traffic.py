@@ -1,4 +1,4 @@
-"""What sizes of cache are worth on a trace: hit rate and TTFT at each, played in virtual time."""
+"""Benefit of cache sizes on a trace: hit rate and TTFT at each, played in virtual time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrafficPlan:
     policy: PolicySpec
     load: float = 0.7
     shares: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0)
-    host_tokens: int = 0  # an engine, whatever the size of its cache
+    host_tokens: int = 0  # of one engine, whatever the size of its cache
     disk_tokens: int = 0
     below: TierPlan = field(default_factory=TierPlan)  # how fast these are
 
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the cache must reach; None: nothing in particular."""
+    """Goals of the cache; None: no goal."""
 
     hit_rate: float | None = None
     ttft_s: float | None = None  # on average

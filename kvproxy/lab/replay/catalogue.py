@@ -13,7 +13,7 @@ from kvproxy.lab.replay import workloads
 from kvproxy.lab.replay.settings import ReplayFleet
 from kvproxy.lab.replay.trace import Half, Trace
 
-#: What a workload is drawn with: constants tuned on one draw are reported on another.
+#: Seeds of a workload: constants tuned on one draw are reported on another.
 _SEEDS = {Half.TUNING: 2, Half.REPORT: 1, Half.BOTH: 1}
 
 

@@ -111,8 +111,8 @@ def _receipts(args: argparse.Namespace, out: TextIO) -> int:
     policies = [PolicySpec.parse(text) for text in plain]
     if len(policies) < len(wanted) and args.policy != DEFAULT_POLICIES:
         raise ValueError(
-            "receipts tell where requests went, not when: "
-            "the router queue, engine priority and tier blindness cannot be replayed from them"
+            "receipts record where requests went, not when: the router queue, engine priority and tier blindness "
+            "cannot be replayed from them"
         )
     review = decide_again(ReceiptReader(args.receipts), policies, limit=args.requests)
     print(review.render_table(), file=out)
@@ -132,7 +132,7 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         raise ValueError("--streamed is a share, from 0 to 1")
     routers = _routers(args)
     if routers.count > 1 and any(spec.move for spec in policies):
-        raise ValueError("+move goes with one router: what one copies is not told to the others (leave out --routers)")
+        raise ValueError("+move needs a single router: copies are not reported to others (leave out --routers)")
     fleet = replace(
         engines(args),
         instances=args.instances,
@@ -165,9 +165,9 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
 
 def _routers(args: argparse.Namespace) -> RoutersPlan:
     if args.routers is None and (args.delay is not None or args.no_exchange):
-        raise ValueError("--delay and --no-exchange are of several routers: say how many with --routers N")
+        raise ValueError("--delay and --no-exchange need several routers: add --routers N")
     if args.delay is not None and args.no_exchange:
-        raise ValueError("--delay says how late routers hear of each other, --no-exchange that they never do: give one")
+        raise ValueError("--delay delays the routers' messages, --no-exchange drops them: give one")
     count = 1 if args.routers is None else args.routers
     if args.no_exchange:
         return RoutersPlan(count, None)

@@ -37,7 +37,7 @@ from kvproxy.operate.commands.progress import ProgressBar, announce_part
 QUEUE_SUFFIX = "+queue"
 NO_QUEUE_SUFFIX = "+no_queue"
 PRIORITY_SUFFIX = "+priority"
-#: ...and without what events say of tiers below the engines' memory.
+#: Suffix of runs without events of tiers below the engines' memory.
 BLIND_SUFFIX = "+tier_blind"
 #: ...and with KV copied between engines on demand.
 MOVE_SUFFIX = "+move"
@@ -50,7 +50,8 @@ class UnknownPolicy(KvproxyError):
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """What to run: a policy of the configuration, with or without the router queue, with or without engine priority."""
+    """Run to compare: a policy of the configuration, with or without the router queue, with or without engine
+    priority."""
 
     name: PolicyName
     queue: bool = False
@@ -71,7 +72,7 @@ class PolicySpec:
             hint = spelling_hint(unknown[0], _SUFFIXES)
             raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
         if MOVE_SUFFIX in suffixes and name != PolicyName.KV_AWARE:
-            raise UnknownPolicy(f"{MOVE_SUFFIX} needs kv_aware, which prices what is copied")
+            raise UnknownPolicy(f"{MOVE_SUFFIX} needs kv_aware, which prices copies")
         timed = [suffix for suffix in suffixes if suffix not in (BLIND_SUFFIX, NO_QUEUE_SUFFIX)]
         if timed and not policy_types()[PolicyName(name)].learns_speeds:
             raise UnknownPolicy(
@@ -117,10 +118,12 @@ def play_policy(
     beside: Sequence[Policy] = (),
     delay_s: float | None = None,
 ) -> Sequence[ReplayOutcome]:
-    """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
-    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends; any `seed`
-    but 0 moves the arrivals a little; `token_gaps` is given the times between tokens. `beside`: policies of further
-    routers, each of which hears of the others after `delay_s`."""
+    """Play every request of the trace and return the outcomes as its clients saw them.
+
+    The policy is a fresh one that learns during the run; `streamed` is the share of requests whose first token it sees;
+    with `priority` the engines schedule by the policy's numbers; any `seed` but 0 moves the arrivals a little;
+    `token_gaps` collects the times between tokens. `beside`: policies of further routers, each of which receives the
+    others' reports after `delay_s`."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     blocks = fleet.blocks_of(trace)
     duration_s = pace.duration_s(trace)
@@ -173,7 +176,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonPlan:
-    """What to compare. The load is a share of the pooled cache's saturated throughput on an undisturbed fleet."""
+    """Comparison to run. The load is a share of the pooled cache's saturated throughput on an undisturbed fleet."""
 
     fleet: ReplayFleet
     policies: Sequence[PolicySpec]

@@ -1,8 +1,7 @@
-"""Recorded decisions decided again by other policies: how often they would differ, and what that is worth.
+"""Replay of recorded decisions with other policies: how often they would differ, and the value of that.
 
-Each decision stands alone: loads and caches are what the recorded policy had made of them, so this says what another
-policy would have done in its place and not what a fleet under it would have become. A trace says that.
-"""
+Each decision stands alone: loads and caches are those of the recorded policy, so this shows another policy's choice in
+its place and not the fleet that would have developed under it. A trace shows that."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ class RecordedCandidate:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackSample:
-    """What the proxy could learn from a request: work done in so many busy seconds, tokens predicted and cached."""
+    """Data the proxy could learn from a request: work done in so many busy seconds, tokens predicted and cached."""
 
     at: float
     endpoint: EndpointId
@@ -80,7 +79,7 @@ class RecordedDecision:
 
     @property
     def answered(self) -> bool:
-        """Whether its own first token was seen: streamed, and not an attempt that failed."""
+        """True if its own first token was seen: streamed, and not an attempt that failed."""
         return self.receipt.stream and self.attempt.failure is None and self.receipt.ttft_s is not None
 
 
@@ -251,7 +250,7 @@ class _DelayedFeedback:
         self._count = 0
 
     def schedule(self, sample: FeedbackSample | None) -> None:
-        """What a decision will have taught."""
+        """Schedule the sample of a decision."""
         if sample is not None:
             self._count += 1
             heappush(self._coming, (sample.at, self._count, sample))

@@ -45,7 +45,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OutgoingRequest:
-    """What goes out: the body and the session it belongs to."""
+    """Request to send: the body and its session."""
 
     body: dict[str, object]
     session: str
@@ -60,7 +60,8 @@ async def follow_request(
     clock: Clock,
     token_gaps: TokenGaps,
 ) -> str:
-    """Fill in `outcome`; the name of the endpoint that answered ("" when the server does not say). RequestFailed."""
+    """Send a request and fill in `outcome`; returns the name of the endpoint that answered ("" if not reported). Raises
+    RequestFailed."""
     headers = {"x-session-id": sent.session}
     decoder = msgspec.json.Decoder(_Event)
     try:
@@ -85,7 +86,8 @@ async def follow_request(
 
 
 def _note(event: _Event, outcome: ReplayOutcome, clock: Clock, token_gaps: TokenGaps) -> None:
-    """An event with choices is a token, the latest of which is the end so far; the last may carry the counts alone."""
+    """Note an event: one with choices is a token, the latest of which is the end so far; the last may carry the counts
+    alone."""
     if event.error is not None:
         raise RequestFailed("error event")
     if event.choices:
@@ -103,7 +105,7 @@ def _note(event: _Event, outcome: ReplayOutcome, clock: Clock, token_gaps: Token
 
 
 class NoServer(KvproxyError):
-    """The server cannot be asked, or does not say what it serves."""
+    """The server cannot be reached, or does not list its models."""
 
 
 class _Model(msgspec.Struct):
@@ -198,7 +200,7 @@ class LiveReplay:
             response.raise_for_status()
             return msgspec.json.decode(response.content, type=_Models).data[0].id
         except httpx.HTTPStatusError as error:
-            raise NoServer(f"the server answers {error.response.status_code} when asked for its models") from None
+            raise NoServer(f"the server answers {error.response.status_code} on its list of models") from None
         except httpx.HTTPError as error:
             raise NoServer(f"{self._settings.url} cannot be reached: {error or type(error).__name__}") from None
         except (msgspec.DecodeError, IndexError):

@@ -19,7 +19,7 @@ DEFAULT_POLICIES = f"{_DYNAMO}lmetric,least_ttft,kv_aware"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `kvproxy replay`."""
+    """Add the options of `kvproxy replay`."""
     parser.add_argument(
         "trace", type=Path, nargs="?", metavar="TRACE", help="a trace (see benchmarks/traces/), gzipped or not"
     )
@@ -30,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scenario",
         default="",
         metavar="S,S...",
-        help="a workload with its load, or what may be wrong with a fleet (then also on a TRACE), "
-        "by name; `list` prints them all",
+        help="a workload with its load, or a disturbance of a fleet (then also on a TRACE); `list` prints them all",
     )
     parser.add_argument(
         "--policy",
@@ -83,7 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Half.BOTH,
         help="only this half of the conversations: constants are tuned on one half, figures reported on the other",
     )
-    parser.add_argument("--open-loop", action="store_true", help="turns come at fixed times, whatever became of others")
+    parser.add_argument(
+        "--open-loop", action="store_true", help="turns come at fixed times, independent of earlier answers"
+    )
     goodput = GoodputLimits()
     parser.add_argument(
         "--goodput-ttft",
@@ -107,11 +108,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write an HTML page with plots (FILE.html)")
     _add_engine_options(parser.add_argument_group("engines"))
-    _add_knowledge_options(parser.add_argument_group("what the router knows"))
+    _add_knowledge_options(parser.add_argument_group("the router's view of the caches"))
     _add_router_options(parser.add_argument_group("several routers", "workers or replicas"))
     live = parser.add_argument_group("live", "real requests instead of virtual time")
     live.add_argument("--url", metavar="URL", help="send the trace's shape to this proxy or engine")
-    live.add_argument("--model", default="", help="model to ask for (default: the first the server lists)")
+    live.add_argument("--model", default="", help="model to request (default: the first the server lists)")
     live.add_argument("--api-key", default="", help="sent as a bearer token")
     live.add_argument(
         "--pace", type=float, default=1.0, metavar="X", help="multiplies the trace's times (default %(default)s)"
@@ -126,7 +127,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         "--engine",
         choices=list(ENGINES),
         default="default",
-        help="what the other options change: h100 has the defaults of a vLLM server there, 8192 tokens "
+        help="defaults of the other options: h100 has the defaults of a vLLM server there, 8192 tokens "
         "a step and 1024 sequences, steps of 8 ms at least, and reuses answers",
     )
     group.add_argument(
@@ -166,22 +167,21 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         default="",
         metavar="NAME=X,...",
         help="tiers below engine memory: device=0.25,host=4,gbps=20 leaves a quarter of it, with "
-        "host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); docs/replay.md tells "
-        f"of {more}",
+        f"host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); docs/replay.md describes {more}",
     )
     group.add_argument(
         "--eviction",
         choices=list(Eviction),
         type=Eviction,
         default=Eviction.LRU,
-        help="which blocks engines and tiers give up first; optimum knows the future (default %(default)s)",
+        help="eviction order of engines and tiers; optimum uses the future (default %(default)s)",
     )
     group.add_argument(
         "--link",
         type=float,
         default=12.5,
         metavar="GBPS",
-        help="what +move copies KV over, each way of each engine (default %(default)s; a token's KV is "
+        help="link for copies of +move, each way of each engine (default %(default)s; a token's KV is "
         "128 KiB; below 1 nothing is copied)",
     )
     group.add_argument(
@@ -204,7 +204,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         "--leave",
         default="",
         metavar="E:X,E:X...",
-        help="engine E (from 0) is lost after a share X of the run, with what is under way there",
+        help="engine E (from 0) is lost after a share X of the run, with the requests in flight there",
     )
     group.add_argument(
         "--join",
@@ -227,7 +227,7 @@ def _add_knowledge_options(group: argparse._ArgumentGroup) -> None:
         choices=list(IndexMode),
         type=IndexMode,
         default=IndexMode.EVENTS,
-        help="KV events, or only what was routed (default %(default)s)",
+        help="KV events, or only routed requests (default %(default)s)",
     )
     group.add_argument("--index-delay", type=float, default=0.0, metavar="S", help="events come this late")
     group.add_argument(
@@ -235,12 +235,12 @@ def _add_knowledge_options(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="what the approximate index is told of the true capacity",
+        help="capacity given to the approximate index, as a share of the true one",
     )
     group.add_argument(
         "--fixed-capacity",
         action="store_true",
-        help="do not correct that by what engines reuse (with --index approximate)",
+        help="do not correct that by reported reuse (with --index approximate)",
     )
     group.add_argument(
         "--wrong", type=float, default=0.0, metavar="X", help="share of the index's entries that are false"
@@ -253,13 +253,12 @@ def _add_router_options(group: argparse._ArgumentGroup) -> None:
         "--routers",
         type=int,
         metavar="N",
-        help="so many decide, each request by one of them by "
-        "chance, and tell each other what they do (1 to 64; default 1)",
+        help="number of routers that decide, each request at a random one, and share their load (1 to 64; default 1)",
     )
     group.add_argument(
         "--delay",
         type=float,
         metavar="MS",
-        help="each hears of the others so many milliseconds late (0 to 10000; default 10)",
+        help="delay of their messages in milliseconds (0 to 10000; default 10)",
     )
-    group.add_argument("--no-exchange", action="store_true", help="they tell each other nothing")
+    group.add_argument("--no-exchange", action="store_true", help="they exchange no messages")

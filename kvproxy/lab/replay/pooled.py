@@ -28,7 +28,7 @@ from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import FirstToken, KvEvent, Rejected, SimRequest
 from kvproxy.lab.simulator.timing import TokenGaps
 
-#: Sessions in flight must outnumber what the wanted rate needs by this much, or turns would wait for turns.
+#: Surplus of sessions in flight over the wanted rate, so that turns do not wait for turns.
 _SESSION_RESERVE = 1.25
 _CALIBRATION_RUNS = 4
 _RATE_TOLERANCE = 0.02
@@ -63,7 +63,7 @@ class PooledCache(BlockCache):
 
 
 class PooledFleet:
-    """Engines over one cache, and what a router over them knows: everything."""
+    """Engines over one cache, and a router with complete information about them."""
 
     def __init__(self, fleet: ReplayFleet, block_size: int, *, duration_s: float = math.inf) -> None:
         settings = [fleet.engine_settings(block_size, index, duration_s) for index in range(fleet.instances)]

@@ -1,4 +1,4 @@
-"""Several routers in virtual time, each of which hears late what the others did, by the proxy's own exchange."""
+"""Several routers in virtual time, each with delayed knowledge of the others, by the proxy's own exchange."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint, Virtu
 from kvproxy.lab.replay.view import IndexView
 from kvproxy.lab.simulator.engine_io import KvEvent
 
-#: How often a router says that it is there, as `sync.heartbeat` has it.
+#: Interval of heartbeats, as `sync.heartbeat`.
 BEAT_S = 0.5
 MAX_ROUTERS = 64
 MAX_DELAY_S = 10.0
@@ -26,7 +26,7 @@ MAX_DELAY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RoutersPlan:
-    """How many routers decide, and how late each hears of the others; `delay_s` None: never."""
+    """Number of routers, and the delay of their exchange; `delay_s` None: no exchange."""
 
     count: int = 1
     delay_s: float | None = 0.01
@@ -113,9 +113,9 @@ class Replica:
 
 
 class ManyRouters:
-    """As VirtualRouter and its view, each request by one of the routers, of `chance`. What one says is with the others
-    after `delay_s`; None: they tell each other nothing. `engines` are the run's, of which each router has its own
-    ledger; `there` the numbers of those that are at first."""
+    """Router and view in one, in which each request is placed by a random one of the routers. Their messages arrive
+    after `delay_s`; None: they send none. `engines` are the run's, of which each router has its own ledger; `there` the
+    numbers of those present at first."""
 
     def __init__(
         self,
@@ -160,14 +160,14 @@ class ManyRouters:
         return min((at for at in times if at is not None), default=None)
 
     def first_token(self, placement: Placement, now: float) -> None:
-        """The router that placed the request sees it, and tells."""
+        """Pass the first token to the router that placed the request; it reports it to the others."""
         self._deliver(now)
         replica, own = self._placed[placement.request.name]
         replica.router.first_token(own, now)
         self._tell(replica, now)
 
     def finished(self, placement: Placement, now: float) -> None:
-        """The router that placed the request sees it, and tells."""
+        """Pass the end to the router that placed the request; it reports it to the others."""
         self._deliver(now)
         replica, own = self._placed.pop(placement.request.name)
         replica.router.finished(own, now)
@@ -242,7 +242,8 @@ def connect_routers(
     *,
     chance: Random,
 ) -> tuple[VirtualRouter | ManyRouters, IndexView | ManyRouters]:
-    """Return what routes a run, and what hears its events: one router and its view, or as many as there are parts."""
+    """Return the router of a run, and the receiver of its events: one router and its view, or as many as there are
+    parts."""
     if len(parts) == 1:
         policy, view = parts[0]
         return make_router([engines[index] for index in there], policy, view), view

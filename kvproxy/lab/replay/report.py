@@ -66,8 +66,8 @@ def name_row(name: str, summary: Summary) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What one replay found: every policy's runs, a seed each. `reference` is what a greedy policy makes of one pooled
-    cache; None when there is none (a live run)."""
+    """Results of one replay: every policy's runs, one per seed. `reference` is the result of a greedy policy over one
+    pooled cache; None if there is none (a live run)."""
 
     trace: str
     half: Half
@@ -79,7 +79,7 @@ class ReplayReport:
     baseline: str
     runs: Mapping[str, Sequence[Summary]]
     settings: Mapping[str, Any]
-    routers: str = ""  # how many decide and how late each hears of the others, if not one
+    routers: str = ""  # number of routers and delay of their messages, if not one router
     of_trace: int = 0
     """Requests of the trace itself, where it was repeated; 0: it was played once."""
 

@@ -57,7 +57,7 @@ class LiveReport:
         }
 
     def plotted(self) -> ReplayReport:
-        """Return the same for a plot, which knows no more than what both kinds of replay have."""
+        """Return the same for a plot, limited to the fields that both kinds of replay have."""
         return ReplayReport(
             trace=self.trace,
             half=self.half,
@@ -102,7 +102,7 @@ def report_live(
     interrupted: bool,
     limits: GoodputLimits = GoodputLimits(),
 ) -> LiveReport:
-    """Whatever the replay has by now."""
+    """Return a report of the outcomes so far."""
     outcomes = replay.outcomes
     shown = replace(settings, api_key="", url=str(httpx.URL(settings.url).copy_with(username=None, password=None)))
     return LiveReport(
@@ -137,20 +137,21 @@ _COLUMNS = ("policy", "differs", "regret mean", "p50", "p99", "TTFT", "differenc
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What really was decided. TTFT is from the decision: expected by hindsight, and as it was (streams alone)."""
+    """Figures of the recorded decisions. TTFT is from the decision: expected by hindsight, and measured (streams
+    alone)."""
 
     decisions: int
     requests: int
     policies: tuple[str, ...]
     ttft_mean_s: float
     real_ttft_mean_s: float | None
-    hit_rate: float  # share of the prompt tokens that the chosen endpoints were believed to hold
+    hit_rate: float  # share of the prompt tokens that the chosen endpoints were estimated to hold
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One policy against what was decided. Regret: what the recorded choices cost more, by this policy's own costs and
-    in its own unit; None when it knows none. The difference in TTFT is below 0 where this policy is better."""
+    """One policy against the recorded decisions. Regret: extra cost of the recorded choices, by this policy's own costs
+    and in its own unit; None if it has none. The difference in TTFT is below 0 where this policy is better."""
 
     different: int
     differs: float

@@ -1,4 +1,4 @@
-"""What became of the requests of a replay, and the figures of one run and of several."""
+"""Outcomes of the requests of a replay, and the figures of one run and of several."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class ReplayOutcome:
 
 @dataclass(frozen=True, slots=True)
 class GoodputLimits:
-    """What an answer must keep to count as good."""
+    """Limits of a good answer."""
 
     ttft_s: float = 2.0
     tpot_s: float = 0.1
 
     def holds(self, outcome: ReplayOutcome) -> bool:
-        """Whether this one does: the first token and, on average, each one after it."""
+        """Return True if the outcome is within the limits: the first token and, on average, each one after it."""
         ttft_s = outcome.ttft_s
         tpot_s = outcome.tpot_s
         return ttft_s is not None and ttft_s < self.ttft_s and (tpot_s is None or tpot_s < self.tpot_s)

@@ -44,13 +44,13 @@ class SimEndpoint:
         self.ended = EndedWork(self.load)
 
     def count(self, prefill_s: float, computed_tokens: int) -> None:
-        """A request ended."""
+        """Count a request that ended."""
         so_far = self.prefills
         tokens = (so_far.computed_tokens or 0) + computed_tokens
         self.prefills = Reading(so_far.prefills + 1, so_far.seconds + prefill_s, tokens)
 
     def scrape_engine(self, now: float) -> None:
-        """The engine's metrics are read, as the proxy reads them."""
+        """Read the engine's metrics as the proxy does."""
         self.ended.read_counters(self.prefills, now)
         settings = self.engine.settings
         load = self.engine.load
@@ -100,7 +100,7 @@ class VirtualRouter:
         reports_cached: bool = True,
         transfers: SimTransfers | None = None,
     ) -> None:
-        self.endpoints = list(endpoints)  # those that are there
+        self.endpoints = list(endpoints)  # those present
         self._policy = policy
         self._view = view
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
@@ -148,7 +148,7 @@ class VirtualRouter:
         return self._queue.next_poll_at(lambda model: self._least_wait_s(now), now) if len(self._queue) else None
 
     def copied(self, placement: Placement, blocks: int, now: float) -> None:
-        """The copy that the request waited for is over, and brought so many leading blocks."""
+        """Handle the end of the copy that the request waited for, with `blocks` leading blocks."""
         transfer = placement.transfer
         request = placement.request
         endpoint = placement.endpoint
@@ -162,12 +162,12 @@ class VirtualRouter:
         endpoint.load.begin(placement.reservation, split, now)
 
     def first_token(self, placement: Placement, now: float) -> None:
-        """The response began."""
+        """Handle the beginning of the response."""
         if placement.request.streams:
             placement.endpoint.load.first_token(placement.reservation, now)
 
     def finished(self, placement: Placement, now: float) -> None:
-        """The response ended, with its usage."""
+        """Handle the end of the response, with its usage."""
         endpoint = placement.endpoint
         outcome = placement.request.outcome
         if not placement.request.streams:
@@ -187,13 +187,13 @@ class VirtualRouter:
             self._policy.observe_answer(endpoint.id, tokens, decode_s, sequences, now)
 
     def join(self, endpoint: SimEndpoint) -> None:
-        """A new engine in the endpoint's place."""
+        """Add a new engine in the endpoint's place."""
         endpoint.prefills = NOTHING_READ
         self._connect(endpoint)
         self.endpoints.append(endpoint)
 
     def leave(self, endpoint: SimEndpoint, lost: Iterable[Placement], now: float) -> None:
-        """The endpoint is gone, and what was placed there with it."""
+        """Remove an endpoint and the requests placed there."""
         self.endpoints.remove(endpoint)
         for placement in lost:
             endpoint.load.release(placement.reservation, now)

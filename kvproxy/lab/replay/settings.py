@@ -1,4 +1,4 @@
-"""What a replay runs with: engines, what the router knows of them, and a trace's prompts for an engine."""
+"""Setup of a replay: engines, the router's information about them, and a trace's prompts for an engine."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _WORDS = (  # noqa: SIM905 - a list literal would be 60 lines
 
 
 class IndexMode(StrEnum):
-    """What the router knows about caches."""
+    """Router's source of information about caches."""
 
-    EVENTS = "events"  # KV events of the engines, and what it routed itself
-    APPROXIMATE = "approximate"  # only what it routed itself
+    EVENTS = "events"  # KV events of the engines, and the router's own placements
+    APPROXIMATE = "approximate"  # only the router's own placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,16 @@ class ReplayFleet:
     slowness: tuple[float, ...] = ()  # of the first endpoints; the others are at 1
     slow_middle: float = 1.0  # the first endpoint's slowness during the middle third of the run
     joins: tuple[tuple[int, float], ...] = ()  # (engine, share of the run): it comes, cold; not there before
-    leaves: tuple[tuple[int, float], ...] = ()  # it is lost, and what is under way there; it may join again
+    leaves: tuple[tuple[int, float], ...] = ()  # it is lost with its requests in flight; it may join again
     index: IndexMode = IndexMode.EVENTS
     index_delay_s: float = 0.0
     index_capacity: float = 1.0  # share of the true capacity that the approximate index is given
-    learn_capacity: bool = True  # correct it by what engines reuse; only without events, as in the proxy
+    learn_capacity: bool = True  # correct it by reported reuse; only without events, as in the proxy
     wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
     tiers: TierPlan | None = None  # below the engines' memory
     eviction: Eviction = Eviction.LRU  # in engine memory and below
     link: LinkPlan | None = None  # between them
-    reports_cached: bool = True  # engines say how many tokens they found cached; else always 0
+    reports_cached: bool = True  # engines report their cached tokens; else always 0
 
     def __post_init__(self) -> None:
         there = self.there_at_first()
@@ -93,7 +93,7 @@ class ReplayFleet:
         return EngineBlocks(trace, self.block_size, reuse_outputs=self.reuse_outputs)
 
     def engine_settings(self, block_size: int, index: int, duration_s: float) -> EngineSettings:
-        """Settings of one engine; the trace's blocks are the engine's."""
+        """Return the settings of one engine; the trace's blocks are the engine's."""
         timing = replace(self.timing, slowness=self.slowness[index] if index < len(self.slowness) else 1.0)
         if index == 0 and self.slow_middle != 1.0:
             third = duration_s / 3
@@ -196,9 +196,9 @@ class EngineBlocks:
         return replace(turn, blocks=array("Q", chain.from_iterable(parts)))
 
     def left_by(self, session: int, number: int) -> array[int]:
-        """Blocks of a turn once it is answered: those of its prompt and, where the next turn's prompt goes on from it
-        and is long enough to hold the answer, those it shares with that. (A trace does not say what is in a prompt: the
-        answer is taken to come next, as in a chat's history.)"""
+        """Return the blocks of a turn once it is answered: those of its prompt and, if the next turn's prompt continues
+        it and is long enough to hold the answer, those it shares with that. (A trace has no prompt texts: the answer is
+        assumed to come next, as in a chat's history.)"""
         turns = self.trace.sessions[session].turns
         turn = self.turn(session, number)
         computed = turn.prompt_tokens + turn.output_tokens - 1  # the last token's KV is never needed

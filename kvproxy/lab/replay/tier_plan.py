@@ -24,14 +24,14 @@ class TierPlan:
     shared: float = 0.0  # of all engines together
     shared_gb_per_s: float = 2.5
     latency_s: float = 0.001  # of a read
-    failing_reads: int = 0  # each one of so many host reads fails
+    failing_reads: int = 0  # one of this many host reads fails
     failing_writes: int = 0  # the same of writes
     kv_bytes_per_token: int = 131_072
     on_eviction: bool = False  # else written through
-    min_uses: int = 0  # the disk keeps what was offered to it so often
-    bypass: bool = False  # the disk is offered what engines give, else what host memory gives up
+    min_uses: int = 0  # the disk keeps blocks offered to it this often
+    bypass: bool = False  # the disk is offered the engines' blocks, else those that host memory evicts
     compress: float = 1.0
-    compress_gb_per_s: float = 4.0  # of what is compressed or decompressed, before and after that
+    compress_gb_per_s: float = 4.0  # of compression and decompression, in uncompressed bytes
 
     #: In the text of an option.
     NAMES: ClassVar[Mapping[str, str]] = {

@@ -22,7 +22,7 @@ _COMMON_SHARE = 0.01
 
 
 class Half(StrEnum):
-    """Which conversations of a trace are played: constants are tuned on one half and figures reported on the other."""
+    """Conversations of a trace to play: constants are tuned on one half and figures reported on the other."""
 
     TUNING = "tuning"  # those of even number, counted from 0 in the order they begin
     REPORT = "report"  # those of odd number
@@ -68,7 +68,7 @@ class Trace:
 
     @property
     def has_sessions(self) -> bool:
-        """Whether requests depend on earlier ones."""
+        """True if requests depend on earlier ones."""
         return len(self.sessions) < self.requests
 
     def turns_in_nominal_order(self, *, service_s: float) -> list[tuple[float, Turn]]:
@@ -132,9 +132,9 @@ class Trace:
         return replace(self, sessions=tuple(sessions))
 
     def clone(self, copies: int) -> Trace:
-        """`copies` of every session, their starts spread evenly over what lies between two of them. Blocks that several
-        sessions share stay shared; those of one session alone get fresh ids in each copy, as other users' text would.
-        """
+        """Return the trace with `copies` of every session, their starts spread evenly over the interval between two of
+        them. Blocks that several sessions share stay shared; those of one session alone get fresh ids in each copy, as
+        other users' text would."""
         if copies == 1:
             return self
         shared, highest = self._shared_blocks()

@@ -25,8 +25,7 @@ from kvproxy.lab.simulator.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
-    """A link each way between each engine and the others. A token's KV is that of 128 KiB unless said
-    otherwise."""
+    """Link each way between each engine and the others. The default is 128 KiB of KV per token."""
 
     gb_per_s: float
     latency_s: float = 0.002
@@ -42,11 +41,11 @@ class LinkPlan:
 
 @dataclass(slots=True)
 class TransferCounts:
-    """What became of them."""
+    """Counts of transfers by outcome."""
 
     made: int = 0
     tokens: int = 0
-    empty: int = 0  # the source had nothing (any more)
+    empty: int = 0  # the source no longer had anything
 
 
 class SimTransfers:
@@ -61,15 +60,15 @@ class SimTransfers:
         self.counts = TransferCounts()
 
     def offer(self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float) -> PickRequest:
-        """Return the request with what could be copied to each engine, and the seconds that costs; as it is where it
-        would not wait for that. What is over by now is in its engine's memory first."""
+        """Return the request with possible copies to each engine and their seconds; unchanged if it would not wait for
+        one. Copies that have ended are put into the engine's memory first."""
         self._deliver(now)
         return self._plan_copies(asked, endpoints, speeds, now) if self._plan.waits else asked
 
     def copy_meanwhile(
         self, decision: Decision[Any], endpoints: Sequence[Any], blocks: Sequence[int], now: float
     ) -> None:
-        """The router queue holds a request, which does not wait for more than its turn."""
+        """Copy blocks for a request in the router queue, which waits for no more than its turn."""
         asked = decision.request
         speeds = decision.decided_by.speeds
         if self._plan.waits or speeds is None:

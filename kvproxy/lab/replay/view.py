@@ -1,4 +1,4 @@
-"""What a router knows of the engines' caches in a replay: the proxy's own sources and merge, fed as the proxy does."""
+"""Router's view of the engines' caches in a replay: the proxy's own sources and merge, fed as the proxy does."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvproxy.lab.simulator.engine_io import BlockRemoved, BlockStored, KvEvent
 #: Takes the tokens a response was predicted to find cached, and those it did.
 Settle = Callable[[int, int], None]
 
-#: A trace names blocks, not text or tokens: to the sources each of its blocks is one token, its id, and one block of
-#: text; what they answer is in blocks.
+#: A trace names blocks, not text or tokens: for the sources each of its blocks is one token, its id, and one block of
+#: text; their answers are in blocks.
 _BLOCK_TOKENS = 1
 _BYTES_PER_TOKEN = float(TEXT_BLOCK_BYTES)
 
@@ -39,7 +39,7 @@ class CacheView(Protocol):
         ...
 
     def routed(self, endpoint: int, turn: Turn) -> Settle:
-        """The request those facts were for goes there; the answer is called once, when its response came."""
+        """Record where the request of those facts goes; the result is called once, when its response came."""
         ...
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
@@ -47,22 +47,21 @@ class CacheView(Protocol):
         ...
 
     def forget(self, endpoint: int) -> None:
-        """The endpoint left; another may come in its place."""
+        """Forget an endpoint that left; another may come in its place."""
         ...
 
 
 class IndexView:
-    """What a proxy's own sources know. In `events` mode the precise index follows every engine without a gap; in
-    `approximate` mode what was routed, with the engines' capacity, is all. `tier_blind`: events of lower tiers pass
-    unheard, as if nothing were kept below the engines' memory.
-    """
+    """View by a proxy's own sources. In `events` mode the precise index follows every engine without a gap; in
+    `approximate` mode it has only routed requests and the engines' capacity. `tier_blind`: events of lower tiers are
+    ignored."""
 
     def __init__(self, fleet: ReplayFleet, block_size: int, *, rng: Random, tier_blind: bool = False) -> None:
         self._block_size = block_size
         self._ids = [endpoint_id(index) for index in range(fleet.instances)]
         self._events = fleet.index is IndexMode.EVENTS
         self._tier_blind = tier_blind
-        self._misleading = "GPU" if fleet.tiers is None else "CPU"  # where false entries say that blocks are
+        self._misleading = "GPU" if fleet.tiers is None else "CPU"  # tier of false entries
         capacity_blocks = int(fleet.capacity_tokens * fleet.index_capacity) // block_size
         state = IndexState(endpoints=fleet.instances, capacity_blocks=capacity_blocks)
         self.local = LocalIndexes(state, learn_capacity=fleet.learn_capacity, follows_events=self._events)
@@ -142,7 +141,7 @@ class IndexView:
         )
 
     def _mislead(self, turn: Turn) -> None:
-        """A false entry: some endpoint holds this prompt, or so it says."""
+        """Insert a false entry for this prompt at a random endpoint."""
         endpoint = self._rng.choice(self._ids)
         if not self._events:
             self.local.approximate.insert(endpoint, self.local.approximate.locate(turn.blocks))

@@ -28,7 +28,7 @@ _QUEUE_TICK_S = 0.002
 _SCRAPE_S = 5.0
 
 
-#: What happens at a time: told what it happens to, and the time.
+#: Handler of an event: gets its object and the time.
 _Handler = Callable[[Any, float], None]
 
 
@@ -132,7 +132,7 @@ class VirtualTime:
             self._give(placement, now)
 
     def _copied(self, copied: tuple[Placement, Sequence[int]], now: float) -> None:
-        """What comes for a request that is elsewhere by now, or over, came for nothing."""
+        """Deliver a copy; it is wasted if the request is elsewhere by now, or over."""
         placement, blocks = copied
         if self._placed.get(placement.request.name) is not placement:
             return
@@ -203,7 +203,7 @@ class VirtualTime:
         self._end(request, now)
 
     def _end(self, request: LiveRequest, now: float) -> None:
-        """Whatever became of it, the session goes on."""
+        """End a request; the session goes on in any case."""
         self._finished += 1
         self._progress(self._finished)
         turns = self._trace.sessions[request.session].turns

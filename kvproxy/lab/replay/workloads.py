@@ -1,8 +1,7 @@
 """Synthetic workloads: traces drawn from stated distributions, the same for the same seed.
 
-Times are in units that a replay's pace stretches, so that what happens within a run (a burst, a flip) is said in shares
-of it. Lengths are tokens.
-"""
+Times are in units that a replay's pace stretches, so that what happens within a run (a burst, a flip) is given in
+shares of it. Lengths are tokens."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def responses_as_chat(body: Body) -> Chat:
 
 
 def _append_item(messages: list[Chat], item: Body, first: int) -> None:
-    """What an assistant says, thinks and calls one after the other is one message."""
+    """Append an item; an assistant's consecutive texts, thoughts and calls are one message."""
     said = _item(item)
     last = messages[-1] if len(messages) > first and messages[-1]["role"] == "assistant" else None
     if said["role"] != "assistant" or last is None:

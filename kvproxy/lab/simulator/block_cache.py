@@ -12,7 +12,7 @@ from kvproxy.lab.simulator.retention import Ranking
 
 
 class PrefixCache(Protocol):
-    """What an engine asks of its cache."""
+    """Cache interface of an engine."""
 
     @property
     def free_blocks(self) -> int:
@@ -45,7 +45,7 @@ class PrefixCache(Protocol):
         """Hashes of blocks at whose end the state of a hybrid model is kept."""
 
     def keep_states(self, event: BlockStored) -> None:
-        """A state is kept at the end of each of these blocks, as long as the block is there; announces it."""
+        """Keep a state at the end of each of these blocks, as long as the block is there, and announce it."""
 
     def announce(self, event: KvEvent) -> None:
         """Queues an event."""
@@ -57,7 +57,7 @@ class PrefixCache(Protocol):
         """Forgets every hash, unless a sequence is running (False: nothing happened)."""
 
     def take_events(self) -> list[KvEvent]:
-        """Everything that happened since the last call."""
+        """Return the events since the last call."""
 
 
 class BlockCache:
@@ -171,7 +171,7 @@ class BlockCache:
         return self._states
 
     def keep_states(self, event: BlockStored) -> None:
-        """A state is kept at the end of each of these blocks, as long as the block is there; announces it."""
+        """Keep a state at the end of each of these blocks, as long as the block is there, and announce it."""
         self._states.update(event.block_hashes)
         self.announce(event)
 
@@ -181,7 +181,7 @@ class BlockCache:
             self._events.append(event)
 
     def receive(self, block_hashes: Sequence[int]) -> int:
-        """A prompt's leading blocks are copied from elsewhere, those that are not here, if there is room: how many."""
+        """Add the missing leading blocks of a prompt that were copied here, if there is room; returns their number."""
         held = self.match_prefix(block_hashes, len(block_hashes))
         blocks = self.acquire(block_hashes, held)  # so that none of them makes room for the others
         count = missing if (missing := len(block_hashes) - held) <= len(self._free) else 0
@@ -221,7 +221,7 @@ class BlockCache:
         return True
 
     def take_events(self) -> list[KvEvent]:
-        """Everything that happened since the last call."""
+        """Return the events since the last call."""
         events = self._events
         self._events = []
         return events

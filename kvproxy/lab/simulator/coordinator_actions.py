@@ -1,4 +1,4 @@
-"""What the coordinator does on request: pins, deletes, prefetches."""
+"""Actions of the coordinator: pins, deletes, prefetches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CacheActions:
         self._pins: Counter[ChunkKey] = Counter()
         self._clock = clock
         self._prefetch_s = prefetch_s
-        self._prefetches: dict[tuple[str, str], tuple[float, int, int]] = {}  # when over, keys found, of so many
+        self._prefetches: dict[tuple[str, str], tuple[float, int, int]] = {}  # end, keys found, keys requested
 
     @property
     def pins(self) -> int:

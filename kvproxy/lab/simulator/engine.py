@@ -64,7 +64,7 @@ class Engine:
 
     @property
     def settings(self) -> EngineSettings:
-        """What it was built with."""
+        """Settings it was built with."""
         return self._settings
 
     @property
@@ -112,8 +112,8 @@ class Engine:
         return True
 
     def wake(self, now: float) -> bool:
-        """Plans again if requests wait and nothing runs: of a shared cache another engine may have freed blocks.
-        Whether a step begins."""
+        """Plan again if requests wait and nothing runs, since another engine may have freed blocks of a shared cache.
+        Returns True if a step begins."""
         if self._batch is None and self._scheduler.waiting:
             self._begin(now)
             return self._batch is not None
@@ -144,7 +144,7 @@ class Engine:
         return self._stretch.ends_at if self._batch is not None else None
 
     def advance(self, now: float) -> list[EngineOutput]:
-        """Everything that happened up to and including `now`, in order."""
+        """Return the outputs up to and including `now`, in order."""
         self._run_to(now)
         outputs = self._outputs
         self._outputs = []

@@ -1,4 +1,4 @@
-"""What goes into a simulated engine and what comes out of it."""
+"""Input and output of a simulated engine."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class EngineSettings:
         if self.checkpoints is not None and self.checkpoints.interval_tokens % self.block_size:
             raise ValueError("states are kept at the ends of blocks")
         if self.checkpoints is not None and self.tiers:
-            raise ValueError("of a hybrid model nothing is kept below engine memory")
+            raise ValueError("tiers below engine memory hold nothing of a hybrid model")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class SequenceProgress:
         self._changed.set()
 
     def fail(self) -> None:
-        """The engine is gone."""
+        """Fail the sequence, since the engine is gone."""
         self.failed = True
         self._changed.set()
 
@@ -111,7 +111,7 @@ class EngineRunner:
 
     @contextlib.contextmanager
     def run_requests(self, requests: Sequence[SimRequest]) -> Iterator[GenerationGroup]:
-        """Submits the requests; leaving the block cancels what is not done, which frees its memory at once."""
+        """Submit the requests; leaving the block cancels unfinished ones, which frees their memory at once."""
         group = GenerationGroup(requests)
         try:
             for member in group.members:
@@ -126,7 +126,7 @@ class EngineRunner:
             self._wake.set()
 
     def kill(self) -> None:
-        """The engine process dies: every sequence fails now."""
+        """Kill the engine process: every sequence fails now."""
         for request_id, generation in list(self._live.items()):
             self.engine.cancel(request_id, self._clock())
             generation.fail()

@@ -15,7 +15,7 @@ class Forks:
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
-        self._held: dict[str, list[Sequence]] = {}  # by the request whose prompt they wait for
+        self._held: dict[str, list[Sequence]] = {}  # sequences by the request whose prompt they wait for
         self._sharers: dict[int, set[str]] = {}  # by the block that is copied on write
         self._tails: dict[str, int] = {}  # by request: that block
 
@@ -25,15 +25,15 @@ class Forks:
         return sum([len(sharers) - 1 for sharers in self._sharers.values()]) if self._sharers else 0
 
     def hold(self, sequence: Sequence) -> None:
-        """It begins with the request that it is a copy of."""
+        """Hold a sequence back until the request that it copies begins."""
         self._held.setdefault(sequence.request.copy_of, []).append(sequence)
 
     def take_held(self, request_id: str) -> list[Sequence]:
-        """Those that wait for this request."""
+        """Return the sequences that wait for this request."""
         return self._held.pop(request_id, [])
 
     def share_prompt(self, first: Sequence, copy: Sequence, block_size: int) -> None:
-        """The prompt that the first one computed is the copy's as well."""
+        """Share the computed prompt of the first sequence with its copy."""
         self._cache.share(first.blocks)
         copy.blocks = list(first.blocks)
         copy.hashed = first.hashed
@@ -48,7 +48,7 @@ class Forks:
                 self._tails[each.request.id] = tail
 
     def copy_on_write(self, sequence: Sequence) -> None:
-        """It writes to its last block; the caller made sure of a free one where it is shared."""
+        """Copy the last block of a sequence before a write; the caller has ensured a free one if it is shared."""
         tail = self._tails.get(sequence.request.id)
         if tail is not None and len(self._sharers[tail]) > 1:
             [sequence.blocks[-1]] = self._cache.allocate(1)
@@ -56,7 +56,7 @@ class Forks:
         self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """It wrote, or is over, or starts over."""
+        """Forget a sequence that wrote, ended or starts over."""
         request_id = sequence.request.id
         copy_of = sequence.request.copy_of
         if copy_of in self._held and sequence in self._held[copy_of]:

@@ -16,7 +16,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON = {"content-type": "application/json"}
 EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8"}
-#: Calls are counted under at most so many names; a caller can invent any number of paths.
+#: Routes counted one by one; a caller can invent any number of paths.
 _COUNTED_ROUTES = 100
 #: Field name -> type it must have; a name that ends in `?` may be missing or null.
 Schema = Mapping[str, type]
@@ -56,12 +56,12 @@ class HttpCall:
                 return b"".join(chunks)
 
     async def send_reply(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        """A complete answer."""
+        """Send a complete answer."""
         await self.start_reply(status, {**(headers or {}), "content-length": str(len(body))})
         await self.send({"type": "http.response.body", "body": body})
 
     async def reply_json(self, body: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        """A complete JSON answer."""
+        """Send a complete JSON answer."""
         await self.send_reply(status, encode_json(body), {**JSON, **(headers or {})})
 
     async def start_reply(self, status: int, headers: dict[str, str]) -> None:
@@ -75,7 +75,7 @@ class HttpCall:
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish_reply(self) -> None:
-        """The proper end of a streamed body. Returning without it makes the server break the connection."""
+        """Send the proper end of a streamed body. Without it the server breaks the connection."""
         await self.send({"type": "http.response.body", "body": b""})
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> bool:
@@ -140,7 +140,7 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 
 class HttpApp:
-    """The ASGI side of a simulated server: an exchange is answered as a call, and an error as its body says."""
+    """ASGI side of a simulated server: an exchange is answered as a call, and an error by its body."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -153,7 +153,7 @@ class HttpApp:
                 await call.reply_json(error.body, error.status)
 
     async def answer_call(self, call: HttpCall) -> None:
-        """Replies, or raises HttpError."""
+        """Reply, or raise HttpError."""
         raise NotImplementedError
 
 

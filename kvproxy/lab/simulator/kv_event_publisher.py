@@ -22,7 +22,7 @@ from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, Bloc
 if TYPE_CHECKING:
     import zmq.asyncio
 
-#: What a replay ends with: a sequence number of -1 and nothing in it.
+#: End of a replay: a sequence number of -1 and an empty payload.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -36,7 +36,7 @@ class EventEncoding(StrEnum):
 
     @property
     def replay_has_topic(self) -> bool:
-        """Whether a reply to a replay request names the topic."""
+        """True if a reply to a replay request names the topic."""
         return self is EventEncoding.V0_28
 
 
@@ -70,8 +70,8 @@ class EventEncoder:
         return block_hash.to_bytes(16, "big") if self._bytes_hashes else block_hash
 
     def _map_all(self, events: Sequence[KvEvent]) -> Iterator[dict[str, Any]]:
-        """Yield what leaves a lower tier together is one event, as LMCache tells it; vLLM tells each block of
-        its own."""
+        """Encode events; blocks that leave a lower tier together are one event, as LMCache sends it, while vLLM sends
+        one for each block."""
         for medium, several in groupby(events, key=_left_tier):
             if medium is None:
                 yield from map(self._map, several)
@@ -120,8 +120,8 @@ def _left_tier(event: KvEvent) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PublisherSettings:
-    """Where and how events are published; port 0 picks a free one. `buffer_steps` batches can be replayed. With
-    `device_only` nothing is told of tiers below engine memory."""
+    """Settings of the event sockets; port 0 picks a free one. `buffer_steps` batches can be replayed. With
+    `device_only` events of tiers below engine memory are not published."""
 
     host: str = "127.0.0.1"
     port: int = 0

@@ -71,7 +71,7 @@ class ChunkStore:
         return len(held)
 
     def is_pinned(self, chunk: int) -> bool:
-        """Whether a lease is running."""
+        """Return True if a lease is running."""
         return self._pinned_until.get(chunk, float("-inf")) > self._clock()
 
     @property
@@ -105,8 +105,7 @@ WRONG_STATE = "Operation cannot be accomplished in current state"
 class WorkerSettings:
     """`capacity_chunks` of 256 tokens in host memory; `control_s` is how long a control call takes.
 
-    `cachegen` shows whether the model is one of the few CacheGen knows; `p2p` whether chunks can be moved.
-    """
+    `cachegen` shows whether CacheGen supports the model; `p2p` whether chunks can be moved."""
 
     instance_id: str
     capacity_chunks: int = 4096
@@ -147,11 +146,11 @@ class LmcacheWorker:
         return sum(len(store) for store in self.stores.values())
 
     def kill(self) -> None:
-        """The process is gone; the controller's index does not notice."""
+        """Kill the process; the controller's index does not notice."""
         self.dead = True
 
     def revive(self) -> None:
-        """It is back: hung calls end, the socket works again."""
+        """Bring the worker back: hung calls end, the socket works again."""
         self.dead = self._busy = False
         self._alive.set()
         self._alive = asyncio.Event()

@@ -259,8 +259,8 @@ class ControllerApp(JsonApp):
         return worker
 
     def _codec_chunks(self, worker: LmcacheWorker, body: dict[str, Any], refusal: str) -> tuple[ChunkStore, list[int]]:
-        """Return the chunks a codec works on, in place; any method but CacheGen does nothing and says so with
-        0 tokens."""
+        """Return the chunks that a codec works on, in place; any method but CacheGen does nothing and reports 0
+        tokens."""
         store = worker.stores.get(body["location"], worker.stores[CPU])
         if body["method"] != "cachegen" or not body.get("tokens") or body["location"] not in worker.stores:
             return store, []

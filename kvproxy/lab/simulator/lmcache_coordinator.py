@@ -57,7 +57,7 @@ class CoordinatorApp(JsonApp):
     def admit(
         self, instance_id: str, tokens: Sequence[int], *, model_name: str, world_size: int = 1, cache_salt: str = ""
     ) -> None:
-        """An engine behind `instance_id` stored a prompt; a server that is not registered is ignored."""
+        """Record a prompt stored by an engine behind `instance_id`; an unregistered server is ignored."""
         server = self.directory.get(instance_id)
         if server is not None:
             size = self._settings.chunk_tokens

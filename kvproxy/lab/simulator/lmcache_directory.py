@@ -1,4 +1,4 @@
-"""What the coordinator of LMCache's multi-process mode knows: every holder of every chunk, per model and salt."""
+"""Directory of the coordinator of LMCache's multi-process mode: every holder of every chunk, per model and salt."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class MpServer:
         return removed
 
     def holds(self, key: ChunkKey) -> bool:
-        """Whether the key's bytes are here."""
+        """Return True if the key's bytes are here."""
         return key.identity in self.store
 
     @property
@@ -109,18 +109,18 @@ class MpServer:
 
 
 class Directory:
-    """The registered servers; one that was silent for `timeout_s` is dropped with its placements. What is stored is in
-    the `pool` as well, a disk that all of them read, if there is one."""
+    """Registered servers; one that was silent for `timeout_s` is dropped with its placements. Stored chunks are also in
+    the `pool`, a disk that all of them read, if there is one."""
 
     def __init__(self, *, clock: Clock, timeout_s: float | None = None, pool: MpServer | None = None) -> None:
         self._clock = clock
         self._timeout_s = timeout_s
         self._servers: dict[str, MpServer] = {}
         self.pool = pool
-        self._reporters: dict[int, str] = {}  # of what is in the pool
+        self._reporters: dict[int, str] = {}  # reporters of entries in the pool
 
     def store(self, server: MpServer, keys: Sequence[ChunkKey]) -> None:
-        """The engine of `server` computed these."""
+        """Store chunks that the engine of `server` computed."""
         server.admit(keys)
         if self.pool is not None:
             for key in keys:
@@ -129,7 +129,8 @@ class Directory:
             self._reporters = {identity: self._reporters[identity] for identity in self.pool.known}
 
     def readable(self, server: MpServer, key: ChunkKey) -> bool:
-        """Whether the server can load it: from its own memory, from the pool, and without a pool from any other."""
+        """Return True if the server can load it: from its own memory, from the pool, and without a pool from any
+        other."""
         if server.holds(key) or self.pool is None:
             return bool(self.find_holders(key))
         return self.pool.holds(key)

@@ -1,10 +1,8 @@
-"""Host memory, disk or a shared store behind an engine's block cache: what it keeps, and what reading it takes.
+"""Host memory, disk or a shared store behind an engine's block cache: its contents, and the time to read them.
 
-Everything that an engine stores is written through at once, as LMCache does, or with `on_eviction` only what leaves its
-memory; a tier that is `below` another gets what leaves that one. A prompt is matched in the engine's memory and then,
-block by block, on the nearest tier that has the next one; what is read becomes the engine's again, and the tier keeps
-it.
-"""
+Blocks are written through at once, as LMCache does, or with `on_eviction` when they leave the engine's memory; a tier
+`below` another gets the blocks that leave that one. A prompt is matched in the engine's memory and then, block by
+block, on the nearest tier that has the next one; blocks read become the engine's again, and the tier keeps it."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ from kvproxy.lab.simulator.retention import Eviction, FrequencyFilter, Future, R
 
 
 class LowerTier:
-    """Blocks by hash. One object may stand behind several engines: a shared store. What leaves it goes to `next`."""
+    """Blocks by hash. One object may serve several engines as a shared store. Evicted blocks go to `next`."""
 
     def __init__(self, settings: TierSettings, *, future: Future | None = None) -> None:
         self.settings = settings
         self.next: LowerTier | None = None
-        self._held: OrderedDict[int, BlockStored | None] = OrderedDict()  # with what `next` is told of it
+        self._held: OrderedDict[int, BlockStored | None] = OrderedDict()  # with the event for `next`
         ranked = settings.eviction is not Eviction.LRU
         self._ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
         self._filter = FrequencyFilter(settings.min_uses, settings.capacity_blocks) if settings.min_uses else None
@@ -54,19 +52,19 @@ class LowerTier:
             yield from self._give_up()
 
     def note_prompt(self, block_hashes: Sequence[int]) -> None:
-        """A sequence with these blocks is over: its end is to go before its beginning."""
+        """Note a finished sequence with these blocks: its end is evicted before its beginning."""
         if self._ranking is not None:
             self._ranking.note_prompt(block_hashes)
         self.touch(reversed(block_hashes))
 
     def touch(self, block_hashes: Iterable[int]) -> None:
-        """Those that are held are used, the last of them latest."""
+        """Mark held blocks as used, the last of them latest."""
         for block_hash in block_hashes:
             if block_hash in self._held:
                 self._held.move_to_end(block_hash)
 
     def read_fails(self) -> bool:
-        """Whether the read that begins now fails: each one of so many does."""
+        """Return True if the read that begins now fails: one in every `failing_reads`."""
         self._reads += 1
         return bool(self.settings.failing_reads) and self._reads % self.settings.failing_reads == 0
 
@@ -87,19 +85,19 @@ class LowerTier:
 
 @dataclass(slots=True)
 class Reads:
-    """What a prompt is to be given from lower tiers."""
+    """Part of a prompt to be read from lower tiers."""
 
     blocks: int = 0  # that follow those in the engine's memory
     seconds: float = 0.0
 
 
-#: An engine's CPU that is so far behind with compressing leaves out what comes.
+#: Backlog of an engine's CPU from which new blocks are not compressed.
 MAX_BEHIND_S = 10.0
 
 
 class LowerTiers:
-    """Those of one engine, the nearest first. What has to be compressed is there when its CPU, which does one after the
-    other, is done with it."""
+    """Tiers of one engine, the nearest first. Blocks to be compressed arrive when its CPU, which compresses one after
+    the other, is done with them."""
 
     def __init__(self, tiers: Sequence[LowerTier], *, on_eviction: bool = False) -> None:
         self.tiers = tuple(tiers)
@@ -113,7 +111,7 @@ class LowerTiers:
         self._told: dict[int, BlockStored] = {}  # by block in the engine's memory, to be written when it leaves
 
     def advance(self, now: float) -> Iterator[KvEvent]:
-        """What is compressed by now is there."""
+        """Add the blocks compressed by now."""
         self._now = now
         while self._compressing and self._compressing[0][0] <= now:
             yield from self._keep(self._compressing.popleft()[1])
@@ -133,7 +131,7 @@ class LowerTiers:
             yield from self._write(event)
 
     def note_prompt(self, block_hashes: Sequence[int]) -> None:
-        """A sequence with these blocks is over."""
+        """Note a finished sequence with these blocks."""
         for tier in self.tiers:
             tier.note_prompt(block_hashes)
 

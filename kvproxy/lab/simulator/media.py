@@ -18,11 +18,11 @@ from blake3 import blake3
 
 #: The placeholder of a medium, as Qwen numbers it.
 PLACEHOLDER = 151_655
-#: Stands for a medium in the rendered text until that is tokenized; no client's text has it.
+#: Placeholder of a medium in the rendered text until that is tokenized; no client's text has it.
 MARK = "\ue000medium\ue000"
 
 _PATCH = 28  # pixels of a side that make one token, as of Qwen2.5-VL
-_OTHER_TOKENS = 256  # of what is no picture whose size can be read
+_OTHER_TOKENS = 256  # of media other than readable pictures
 _WIDE_FROM = 1_000_000
 _WIDE_BITS = (1 << 62) - 1
 _WIDE_IDS = 4
@@ -80,7 +80,7 @@ def media_of(prompt: Sequence[int]) -> tuple[PlacedMedium, ...]:
 
 
 def media_keys(media: Sequence[PlacedMedium], block: int, block_size: int) -> tuple[tuple[str, int], ...]:
-    """Identifier and offset of each medium that a block touches, as vLLM's events have them."""
+    """Return identifier and offset of each medium that a block touches, as vLLM's events have them."""
     first = block * block_size
     return tuple(
         [(one.medium.identifier, one.start - first) for one in media if one.touches(first, first + block_size)]
@@ -88,7 +88,7 @@ def media_keys(media: Sequence[PlacedMedium], block: int, block_size: int) -> tu
 
 
 def count_by_kind(media: Sequence[PlacedMedium]) -> dict[str, int]:
-    """Placeholder tokens by modality."""
+    """Count placeholder tokens by modality."""
     counts: dict[str, int] = {}
     for one in media:
         counts[one.medium.kind] = counts.get(one.medium.kind, 0) + one.medium.tokens

@@ -18,7 +18,7 @@ def format_event(body: Any) -> bytes:
 
 
 class OpenAiShape(ABC):
-    """What chat and text completions share; `details` shows whether usage names the cached tokens."""
+    """Common part of chat and text completions; `details` shows whether usage names the cached tokens."""
 
     object_name: str
     id_prefix: str

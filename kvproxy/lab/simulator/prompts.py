@@ -86,7 +86,7 @@ def _called(call: Any) -> Any:
 
 
 def _shown(tool: Any) -> Any:
-    """Of a function what templates know of, and what is optional only where it is given."""
+    """Return the parts of a function that templates use; optional ones only if given."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         return tool
@@ -249,7 +249,7 @@ class Prompts:
 
 
 def _check_objects(values: Any, name: str) -> None:
-    """A message that is not an object is the client's mistake, in the words of pydantic."""
+    """Raise a client's error, in pydantic's wording, for a message that is not an object."""
     for index, value in enumerate(values if isinstance(values, list) else ()):
         if not isinstance(value, Mapping):
             problem = {

@@ -1,8 +1,7 @@
-"""What a simulated cache gives up first: as vLLM, what was used longest ago, or by a ranking of how blocks were used.
+"""Eviction order of a simulated cache: least recently used as in vLLM, or by a ranking of how blocks were used.
 
 A ranking counts time in prompts, remembers blocks for a while after they are gone, as a proxy does that counts what it
-routes, and ranks a batch at a time.
-"""
+routes, and ranks a batch at a time."""
 
 from __future__ import annotations
 
@@ -17,25 +16,25 @@ from kvproxy.cache.prefix.eviction import Use, Weights, score_use
 
 
 class Eviction(StrEnum):
-    """Which block goes first."""
+    """Eviction order."""
 
     LRU = "lru"
     LFU = "lfu"  # among equals the longest unused
     WEIGHTED = "weighted"  # by the score that the proxy evicts by
-    NEXT_USE = "next_use"  # whose next use is expected last, by the time between those it had
-    OPTIMUM = "optimum"  # whose next use is last: needs to know the future
+    NEXT_USE = "next_use"  # latest expected next use, by the time between earlier ones
+    OPTIMUM = "optimum"  # latest next use: needs the future
 
 
-#: What a ranking by one score goes by.
+#: Weights of rankings by one score.
 _WEIGHTS = {Eviction.WEIGHTED: Weights(), Eviction.NEXT_USE: Weights(0.0, 0.0, 0.0, 1.0)}
 
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """A tier below an engine's memory, by its name in events. Every `failing_reads`-th read fails, and every
-    `failing_writes`-th write; 0: none. With `min_uses` only what is offered to it often enough is kept. One that is
-    `below` gets what the tier above gives up, any other what the engine gives. The engine's CPU takes
-    `write_block_s` to compress a block for it."""
+    """Tier below an engine's memory, by its name in events. Every `failing_reads`-th read fails, and every
+    `failing_writes`-th write; 0: none. With `min_uses` it keeps only blocks offered often enough. If `below`, it gets
+    the blocks evicted from the tier above, any other those of the engine. The engine's CPU takes `write_block_s` to
+    compress a block for it."""
 
     medium: str
     capacity_blocks: int
@@ -62,7 +61,7 @@ class TierSettings:
 
 
 class Future:
-    """When blocks are needed, for a ranking that knows it. Of several engines it knows when, and not where."""
+    """Times at which blocks are needed, for an optimal ranking. Of several engines it has the times, not the places."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
         self._needed: dict[int, list[int]] = {}  # numbers of prompts, the next one last
@@ -102,8 +101,8 @@ class _Record:
         self.last = now
 
 
-#: Share of the latest time between two uses in what is usual; and what was used once is taken to be used again after so
-#: many times the usual time of all, since most of it is not.
+#: Weight of the latest time between two uses in the usual time; and the factor on the usual time of all blocks for the
+#: next use of a block used once, since most are never used again.
 _NEW_GAP = 0.3
 _UNSEEN_GAP = 4.0
 #: Blocks remembered for each that there is room for, and the share of them that is ranked at a time.
@@ -123,7 +122,7 @@ class Ranking:
         weights: Weights | None = None,
     ) -> None:
         if eviction is Eviction.OPTIMUM and future is None:
-            raise ValueError("the optimum needs to know the future: only kvproxy replay plays it")
+            raise ValueError("the optimum needs the future: only kvproxy replay plays it")
         self._eviction = eviction
         self._capacity = capacity_blocks
         self._future = future
@@ -136,7 +135,7 @@ class Ranking:
         self._next: list[tuple[int, int]] = []  # block and its last use when it was ranked, the first to go last
 
     def note_prompt(self, block_hashes: Sequence[int]) -> None:
-        """These blocks, a prompt's from its beginning on, were used together."""
+        """Note the use of these blocks, a prompt's from its beginning on, together."""
         self._now += 1
         self._blocks += len(block_hashes)
         records = self._records
@@ -177,7 +176,7 @@ class Ranking:
         return max(1.0, self._capacity * self._now / max(1, self._new))
 
     def _key(self) -> Callable[[int], tuple[float, ...]]:
-        """The largest goes first; of a prompt's blocks the last one."""
+        """Return the sort key of eviction: the largest goes first; of a prompt's blocks the last one."""
         records = self._records
         now = self._now
         unknown = _Record(1, 0)
@@ -204,8 +203,8 @@ class Ranking:
 
 
 class FrequencyFilter:
-    """Keeps from a store what was offered to it too seldom. What is offered again counts twice as often as before, and
-    all count one less after so many offers as the store has room for."""
+    """Filter that keeps rarely offered blocks from a store. A block offered again counts twice as often as before, and
+    all counts drop by one after as many offers as the store has room for."""
 
     def __init__(self, least: int, capacity_blocks: int) -> None:
         self._least = least
@@ -214,7 +213,7 @@ class FrequencyFilter:
         self._offers = 0
 
     def admits(self, block: int) -> bool:
-        """Whether the block, which is offered now, is to be kept."""
+        """Return True if the block, which is offered now, is to be kept."""
         self._offers += 1
         if self._offers >= self._capacity:
             self._offers = 0

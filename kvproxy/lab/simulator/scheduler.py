@@ -22,7 +22,7 @@ class Batch:
     reserved_blocks: int = 0  # that the decoding sequences need in this step
     decodes: int = 0
     loads: int = 0  # adapters that have to be loaded first
-    reads_s: float = 0.0  # until what lower tiers hold is there
+    reads_s: float = 0.0  # until blocks from lower tiers arrive
     preempted: list[Sequence] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -47,11 +47,11 @@ class Scheduler:
         self.prefilling: dict[str, Sequence] = {}
 
     def fits(self, tokens: int) -> bool:
-        """Whether a sequence of this length can ever run."""
+        """Return True if a sequence of this length can ever run."""
         return self._blocks_for(tokens) <= self._settings.capacity_blocks
 
     def plan(self, now: float) -> Batch:
-        """Reserves the memory of the next step and says what it computes; an empty batch when there is nothing."""
+        """Reserve the memory of the next step and return its work; an empty batch when there is nothing."""
         batch = Batch()
         if self._lower is not None:
             for event in self._lower.advance(now):

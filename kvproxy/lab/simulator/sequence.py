@@ -11,7 +11,7 @@ from itertools import count
 from kvproxy.lab.simulator.engine_io import GROUP, KIND, BlockStored, ExtraKeys, Scheduling, SimRequest
 from kvproxy.lab.simulator.media import media_keys
 
-#: What runs and what waits, as lists of names, and when an engine step last had it so.
+#: Names of running and waiting requests, and the last time an engine step had them.
 Combination = tuple[str, str]
 
 
@@ -30,13 +30,13 @@ class LoraSlots:
         return self._seen
 
     def admits(self, adapter: str | None, running: Iterable[str | None]) -> bool:
-        """Whether a request of it may run beside those that do. (vLLM passes over a request that may not; here it holds
-        up those behind it.)"""
+        """Return True if a request for the adapter may run beside the running ones. (vLLM skips a request that may not;
+        here it holds up those behind it.)"""
         in_use = {each for each in running if each is not None}
         return not self._slots or adapter is None or adapter in in_use or len(in_use) < self._slots
 
     def take_slot(self, adapter: str | None, running: Iterable[str | None]) -> bool:
-        """Return a request of it begins. Whether it has to be loaded first."""
+        """Take a slot for a request that begins; returns True if the adapter has to be loaded first."""
         if adapter is None:
             return False
         missing = adapter not in self._loaded
@@ -90,7 +90,7 @@ class Sequence:
 
     @property
     def urgency(self) -> tuple[int, float]:
-        """What priority scheduling goes by: the lowest first."""
+        """Sort key of priority scheduling: the lowest first."""
         return self.request.priority, self.submitted_at
 
     @property
@@ -116,7 +116,7 @@ class Sequence:
         )
 
     def states_event(self, ends: list[int], first: int, last: int, block_size: int) -> BlockStored:
-        """Return the event for states after the blocks of these numbers, told with blocks `first` up to `last`."""
+        """Return the event for states after the blocks of these numbers, sent with blocks `first` up to `last`."""
         event = self.stored_event(
             first, last, block_size, parent=self.request.block_hashes[first - 1] if first else None
         )
@@ -149,11 +149,11 @@ class WaitingLine:
         return iter(self._waiting.values())
 
     def add(self, sequence: Sequence) -> None:
-        """A request that came just now."""
+        """Add a new request."""
         self._push(sequence, next(self._numbers))
 
     def put_back(self, sequence: Sequence) -> None:
-        """A sequence that was preempted."""
+        """Put back a preempted sequence."""
         self._push(sequence, -next(self._numbers))
 
     def first(self) -> Sequence:

@@ -25,11 +25,11 @@ from kvproxy.lab.simulator.sglang_page_events import PageEncoder
 from kvproxy.lab.simulator.sglang_radix_pages import RadixPages
 from kvproxy.lab.simulator.sglang_settings import EventSettings, SglangSettings
 
-#: What the ids of requests begin with that health checks make: figures leave them out.
+#: Prefix of the ids of health checks' requests, which figures leave out.
 HEALTH_CHECK = "HEALTH_CHECK_"
 _FIRST = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 _STAGES = tuple(0.001 * 1.62**power for power in range(30))
-#: Of what the scheduler says; the tokenizer's own series have the model alone.
+#: Labels of the scheduler's series; the tokenizer's own have the model alone.
 _SCHEDULER = {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
 GAUGES = (
     *("num_running_reqs", "num_queue_reqs", "num_used_tokens", "token_usage", "cache_hit_rate"),
@@ -38,8 +38,8 @@ GAUGES = (
 
 
 class SglangMetrics:
-    """Observes the outputs of all ranks; what an engine itself counts is read when scraped. Schedulers are told apart
-    by `dp_rank` where there are several, the tokenizer counts for all of them."""
+    """Metrics from the outputs of all ranks; the engine's own counts are read when scraped. Schedulers have a `dp_rank`
+    label if there are several, the tokenizer counts for all of them."""
 
     def __init__(self, settings: SglangSettings, engines: Sequence[Engine]) -> None:
         self._settings = settings
@@ -58,7 +58,7 @@ class SglangMetrics:
         self._stages = self._histogram("per_stage_req_latency_seconds", _STAGES, "stage", scheduler=True)
 
     def observe(self, rank: int, generation: SequenceProgress, output: EngineOutput) -> None:
-        """A prefill counts when it is done, a request's tokens when it ends; those of a health check never."""
+        """Count a prefill when it is done, a request's tokens when it ends; those of a health check never."""
         request = generation.request
         if request.id.startswith(HEALTH_CHECK):
             return
@@ -73,7 +73,7 @@ class SglangMetrics:
             self._whole.labels(**self._model).observe(output.at - generation.first.submitted_at)
 
     def render_exposition(self) -> bytes:
-        """The text a scrape gets."""
+        """Return the text of a scrape."""
         for engine, labels in zip(self._engines, self._labels, strict=True):
             for name, value in self._values(engine).items():
                 self._gauges[name].labels(**labels).set(value)
@@ -152,7 +152,7 @@ class SglangEngine:
         self._stack = contextlib.AsyncExitStack()
 
     def reset_prefix_cache(self) -> bool:
-        """Whether it could: not while anything runs."""
+        """Reset the prefix cache; returns False while anything runs."""
         return self.engine.reset_prefix_cache()
 
     async def __aenter__(self) -> SglangEngine:

@@ -14,7 +14,7 @@ from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, Bloc
 
 def hash_pages(token_ids: Sequence[int], page_size: int, *, paired: bool, namespace: str = "") -> list[int]:
     """Return a signed 64-bit hash of each full page, over its keys and all before it. Keys are tokens, or pairs of a
-    token and the next: then the last token is in no key of its own. `namespace` tells salts and adapters apart."""
+    token and the next: then the last token is in no key of its own. `namespace` distinguishes salts and adapters."""
     keys: Sequence[object] = list(pairwise(token_ids)) if paired else token_ids
     digest = sha256(namespace.encode()).digest() if namespace else b""
     hashes = []
@@ -147,14 +147,14 @@ class RadixPages:
                 self._offer(page_hash, node)
 
     def refer(self, session: str, block_hashes: Sequence[int]) -> None:
-        """The session refers to the longest held prefix of these pages."""
+        """Tie the session to the longest held prefix of these pages."""
         held = self.match_prefix(block_hashes, len(block_hashes))
         if held and block_hashes[held - 1] not in self._sessions.setdefault(session, set()):
             self._sessions[session].add(block_hashes[held - 1])
             self._count_session(block_hashes[held - 1], 1)
 
     def close_session(self, session: str) -> None:
-        """It refers to nothing any more; the pages stay as any others."""
+        """Drop the session's references; its pages stay as any others."""
         for page_hash in self._sessions.pop(session, ()):
             self._count_session(page_hash, -1)
 
@@ -171,7 +171,7 @@ class RadixPages:
         return True
 
     def take_events(self) -> list[KvEvent]:
-        """Everything that happened since the last call."""
+        """Return the events since the last call."""
         events = self._events
         self._events = []
         return events
@@ -201,7 +201,7 @@ class RadixPages:
             self._offer(node.parent, parent)
 
     def _offer(self, page_hash: int, node: _Node) -> None:
-        """A leaf without users may be evicted."""
+        """Offer a leaf without users for eviction."""
         if not node.users and not node.children:
             heapq.heappush(self._leaves, (node.sessions > 0, node.used_at, page_hash))
 

@@ -99,7 +99,7 @@ def read_rank(header: str | None, body: Mapping[str, Any], ranks: int) -> int | 
 
 def messages_as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat that `/v1/messages` makes of its body, of text and tools: system blocks are lines, a billing
-    header is one as any other, and what a user says stays in its order with the results of tools."""
+    header is one as any other, and a user's texts stay in order with the results of tools."""
     if not isinstance(body.get("messages"), list) or not all(isinstance(one, dict) for one in body["messages"]):
         raise SglangError("1 validation error: messages: Input should be a valid list", param="messages")
     system = body.get("system") or []
@@ -209,8 +209,8 @@ class SglangPlanner:
         )
 
     def _priority(self, body: Mapping[str, Any]) -> int:
-        """The scheduler's order is lowest first, SGLang's highest first unless told otherwise. Without its flag the
-        field is of no effect."""
+        """Return the scheduler's number, lowest first; SGLang's is highest first by default. Without its flag the field
+        has no effect."""
         given = body.get("priority")
         if given is None or not self._settings.enable_priority_scheduling:
             return 0

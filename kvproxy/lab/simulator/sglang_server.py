@@ -69,7 +69,7 @@ class SglangApp(HttpApp):
             for rank in range(settings.dp_size)
         ]
         self._metrics = SglangMetrics(settings, [one.engine for one in self.ranks])
-        self._turn = 0  # whose it is, where no rank is asked for
+        self._turn = 0  # rank of the next request that names none
         self._stack = contextlib.AsyncExitStack()
         self.faults = Faults()
         self.calls: Counter[str] = Counter()
@@ -139,7 +139,7 @@ class SglangApp(HttpApp):
         self.calls[f"{call.method} {call.path}"] += 1
         try:
             await handler(call)
-        except VllmError as error:  # what both engines find wrong with a prompt
+        except VllmError as error:  # errors of a prompt that both engines report
             raise HttpError(error.status, flatten(error.body)) from error
 
     async def _answer_chat(self, call: HttpCall) -> None:
@@ -153,7 +153,7 @@ class SglangApp(HttpApp):
         await self._generate(call, body, self._prompts.encode_completion(body), shape)
 
     async def _answer_messages(self, call: HttpCall) -> None:
-        """The body names no rank here, and errors are Anthropic's."""
+        """Answer `/v1/messages`: the body names no rank here, and errors are Anthropic's."""
         body = await _read_json(call)
         shape = SglangMessages(report=self.settings.enable_cache_report)
         ranked = {name: value for name, value in body.items() if not name.endswith("_rank")}
@@ -174,7 +174,7 @@ class SglangApp(HttpApp):
         return self._prompts.encode_chat(chat)
 
     async def _answer_generate(self, call: HttpCall) -> None:
-        """The header is not looked at."""
+        """Answer `/generate`, ignoring the rank header."""
         body = await _read_json(call)
         call.headers.pop(RANK_HEADER, None)
         prompt = body.get("input_ids") if body.get("text") is None else body["text"]
@@ -199,7 +199,7 @@ class SglangApp(HttpApp):
             raise
 
     def _refer(self, engine: SglangEngine, plan: GenerationPlan, session: object) -> None:
-        """A request that is over belongs to its session, unless that was closed meanwhile."""
+        """Tie a finished request to its session, unless that was closed meanwhile."""
         known = self.settings.enable_session_radix_cache and isinstance(session, str)
         if known and session not in self._closed:
             for request in plan.requests:
@@ -293,7 +293,7 @@ class SglangApp(HttpApp):
         await call.reply_json({"object": "list", "data": [row]})
 
     async def _answer_health(self, call: HttpCall) -> None:
-        """A token is generated and waited for, in whole steps, unless the environment says not to."""
+        """Answer after a generated token, in whole steps, unless the environment turns that off."""
         if self.settings.health_generates:
             await self._answer_health_generate(call)
         else:
@@ -326,7 +326,7 @@ class SglangApp(HttpApp):
         await call.send_reply(200, self._metrics.render_exposition(), headers)
 
     async def _answer_flush(self, call: HttpCall) -> None:
-        """400 while anything runs, at any rank. What they report of it goes out with the next events."""
+        """Answer 400 while anything runs, at any rank; otherwise flush, whose events go out with the next ones."""
         done = [engine.reset_prefix_cache() for engine in self.ranks]
         await call.send_reply(200 if all(done) else 400, _FLUSHED)
 

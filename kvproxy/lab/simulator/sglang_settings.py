@@ -1,4 +1,4 @@
-"""What a simulated SGLang server is started with, and how it reports so (`/get_server_info`, `/model_info`)."""
+"""Start options of a simulated SGLang server, and their report (`/get_server_info`, `/model_info`)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SglangSettings:
 
     @property
     def paired(self) -> bool:
-        """Whether keys of the radix tree are pairs of tokens."""
+        """True if keys of the radix tree are pairs of tokens."""
         return (self.speculative_algorithm or "").upper().startswith(("EAGLE", "NEXTN"))
 
     @property

@@ -12,7 +12,7 @@ _METADATA = {"metadata": {"weight_version": "default"}}
 
 
 class _OpenAi:
-    """What chat and text completions share; `report` is `--enable-cache-report`."""
+    """Common part of chat and text completions; `report` is `--enable-cache-report`."""
 
     object_name: str
     chunk_name: str

@@ -49,7 +49,7 @@ shape equate miss brought heat snow tire bring yes distant fill east paint langu
 block request router engine prompt answer user assistant tool function parameters string type name description hello
 You Be The I A It In We This What How Hello brief helpful please
 """
-#: Specials end no word and never come out of plain text pieces; they are matched before anything else.
+#: Special tokens end no word and never come out of plain text; they are matched first.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _PIECE = re.compile(r" ?[^\W\d_]+| ?\d{1,3}| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 _SPECIAL = re.compile("(" + "|".join(re.escape(special) for special in SPECIAL_TOKENS) + ")")
@@ -74,7 +74,7 @@ def build_vocabulary(*, word_pieces: bool = True) -> list[bytes]:
 
 
 def list_output_words() -> list[str]:
-    """Words a simulated model says: each is one token, with its leading space."""
+    """Return the output words of a simulated model: each is one token, with its leading space."""
     return [" " + word for word in dict.fromkeys(_WORDS.split()) if len(word) > 1]
 
 

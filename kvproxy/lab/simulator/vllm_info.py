@@ -31,7 +31,7 @@ async def answer_tokenize(state: VllmState, call: HttpCall) -> None:
 
 
 async def answer_detokenize(state: VllmState, call: HttpCall) -> None:
-    """The text of ids."""
+    """Answer with the text of ids."""
     body = await read_json(call)
     if not isinstance(body.get("tokens"), list):
         raise missing_fields(body, "tokens")
@@ -43,7 +43,7 @@ async def answer_detokenize(state: VllmState, call: HttpCall) -> None:
 
 
 async def answer_models(state: VllmState, call: HttpCall) -> None:
-    """The base model and its adapters; answers even when the engine is dead."""
+    """List the base model and its adapters, even when the engine is dead."""
     settings = state.settings
     rows = [
         {
@@ -62,7 +62,7 @@ async def answer_models(state: VllmState, call: HttpCall) -> None:
 
 
 async def answer_version(state: VllmState, call: HttpCall) -> None:
-    """The vLLM version stood in for."""
+    """Answer with the simulated vLLM version."""
     await call.reply_json({"version": state.settings.version})
 
 
@@ -72,7 +72,7 @@ async def answer_health(state: VllmState, call: HttpCall) -> None:
 
 
 async def answer_load(state: VllmState, call: HttpCall) -> None:
-    """Requests in flight, where tracking is on; otherwise always 0."""
+    """Answer with the requests in flight if tracking is on; otherwise always 0."""
     tracked = state.in_flight if state.settings.enable_server_load_tracking else 0
     await call.reply_json({"server_load": tracked})
 
@@ -149,7 +149,7 @@ async def answer_embeddings(state: VllmState, call: HttpCall) -> None:
 
 
 async def set_faults(state: VllmState, call: HttpCall) -> None:
-    """The simulator's own: sets the faults named in the body, answers with all of them."""
+    """Set the faults named in the body (the simulator's own route) and answer with all of them."""
     body = await read_json(call)
     try:
         values = state.faults.apply_changes(body, state.runner, state.publisher)
@@ -159,7 +159,7 @@ async def set_faults(state: VllmState, call: HttpCall) -> None:
 
 
 async def answer_state(state: VllmState, call: HttpCall) -> None:
-    """The simulator's own: load, calls a route, latest generations."""
+    """Answer with load, calls per route and latest generations (the simulator's own route)."""
     figures = state.runner.engine.load
     await call.reply_json(
         {

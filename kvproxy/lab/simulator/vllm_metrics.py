@@ -164,15 +164,15 @@ class VllmMetrics:
                 self._finished(generation, output)
 
     def forget_request(self, request_id: str) -> None:
-        """A request left without finishing."""
+        """Forget a request that left without finishing."""
         self._last_token_at.pop(request_id, None)
 
     def count_rejection(self, reason: str) -> None:
-        """A queue limit turned a request away."""
+        """Count a request refused by a queue limit."""
         self._rejections.labels(self._labels["model_name"], reason).inc()
 
     def render_exposition(self) -> bytes:
-        """The text a scrape gets."""
+        """Return the text of a scrape."""
         load = self._engine.load
         totals = self._engine.counters
         self._set("num_requests_running", load.running)

@@ -26,7 +26,7 @@ _EVERYWHERE = frozenset({"/reset_prefix_cache", "/sim/faults"})
 
 
 class FrontEnd(Enum):
-    """Which server takes the requests: they read a rank differently where a server's ranks do not begin at 0."""
+    """Server that takes the requests: they read a rank differently if a server's ranks do not begin at 0."""
 
     PYTHON = "python"  # its place among the server's own
     RUST = "rust"  # its number in the whole deployment
@@ -66,7 +66,7 @@ class RankedVllm(HttpApp):
             )
             for rank in range(settings.first, settings.first + settings.size)
         }
-        self._next = 0  # which rank is looked at first
+        self._next = 0  # rank to try first
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> RankedVllm:

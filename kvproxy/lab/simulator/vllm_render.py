@@ -12,21 +12,21 @@ from kvproxy.lab.simulator.vllm_state import VllmState
 
 
 async def answer_chat_render(state: VllmState, call: HttpCall) -> None:
-    """The exact ids a chat would be run with, where scale-out is enabled."""
+    """Answer with the exact ids of a chat, if scale-out is enabled."""
     body = await _scale_out_body(state, call)
     plan = state.planner.plan(body, [state.prompts.encode_chat(body)], state.make_id())
     await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
 
 
 async def answer_messages_render(state: VllmState, call: HttpCall) -> None:
-    """The same for the chat that a request for messages is."""
+    """Answer with the ids of the chat made of a request for messages."""
     body = await _scale_out_body(state, call)
     plan = state.planner.plan(body, [state.prompts.encode_anthropic(body)], state.make_id())
     await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
 
 
 async def answer_responses_render(state: VllmState, call: HttpCall) -> None:
-    """The same for a response whose history is all in the request."""
+    """Answer with the ids of a response whose history is all in the request."""
     body = await _scale_out_body(state, call)
     if body.get("previous_response_id") is not None:
         name = "previous_response_id"

@@ -1,4 +1,4 @@
-"""What a simulated vLLM server is started with."""
+"""Start options of a simulated vLLM server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """Names after vLLM's own flags. `kv_events` None publishes nothing; `max_num_queued_reqs` None never says busy.
+    """Settings named after vLLM's own flags. `kv_events` None publishes nothing; `max_num_queued_reqs` None never
+    refuses.
 
     `default_output_tokens` is the length of an answer that the client does not bound (it then ends with "stop").
     Without `word_pieces` the model has another tokenizer. With `refuse_priority` a request's `priority` is an error
-    under fcfs, as older versions have it. Not `multimodal`, it refuses pictures. `rank` is what its metrics call it.
-    """
+    under fcfs, as in older versions. Without `multimodal` it refuses pictures. `rank` is the rank in its metrics."""
 
     model: str = "sim"
     root: str = "models/sim"

@@ -1,4 +1,4 @@
-"""What the handlers of one simulated vLLM server share, switches that make it misbehave included."""
+"""State shared by the handlers of one simulated vLLM server, with switches that make it misbehave."""
 
 from __future__ import annotations
 

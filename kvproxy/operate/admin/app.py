@@ -32,12 +32,12 @@ from kvproxy.operate.admin.replies import Audit, RequestRefused, on_http_error, 
 from kvproxy.operate.admin.views import CacheRoutes, DecisionRoutes
 from kvproxy.operate.feature import Feature
 
-#: Health is asked for by load balancers, which carry no token; the page itself holds nothing but its own text.
+#: Load balancers check health without a token; the page itself holds nothing but its own text.
 _HEALTH_PATHS = frozenset({"/healthz", "/readyz"})
 _OPEN_PATHS = _HEALTH_PATHS | FILES.keys()
 _CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*))(?::\d+)?")
-#: The page needs its own files and its own API, and nothing else in the world.
+#: The page needs its own files and its own API, and nothing else.
 _SECURITY_HEADERS = [
     (
         b"content-security-policy",
@@ -51,15 +51,14 @@ _SECURITY_HEADERS = [
 
 
 class AccessControl:
-    """Refuses what may not pass, before anything else looks at it, and marks every answer for browsers.
+    """Middleware that refuses forbidden requests before all else, and sets security headers for browsers.
 
     Without a token the `Host` must be an address or `localhost`: a page that made its own name resolve here (DNS
     rebinding) is as foreign as any other. Changes must be JSON, which a browser's form cannot send, and must not come
-    from another origin. `token` is asked for every request, so that a reload may change it.
+    from another origin. `token` is called for every request, so that a reload may change it.
 
-    What is read here takes milliseconds to put together, so one such request is let in a turn of the event loop:
-    however many pages and scrapers ask at once, clients' requests go on between them. Health is never kept waiting.
-    """
+    Answers take milliseconds to assemble, so one such request is admitted per turn of the event loop, and clients'
+    requests run between those of pages and scrapers. Health is never kept waiting."""
 
     def __init__(self, app: ASGIApp, *, token: Callable[[], SecretStr | None]) -> None:
         self.app = app
@@ -81,7 +80,7 @@ class AccessControl:
             if scope["method"] == "GET" and scope["path"] not in _HEALTH_PATHS:
                 async with self._turn:
                     await asyncio.sleep(0)
-            with contextlib.suppress(ClientDisconnect):  # it left in its upload: no answer can reach it
+            with contextlib.suppress(ClientDisconnect):  # it left during its upload: no answer can reach it
                 await self.app(scope, receive, marked)
             return
         status, problem = refusal
@@ -109,7 +108,7 @@ def _authorized(given: bytes, token: SecretStr) -> bool:
 
 
 def _local(host: bytes) -> bool:
-    """Whether the name in a Host header cannot belong to another host: loopback or any literal address."""
+    """Return True if the name in a Host header cannot belong to another host: loopback or any literal address."""
     match = _HOST.fullmatch(host.decode("latin-1"))
     if match is None:
         return False

@@ -28,7 +28,7 @@ from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_objec
 
 
 def describe_endpoint(operated: AdminTarget, cluster: str, endpoint: Endpoint) -> dict[str, object]:
-    """Everything known about one endpoint: load, health, and what its engine says."""
+    """Return the state of one endpoint: load, health, and its engine's report."""
     status = endpoint.status(operated.clock())
     if operated.kvcache is not None:
         status["engine"] = engine_status(operated.kvcache, endpoint)

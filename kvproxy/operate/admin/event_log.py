@@ -1,4 +1,4 @@
-"""What happened to endpoints and to sources of facts in the last hour, one line each. Bounded."""
+"""Events of endpoints and of sources of facts in the last hour, one line each. Bounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from kvproxy.cluster.endpoint import DOWN, Condition
 from kvproxy.operate.admin.operated import AdminTarget, Event
 
-#: Seconds for which an event is shown, and how many are kept.
+#: Seconds for which an event is shown, and bound on the events kept.
 KEPT_S = 3600.0
 KEPT = 200
 _BAD = "down"
@@ -32,7 +32,7 @@ class EventLog:
         self._follow_sources(now)
 
     def list_events(self) -> Iterable[Event]:
-        """All that are kept, with the reloads among them."""
+        """Return all events, with the reloads among them."""
         reloader = self._operated.reloader
         return self._events if reloader is None else [*self._events, *reloader.events]
 

@@ -10,12 +10,12 @@ from kvproxy.operate.admin.findings import Rank, Trouble
 from kvproxy.proxy.request.exchange import BROKEN_OFF, ENGINE_5XX, FAILED, QUEUE_FULL
 from kvproxy.proxy.request.observer import FailureTally, Tally
 
-#: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
-#: KvproxyErrors has the first of them too.
+#: Share of failed requests (and their number) from which a finding appears, and from which it is a problem. The alert
+#: KvproxyErrors uses the first share too.
 FAILED_SHARE = 0.05
 FAILED_LEAST = 3
 FAILED_MOST = 0.5
-#: Causes, and engines of a cause, that one finding names.
+#: Causes, and engines of a cause, named by one finding.
 _NAMED = 3
 _LOG = "look at the failed among the last decisions, and at the log"
 
@@ -107,7 +107,7 @@ def _queue_limit(cluster: Cluster | None) -> int:
 
 
 def count_by_cluster(tally: Tally) -> dict[str, tuple[int, int]]:
-    """Requests, and the failed among them, by cluster ("": none was found)."""
+    """Count requests, and the failed among them, by cluster ("": none was found)."""
     found: dict[str, tuple[int, int]] = {}
     for (cluster, _, result), count in tally.items():
         requests, failed = found.get(cluster, (0, 0))

@@ -1,6 +1,5 @@
-"""What may be wrong with a cluster or its engines, one finding each: speeds that are not learned, priorities that are
-not heeded, ranks that requests cannot ask for, adapters that are gone, event streams, lost caches.
-"""
+"""Findings about a cluster or its engines: speeds without samples, priorities without effect, ranks that requests
+cannot name, missing adapters, event streams, lost caches."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from kvproxy.cluster.settings import EnginePriorityMode
 from kvproxy.features.priority.engine_priority import PriorityState
 from kvproxy.operate.admin.operated import ConfigFinding
 
-#: Named one by one; of more in a cluster there is one finding.
+#: Findings named one by one; further ones in a cluster are one finding.
 NAMED = 3
 
 
 class Rank(IntEnum):
-    """What hurts most comes first."""
+    """Order of findings, the most urgent first."""
 
     DOWN = 0
     SOURCES = 1
@@ -42,7 +41,7 @@ class Trouble:
     where: str
     what: str
     fix: str = ""
-    patience_s: float = 0.0  # shown once it has lasted so long
+    patience_s: float = 0.0  # minimum age of a finding to be shown
 
 
 def list_names(endpoints: Sequence[Endpoint]) -> str:
@@ -62,15 +61,15 @@ def find_certificate_findings(certificates: CertificateWatch) -> Iterator[Config
         yield ConfigFinding("warning", one.place, one.what, one.fix)
 
 
-#: So many placements without one sample are no accident.
+#: Placements without a sample that are worth a finding.
 NOTABLE_REQUESTS = 500
 _FIX = (
     "stream answers, or let the kvcache filter read the engines' own counters: engine_metrics_interval above 0, "
     "SGLang with --enable-metrics and without other clients"
 )
 _UNHEEDED = {
-    PriorityState.IGNORES: "the order in which engines admit shows nothing of it",
-    PriorityState.REFUSED: "engines refuse the field, so they are not sent it",
+    PriorityState.IGNORES: "the order in which engines admit does not show it",
+    PriorityState.REFUSED: "engines refuse the field, so it is not sent",
 }
 _START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-priority-scheduling), or set it to auto"
 
@@ -81,15 +80,13 @@ def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
         speeds = cluster.speeds
         if speeds is None or speeds.requests_without_sample < NOTABLE_REQUESTS:
             continue
-        believed = (
-            "speeds are the defaults, alike for all" if speeds.learning else "what was learned of slow ones fades"
-        )
+        believed = "all speeds are the defaults" if speeds.learning else "learned differences between engines fade"
         what = f"no sample of the engines' speeds in {speeds.requests_without_sample:,} requests: {believed}"
         yield ConfigFinding("warning", f"clusters.{name}", what, _FIX)
 
 
 def find_unheeded_priority(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """Return a finding for every cluster with engines that are told a priority by `on` and do not go by it."""
+    """Return a finding for every cluster whose engines get a priority by `on` and do not obey it."""
     for name, cluster in clusters.items():
         told = [one for one in cluster.endpoints if one.priority.mode is EnginePriorityMode.ON]
         for state, what in _UNHEEDED.items():
@@ -109,8 +106,8 @@ def find_unsteered_ranks(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFind
                 yield ConfigFinding("warning", where, what, f"set data_parallel.ranks to {_listed(ranks.candidates)}")
             elif ranks.unknown and ranks.named is not None:
                 what = (
-                    f"it has the data-parallel ranks {_listed(ranks.shown)}, and nothing says that requests may ask "
-                    "for one: a prefix is computed once a rank"
+                    f"it has the data-parallel ranks {_listed(ranks.shown)}, but requests cannot name one: a prefix is "
+                    "computed once per rank"
                 )
                 fix = f"set data_parallel.ranks to {_listed(ranks.shown)}, or start it with --kv-events-config"
                 yield ConfigFinding("warning", where, what, fix)
@@ -125,20 +122,20 @@ def find_lost_adapters(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFindin
     for name, cluster in clusters.items():
         if lost := sorted(cluster.adapters.lost):
             more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
-            what = f"no engine serves the adapter {', '.join(lost[:NAMED])}{more} any more: its requests fail"
-            fix = "load it again (vLLM: POST /v1/load_lora_adapter, or --lora-modules), or tell its clients"
+            what = f"no engine serves the adapter {', '.join(lost[:NAMED])}{more} any longer: its requests fail"
+            fix = "load it again (vLLM: POST /v1/load_lora_adapter, or --lora-modules), or inform its clients"
             yield ConfigFinding("warning", f"clusters.{name}", what, fix)
 
 
-#: A loss of a cache explains what follows for so long.
+#: How long the loss of a cache explains later findings.
 _LOSS_SHOWN_S = 600.0
 _LOST = {
     LossReason.RESTARTED: "restarted",
-    LossReason.CLEARED: "dropped its cache (its KV events say so)",
-    LossReason.FORGOT: "lost its cache (it reused nothing of what it was sent just then)",
-    LossReason.ASLEEP: "gave its cache up when it was put to sleep",
+    LossReason.CLEARED: "dropped its cache (reported by its KV events)",
+    LossReason.FORGOT: "lost its cache (it reused nothing of a prompt sent shortly before)",
+    LossReason.ASLEEP: "dropped its cache when it was put to sleep",
 }
-#: Streams of KV events connect, and fall behind, for a moment in all innocence.
+#: Streams of KV events that connect or fall behind for less long are normal.
 _STREAM_PATIENCE_S = 10.0
 
 
@@ -160,8 +157,8 @@ def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: flo
             states = streams.streams(one).values()
             reasons = [each.reason.value for each in states if each.state is not StreamState.EXACT]
             broken += [(one, reasons[0].replace("_", " "))] if reasons else []
-    effect = "what it holds is known only by what was routed there"
-    fix = "is its events port open? `kvproxy doctor` listens to it"
+    effect = "its cache is estimated from routed requests alone"
+    fix = "is its events port open? `kvproxy doctor` checks it"
     for one, reason in broken if len(broken) <= NAMED else ():
         key = ("stream", name, str(one.id))
         where = f"{name}/{one.id}"
@@ -176,7 +173,7 @@ def _asleep(name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
     sleeping = [one for one in cluster.endpoints if one.condition(now) is Condition.ASLEEP]
     if sleeping:
         verb, whose = ("sleeps", "its") if len(sleeping) == 1 else ("sleep", "their")
-        what = f"{list_names(sleeping)} {verb}, as {whose} own metrics say: left out"
+        what = f"{list_names(sleeping)} {verb} by {whose} own metrics: excluded from routing"
         fix = "wake it (`POST /wake_up`), or take it out of the configuration"
         yield source_trouble(("asleep", name), name, what, fix)
 
@@ -184,9 +181,9 @@ def _asleep(name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
 def _disbelieved(name: str, one: MissedReuse) -> Trouble:
     what = (
         f"its KV events announce less than it reuses ({one.announced_tokens:,} of {one.reused_tokens:,} tokens; "
-        f"{one.count} of the last {WINDOW}): what was routed there counts instead"
+        f"{one.count} of the last {WINDOW}): routed requests count instead"
     )
-    fix = "it may name blocks in a way that is not understood, or see other prompts: `kvproxy doctor` listens to it"
+    fix = "it may name blocks in an unknown way, or see other prompts: `kvproxy doctor` checks it"
     return source_trouble(("missed", name, str(one.endpoint)), f"{name}/{one.endpoint}", what, fix)
 
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
 INTERVAL_S = 1.0
 KEPT = 300
-#: Samples that become one of the hour, and how many of those are kept.
+#: Samples merged into one of the hour, and how many of those are kept.
 COARSE = 10
 HOUR_KEPT = 360
 
@@ -47,7 +47,7 @@ def count_total(counter: Counter) -> float:
 
 
 class Sampled(Protocol):
-    """What samples are taken from."""
+    """Sources of samples."""
 
     @property
     def recent(self) -> RecentDecisions: ...
@@ -59,18 +59,18 @@ class Sampled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HistorySample:
-    """What happened between the sample before and `at`."""
+    """Figures of the time between the previous sample and `at`."""
 
     at: float
     tally: Tally
     ttft_p50_s: float | None  # None: no streamed answer had a first byte
     ttft_p95_s: float | None
     prompt_tokens: float  # by the engines' count
-    cached_tokens: float  # of these, from cache
-    predicted_tokens: float  # matched tokens where requests went
+    cached_tokens: float  # of these, cached tokens
+    predicted_tokens: float  # matched tokens at the chosen endpoints
     saved_s: float  # of prefill, by learned speeds
-    failures: FailureTally  # requests that were not served, by cause
-    attempt_failures: Mapping[tuple[str, str], int]  # by cluster and endpoint, also of requests that were retried
+    failures: FailureTally  # failed requests by cause
+    attempt_failures: Mapping[tuple[str, str], int]  # by cluster and endpoint, those of retried requests included
 
 
 class History(BackgroundTask):

@@ -47,10 +47,10 @@ HOT = 8
 EVENTS = 20
 _MINUTE = 6
 _HOUR_AGO_S = 3300.0
-#: Viewers within this time share one answer, and the search for hot prefixes is repeated no more often than that.
+#: Viewers within this time share one answer, and hot prefixes are searched for no more often.
 SHARED_S = 0.5
 HOT_AGAIN_S = 5.0
-#: What `?span=` may ask for: five minutes by the second, or an hour by ten.
+#: Values of `?span=`: five minutes by the second, or an hour by ten.
 SPANS = ("5m", "1h")
 
 
@@ -152,8 +152,8 @@ class LiveView:
         return {"p95_s": p95, "p95_hour_ago_s": max(then, default=None)}
 
     def _saved_s(self, now: float) -> float | None:
-        """Engine seconds of prefill the caches saved in the last minute; None while no cluster has learned a speed, and
-        while no engine is up: what was saved before says nothing about now."""
+        """Estimate the engine seconds of prefill saved by caches in the last minute; None while no cluster has learned
+        a speed, and while no engine is up, since earlier savings do not describe the present."""
         members = (one for each in self._operated.clusters.values() for one in each.endpoints)
         if not any(one.condition(now) in TAKING for one in members):
             return None
@@ -226,7 +226,7 @@ def _series(samples: Iterable[HistorySample], now: float) -> dict[str, Sequence[
 
 
 def _url_of(listen: ListenerSettings) -> str:
-    """Where clients connect, as far as the configuration says; "" when the port is whatever was free."""
+    """Return the URL for clients by the configuration; "" for a port chosen at start."""
     host = f"[{listen.host}]" if ":" in listen.host else listen.host
     return f"{'http' if listen.tls is None else 'https'}://{host}:{listen.port}" if listen.port else ""
 

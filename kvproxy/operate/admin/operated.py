@@ -20,7 +20,7 @@ from kvproxy.proxy.request.observer import RecentDecisions
 
 
 class OperatorFinding(Protocol):
-    """Something an operator should know: of the configuration, or of a check of the engines."""
+    """Finding for an operator, from the configuration or from a check of the engines."""
 
     @property
     def severity(self) -> str: ...
@@ -44,7 +44,7 @@ class ConfigFinding:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened at `at`, on the proxy's clock. `kind` is that of its mark: down, warn, good or ""."""
+    """Event at `at`, on the proxy's clock. `kind` is that of its mark: down, warn, good or ""."""
 
     at: float
     kind: str
@@ -86,8 +86,8 @@ class ConfigReloader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What came of it: nothing changed where there are `errors`; `after_restart` names what a reload cannot change,
-    `lost` the routing parameters, by cluster, that were changed at runtime about a policy which is used no more."""
+    """Result of a reload: with `errors` nothing changed; `after_restart` names settings that need a restart, `lost` the
+    routing parameters, by cluster, that were changed at runtime for a policy no longer in use."""
 
     errors: tuple[Problem, ...] = ()
     after_restart: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class AdviceRuns(Protocol):
     """The adviser, in a process of its own."""
 
     def start_run(self, budget_s: float) -> bool:
-        """Whether a run was begun; not while one goes on."""
+        """Start a run and return True, unless one is running."""
         ...
 
     def describe_run(self) -> Mapping[str, object]:
@@ -107,7 +107,7 @@ class AdviceRuns(Protocol):
 
 
 class OperatedProcess(Protocol):
-    """What is the operator's to change about the process, be it the proxy's own or that of several."""
+    """Operations on the process, be it the proxy's own or that of several."""
 
     @property
     def config(self) -> Config: ...
@@ -145,7 +145,7 @@ class AdminTarget(OperatedProcess, Protocol):
     def clock(self) -> Clock: ...
     @property
     def public_url(self) -> str:
-        """Where clients connect; "" while no listener said so."""
+        """URL for clients; "" until a listener reports it."""
         ...
 
     @property

@@ -106,18 +106,14 @@ class PickRoutes:
 def _check_policy(question: Question, cluster: Cluster) -> None:
     offered = tuple(cluster.policies.named)
     if question.policy and question.policy not in offered:
-        fix = (
-            f"on offer: {', '.join(offered)}"
-            if offered
-            else "clusters.NAME.client_policies lists what may be asked for"
-        )
+        fix = f"on offer: {', '.join(offered)}" if offered else "clusters.NAME.client_policies lists the permitted ones"
         raise RequestRefused(422, Problem("policy", "this cluster does not offer that policy", fix))
 
 
 def _refused(refusal: Refusal) -> RequestRefused:
     status = 404 if refusal is Refusal.MODEL_NOT_SERVED else 503
     return RequestRefused(
-        status, Problem("endpoint", f"no endpoint can take this request: {refusal.value}", "GET /endpoints says why")
+        status, Problem("endpoint", f"no endpoint can take this request: {refusal.value}", "GET /endpoints shows why")
     )
 
 

@@ -1,4 +1,4 @@
-"""What `POST /pick` and its answers' `/done` are told, checked whole."""
+"""Input of `POST /pick` and of `/done`, fully checked."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Question(msgspec.Struct, forbid_unknown_fields=True):
 
     request: msgspec.Raw
     path: str = DEFAULT_PATH
-    session: str = ""  # its key; before whatever the body says
+    session: str = ""  # its key; takes precedence over the body
     policy: str = ""  # one of the cluster's client_policies
     reserve: bool = False
     lease_s: float = DEFAULT_LEASE_S
-    first_token: bool = False  # the caller will tell of it
+    first_token: bool = False  # the caller will report the first token
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /pick/ID/done`."""
 
-    status: int = 200  # the engine's answer; 0: none came
+    status: int = 200  # status of the engine's answer; 0: no answer
     cancelled: bool = False  # the client left
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -61,7 +61,7 @@ async def parse_question(request: Request, *, most_bytes: int) -> tuple[Question
     session = Session(bounded_key(question.session)) if question.session else None
     inference = await read_body(kind, body, caller=Caller(session), pace=asyncio.Lock())
     if inference is None:
-        raise RequestRefused(422, Problem("request", "not a body of this path", "what the engine would be sent"))
+        raise RequestRefused(422, Problem("request", "not a body of this path", "the body for the engine"))
     return question, body, inference
 
 

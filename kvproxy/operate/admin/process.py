@@ -22,12 +22,12 @@ from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_objec
 from kvproxy.proxy.settings import LogLevel
 
 REDACTED = "**********"
-#: Seconds of simulations that a run of the adviser has.
+#: Seconds of simulations in one run of the adviser.
 _BUDGET_S = 60.0
 _MAX_BUDGET_S = 600.0
-#: Settings of other people's filters are plain data: whatever is called like a secret is taken for one.
+#: Settings of third-party filters are plain data: a key named like a secret is treated as one.
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential|authorization)s?$")
-#: Values under such a name that are plainly counts or switches.
+#: Values under such a name that are counts or switches.
 _HARMLESS = (int, float, bool, type(None))
 
 
@@ -102,7 +102,7 @@ class AdviceRoutes:
         if problems:
             raise RequestRefused(422, *problems)
         if not adviser.start_run(math.ceil(budget_s)):
-            raise RequestRefused(409, Problem("", "it runs already", "GET /advise tells when it is done"))
+            raise RequestRefused(409, Problem("", "it runs already", "GET /advise shows when it is done"))
         self._audit.write_line(request, "advise", budget_s=budget_s)
         return reply_json(adviser.describe_run(), 202)
 

@@ -1,4 +1,4 @@
-"""JSON in and out of the admin listener: bounded bodies, errors that say what, where and what to do; the audit log."""
+"""JSON in and out of the admin listener: bounded bodies, errors with cause, place and remedy; the audit log."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvproxy.base.log_lines import log_fields
 from kvproxy.proxy.request.body import Pieces
 
 MAX_BODY_BYTES = 64 * 1024
-#: Answers hold live state and, maybe, addresses: no cache may keep them.
+#: Answers hold live state and possibly addresses: no cache may keep them.
 _NO_STORE = {"cache-control": "no-store"}
-#: In a request's scope: true where another process of this proxy writes the line.
+#: In a request's scope: true if another process of this proxy writes the line.
 REPEATED = "kvproxy.repeated"
 log = logging.getLogger("kvproxy.audit")
 
@@ -33,7 +33,7 @@ class RequestRefused(Exception):
 
 
 def reply_json(data: object, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
-    """`data` as JSON; numbers that JSON does not have become null."""
+    """Return `data` as JSON; numbers that JSON lacks become null."""
     return Response(msgspec.json.encode(data), status, {**_NO_STORE, **(headers or {})}, media_type="application/json")
 
 

@@ -24,7 +24,7 @@ class State:
 
 
 def describe_state(operated: AdminTarget, now: float, *, requests: int, failed: int, down_since: float | None) -> State:
-    """Return what to tell an operator first; `requests` and `failed` are those of the last minute."""
+    """Return the state to show an operator first; `requests` and `failed` are those of the last minute."""
     if operated.draining:
         return State("warn", "draining", "Draining: no new connections are taken")
     since_s = None if down_since is None else now - down_since

@@ -1,5 +1,5 @@
-"""What an operator should know, in the order of urgency: endpoints down, sources of facts down, requests that fail,
-and the rest. Each with its age."""
+"""Troubles for an operator, in the order of urgency: endpoints down, sources of facts down, requests that fail, and the
+rest. Each with its age."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Troubles:
     def _sources(self, now: float) -> Iterator[Trouble]:
         for name, cluster in self._operated.clusters.items():
             for source, why in cluster.discovery_complaints.items():
-                what = f"the {source} discovery fails, and the endpoints it named last stay: {why}"
-                yield source_trouble(("discovery", name, source), name, what, "`kvproxy doctor` asks it")
+                what = f"the {source} discovery fails; its last endpoints stay in use: {why}"
+                yield source_trouble(("discovery", name, source), name, what, "`kvproxy doctor` checks it")
             for source, left_out in cluster.left_out.items():
                 what = f"the {source} discovery names {len(left_out)} that cannot be an endpoint: {left_out[0]}"
                 yield source_trouble(("left out", name, source), name, what, "correct it at its source")
@@ -80,7 +80,7 @@ class Troubles:
             return
         for outage in kvcache.breakers.outages:
             what = f"{outage.operation} fails: {outage.meaning} (last error: {outage.last_error})"
-            yield source_trouble(("outage", outage.operation), "kvcache", what, "is it up? `kvproxy doctor` asks it")
+            yield source_trouble(("outage", outage.operation), "kvcache", what, "is it up? `kvproxy doctor` checks it")
         for name, cluster in self._operated.clusters.items():
             yield from find_engine_findings(kvcache, name, cluster, now)
 
@@ -132,7 +132,7 @@ def _outage(down: Sequence[Endpoint], all_of_them: int, now: float) -> str:
     causes = "; ".join(f"{list_names(some)}: {why}" for why, some in alike.items())
     how_many = f"all {all_of_them}" if len(down) == all_of_them else f"{len(down)} of {all_of_them}"
     rest = "" if len(down) == all_of_them else ", and no other takes requests"
-    return f"{how_many} engines are down{rest} ({causes}); requests are tried on them all the same"
+    return f"{how_many} engines are down{rest} ({causes}); requests go to all of them"
 
 
 def _cause(endpoint: Endpoint, now: float) -> str:

@@ -1,5 +1,5 @@
-"""What is mostly shown: the last decisions (why a request went where it went, and how it ended), and the cache's side,
-where prefixes are given priorities. Hashes only, never a prompt."""
+"""Common views: the last decisions (why a request went where it went, and how it ended), and the cache's side, where
+prefixes are given priorities. Hashes only, never a prompt."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _shown(operated: AdminTarget, decision: RecentRequest) -> dict[str, object]:
 
 
 def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
-    """Return what the last pick chose among, the cheapest first: what each would have cost and was believed to hold."""
+    """Return the candidates of the last pick, the cheapest first, with their costs and estimated overlaps."""
     outcome = decision.outcome
     facts = decision.facts
     rows: list[tuple[float, dict[str, object]]] = []
@@ -127,7 +127,7 @@ class DecisionRoutes:
 
 
 class CacheRoutes:
-    """What is held, hot and promised, and what of it the operator wants to be kept."""
+    """Routes for cached, hot and pinned prefixes, and for the operator's priorities."""
 
     def __init__(self, operated: AdminTarget, audit: Audit) -> None:
         self._operated = operated

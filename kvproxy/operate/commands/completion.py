@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SHELLS = ("bash", "zsh", "fish")
-#: Metavars whose values are files.
+#: Metavars of file arguments.
 _FILES = {"FILE", "PATH"}
 
 
@@ -23,7 +23,7 @@ class Option:
 
     @property
     def files(self) -> bool:
-        """Whether a file follows."""
+        """True if a file follows."""
         return self.takes in _FILES
 
 
@@ -38,14 +38,14 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """What may be typed after it."""
+        """Words that may follow the command."""
         return [name for option in self.options for name in option.names] + [
             choice for argument in self.arguments for choice in argument.choices
         ]
 
     @property
     def files(self) -> bool:
-        """Whether an argument is a file."""
+        """True if an argument is a file."""
         return any(argument.files for argument in self.arguments)
 
 
@@ -69,7 +69,7 @@ def list_commands(parser: argparse.ArgumentParser) -> Iterator[Command]:
         helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
         for name, sub in action.choices.items():
             if name not in helps:
-                continue  # what kvproxy itself starts
+                continue  # started by kvproxy itself
             found = [(each, _option(each)) for each in sub._actions]
             options = tuple(option for each, option in found if each.option_strings)
             arguments = tuple(option for each, option in found if not each.option_strings)

@@ -19,7 +19,7 @@ from kvproxy.operate.config.reference import file_schema
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filters.registry import discover
 
-#: Names the configuration file where the command line names none.
+#: Environment variable with the configuration file, used if the command line names none.
 CONFIG_VARIABLE = "KVPROXY_CONFIG"
 DEFAULT_FILE = "config.yaml"
 _DEFAULT_HOST = "127.0.0.1"
@@ -28,8 +28,7 @@ _COLOURS = {"error": "\x1b[31m", "warning": "\x1b[33m", "note": "\x1b[36m"}
 
 
 def find_usual_file(err: TextIO, *, env: Mapping[str, str] = os.environ) -> str | None:
-    """Return the file to take when none is named: `$KVPROXY_CONFIG`, else `./config.yaml`; says which. None: there is
-    none."""
+    """Return the default file and print its name: `$KVPROXY_CONFIG`, else `./config.yaml`. None: there is none."""
     named = env.get(CONFIG_VARIABLE, "")
     if named:
         print(f"using {named} (from {CONFIG_VARIABLE})", file=err)
@@ -47,13 +46,13 @@ def named_file(args: argparse.Namespace) -> str | None:
 
 
 def named_engines(args: argparse.Namespace) -> list[str]:
-    """The engines on the command line."""
+    """Return the engines on the command line."""
     return [*args.engines, *args.endpoint]
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """What the command line says; `load` reads it, any number of times."""
+    """Source of the configuration from the command line; `load` reads it, any number of times."""
 
     path: str | None = None
     endpoints: Sequence[str] = ()

@@ -29,7 +29,7 @@ from kvproxy.proxy.filters.registry import discover
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    """What the command line asks for."""
+    """Options of the command."""
 
     path: str | None
     endpoints: Sequence[str] = ()

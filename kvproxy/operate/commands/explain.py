@@ -23,7 +23,8 @@ DEFAULT_FILE = "receipts.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class ExplainOptions:
-    """Which request (its id, or how it begins) and where to look: without `file` ./receipts.jsonl, then the proxy."""
+    """Request to explain (its id, or the beginning of it) and where to look: without `file` ./receipts.jsonl, then the
+    proxy."""
 
     request_id: str
     file: Path | None
@@ -67,7 +68,7 @@ def _print_receipts(found: list[Receipt], *, as_json: bool, out: TextIO, err: Te
 
 
 def _remembered(wanted: str, address: AdminAddress, transport: httpx.BaseTransport | None) -> dict[str, Any]:
-    """Return the newest decision with this id. Raises AdminRefused when the proxy does not know it."""
+    """Return the newest decision with this id. Raises AdminRefused if the proxy no longer has it."""
     with address.connect(transport=transport) as client:
         answer = ask_admin(client, address.url, "/decisions?limit=1000")
     decisions = [one for one in answer.get("decisions", ()) if isinstance(one.get("request_id"), str)]
@@ -77,7 +78,7 @@ def _remembered(wanted: str, address: AdminAddress, transport: httpx.BaseTranspo
     if not exact and len(ids) > 1:
         raise Ambiguous(list(ids))
     if not starting:
-        raise AdminRefused(f"the proxy at {address.url} does not remember it (it keeps the last 1,000 requests)")
+        raise AdminRefused(f"the proxy at {address.url} no longer has it (it keeps the last 1,000 requests)")
     found: dict[str, Any] = (exact or starting)[0]
     return _with_candidates(found, address, transport)
 

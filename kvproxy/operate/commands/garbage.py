@@ -1,12 +1,11 @@
-"""What the garbage collector of a `kvproxy serve` process looks at, and when: never for long while requests wait.
+"""Schedule of the garbage collector of a `kvproxy serve` process: never for long while requests wait.
 
-Requests leave no cycles, so nearly all memory comes back without it. Python's own rule would look at every object, the
+Requests leave no cycles, so nearly all memory comes back without it. Python's own rule would scan every object, the
 whole index of KV events among them, whenever there are a quarter more: nearly a second where engines hold a million
 unrelated blocks.
 
-Nor does the C library keep what large bodies leave behind: by its own rule their memory comes from the heap once some
-were freed, where one small block that lives on above them holds all of it.
-"""
+Nor does the C library keep the memory of large bodies: by its own rule they come from the heap once some were freed,
+where one small block above them keeps all of it."""
 
 from __future__ import annotations
 
@@ -21,27 +20,26 @@ from typing import Any, Self
 from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.types import Clock
 
-#: New objects before the youngest are looked at, and how many times before those that stayed are looked at again: what
-#: is looked at together is the product at most, some five milliseconds of it.
+#: Sizes of the young and the middle generation: a collection scans their product at most, some five milliseconds of it.
 YOUNG_OBJECTS = 10_000
 YOUNG_ROUNDS = 2
-#: Of all objects, the collector's own rule never looks at the oldest.
+#: The collector's own rule never scans the oldest generation.
 _NEVER = 2**31 - 1
 
-#: A look at everything that is expected to take so long needs no quiet moment.
+#: A full collection expected to be this short needs no quiet moment.
 SHORT_S = 0.01
-#: How often everything is looked at, in a quiet moment; and whatever it takes.
+#: Interval of full collections in a quiet moment, and in any case.
 EVERY_S = 600.0
 AT_LATEST_S = 86_400.0
-#: How often a quiet moment is looked for, and how often the heap is trimmed in one.
+#: Interval of checks for a quiet moment, and of trimming the heap in one.
 LOOK_S = 1.0
 TRIM_EVERY_S = 60.0
 
 _THRESHOLDS = YOUNG_OBJECTS, YOUNG_ROUNDS, _NEVER
 
-#: What is larger is mapped on its own and given back when freed: glibc's own bound, which it would raise by itself.
+#: Larger blocks are mapped separately and returned when freed: glibc's own bound, which it would raise by itself.
 MAPPED_BYTES = 128 * 1024
-#: Free memory at the heap's end that stays for what comes next.
+#: Free memory kept at the heap's end for later use.
 KEPT_BYTES = 8 * 1024 * 1024
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -66,7 +64,7 @@ class GarbageCollections(BackgroundTask):
         cpu_clock: Clock = time.thread_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self.expected_s = 0.0  # that a look at everything takes now
+        self.expected_s = 0.0  # expected duration of a full collection
         self._is_quiet = is_quiet
         self._replaced = replaced
         self._clock = clock
@@ -106,7 +104,8 @@ class GarbageCollections(BackgroundTask):
                 trimmed_at = self._clock()
 
     def _timed(self, phase: str, info: dict[str, Any]) -> None:
-        """What stayed through the middle generation is looked at again with everything: it takes as long again."""
+        """Time a collection: objects that survive the middle generation are scanned again in a full one, which takes as
+        long again."""
         if phase == "start":
             self._began_s = self._cpu_clock()
         elif info["generation"] == 1:

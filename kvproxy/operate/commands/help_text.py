@@ -55,7 +55,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "completion": ('eval "$(kvproxy completion bash)"',),
 }
-#: Of commands with very many options those that `--help` shows; `--help-all` shows all.
+#: Options that `--help` shows of commands with very many; `--help-all` shows all.
 USUAL: Mapping[str, frozenset[str]] = {
     "replay": frozenset(
         (

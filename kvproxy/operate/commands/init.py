@@ -28,7 +28,7 @@ _HEAD = """\
 
 @dataclass(frozen=True, slots=True)
 class InitOptions:
-    """What the command line says; what it leaves out is asked, or defaulted with `yes`."""
+    """Options of the command; missing ones are prompted for, or defaulted with `yes`."""
 
     engines: Sequence[str] = ()
     lmcache: str | None = None
@@ -86,7 +86,7 @@ def run(options: InitOptions, *, stdin: TextIO, out: TextIO, err: TextIO) -> int
 
 
 def _finish(options: InitOptions, engines: dict[str, str], lmcache: str, listen: str, out: TextIO) -> int:
-    """Look, write, and say what comes next."""
+    """Probe the engines, write the file, and print the next steps."""
     found: list[tuple[list[SeenEngine], SeenLmCache | None]] = []
 
     async def visit() -> int:
@@ -96,7 +96,7 @@ def _finish(options: InitOptions, engines: dict[str, str], lmcache: str, listen:
     run_loop(visit)
     seen, controller = found[0]
     for one in (*seen, *([controller] if controller is not None else ())):
-        print(f"  {one.describe()}{'; written all the same' if one.trouble else ''}", file=out)
+        print(f"  {one.describe()}{'; written anyway' if one.trouble else ''}", file=out)
     text = _HEAD + write_config(seen, controller, listen=listen)
     _, problems = check_config(text, env={})
     errors = [problem for problem in problems if problem.severity == "error"]

@@ -18,7 +18,7 @@ logger = logging.getLogger("kvproxy")
 
 #: What still runs after the drain has this long to end; longer than a disk that hangs holds up the last write.
 END_GRACE_S = 15.0
-#: Once all has ended, what is left are threads of libraries: they have this long.
+#: After that only threads of libraries are left, which get this long.
 _THREADS_S = 3.0
 #: The log is written by another thread.
 _LOG_S = 0.2
@@ -31,7 +31,7 @@ class LastResort:
     def __init__(self, *, exit_process: Callable[[int], object] = os._exit, clock: Clock = time.monotonic) -> None:
         self._exit = exit_process
         self._clock = clock
-        #: A deadline and the exit status, or None. Its `put` may interrupt itself, which signal handlers need.
+        #: A deadline and the exit status, or None. Its `put` may interrupt itself, as signal handlers require.
         self._orders: queue.SimpleQueue[tuple[float, int] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -68,9 +68,9 @@ class LastResort:
 
     def _report(self) -> None:
         tasks: set[asyncio.Task[object]] = set()
-        with contextlib.suppress(RuntimeError):  # they come and go meanwhile
+        with contextlib.suppress(RuntimeError):  # threads come and go meanwhile
             tasks = set() if self._loop is None else asyncio.all_tasks(self._loop)
         named = sorted({f"task {task.get_name()!r}" for task in tasks if not task.get_name().startswith("Task-")})
         named += [f"thread {one.name!r}" for one in threading.enumerate() if not one.daemon]
-        logger.error("the process ends now although this still runs: %s", ", ".join(named))
+        logger.error("the process ends now although these still run: %s", ", ".join(named))
         time.sleep(_LOG_S)

@@ -15,7 +15,7 @@ from kvproxy.base.background_task import TaskSet
 
 log = logging.getLogger(__name__)
 
-#: For asking engines and reading receipts, besides the budget of simulations.
+#: For engines and receipts, besides the budget of simulations.
 _OTHER_S = 120.0
 _MAX_BYTES = 4 << 20
 
@@ -51,7 +51,7 @@ class AdviceRunner:
         await self._tasks.__aexit__(None, None, None)
 
     def start_run(self, budget_s: float) -> bool:
-        """Whether it was begun: one is enough."""
+        """Start a run unless one is running; return True if it started."""
         if self._state == "running":
             return False
         self._state, self._started, self._error = "running", self._wall_clock(), ""
@@ -90,7 +90,7 @@ async def _output_of(command: Sequence[str]) -> bytes:
         assert process.stderr is not None
         output, said = await asyncio.gather(_read(process, process.stdout), _read(process, process.stderr))
         if max(len(output), len(said)) > _MAX_BYTES:
-            raise ValueError("it said too much")
+            raise ValueError("its output was too long")
         if await process.wait():
             raise ValueError(said.decode("utf-8", "replace").strip()[-500:] or "the command failed")
         return output
@@ -102,7 +102,7 @@ async def _output_of(command: Sequence[str]) -> bytes:
 
 
 async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
-    """To its end; a process that says too much is ended, and what is too long is longer than the bound by a byte."""
+    """Read a stream to its end; a process with too much output is ended, and its text exceeds the bound by a byte."""
     pieces = []
     size = 0
     while piece := await stream.read(1 << 16):

@@ -20,7 +20,7 @@ from kvproxy.base.log_lines import FIELDS, format_console_line, format_time
 from kvproxy.proxy.settings import LogSettings
 
 _MAX_WAITING_RECORDS = 10_000
-#: How long the end waits for what is not written yet; the rest is lost when the log is no longer read.
+#: How long the end waits for unwritten lines; the rest is lost if the log is no longer read.
 END_S = 1.0
 _STEP_MS = 100
 #: Its records hold several lines, each with the time its request ended.
@@ -33,7 +33,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if record.name != _ACCESS:
             return self._object(record, {"message": record.getMessage()})
-        lines = record.getMessage().split("\n")  # several in one record
+        lines = record.getMessage().split("\n")  # several lines in one record
         return "\n".join(line if line.startswith("{") else self._object(record, {"message": line}) for line in lines)
 
     def _object(self, record: logging.LogRecord, said: Mapping[str, Any]) -> str:
@@ -68,7 +68,7 @@ class _DroppingQueueHandler(logging.handlers.QueueHandler):
     dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """The message is fixed now, since what it is made of may change; its exception is left to the writer."""
+        """Format the message now, since its arguments may change; its exception is left to the writer."""
         record.msg = record.getMessage()
         record.args = None
         return record
@@ -106,7 +106,7 @@ class LogOutput:
             self._stream.write(text)
             return
         left = memoryview(text.encode("utf-8", "backslashreplace"))
-        with contextlib.suppress(OSError):  # nowhere to say it
+        with contextlib.suppress(OSError):  # no place to report it
             while left:
                 gives_up = self.give_up.is_set()
                 if self._poll.poll(0 if gives_up else _STEP_MS):
@@ -141,7 +141,7 @@ class _Writer(logging.handlers.QueueListener):
             thread.join(END_S)
 
     def enqueue_sentinel(self) -> None:
-        """The oldest waiting record makes room for the end mark where there is none."""
+        """Put the end mark, in place of the oldest waiting record if there is no room."""
         while True:
             try:
                 self._waiting.put_nowait(None)

@@ -18,15 +18,15 @@ import httpx
 from kvproxy.base.errors import ConfigError, KvproxyError, Problem
 from kvproxy.base.settings.paths import spelling_hint
 
-#: Holds the admin token where no file is named.
+#: Environment variable with the admin token, used if no file is named.
 TOKEN_VARIABLE = "KVPROXY_ADMIN_TOKEN"
 _TIMEOUT_S = 5.0
-#: How often a drained endpoint is looked at.
+#: Interval of looks at a drained endpoint.
 _LOOK_AGAIN_S = 0.5
 
 
 class AdminRefused(KvproxyError):
-    """The admin listener did not do or say it; the text says what to do."""
+    """The admin listener refused a request or gave no answer; the text names the remedy."""
 
 
 class NothingAnswers(AdminRefused):
@@ -72,7 +72,7 @@ def ask_admin(client: httpx.Client, url: str, path: str, *, method: str = "GET")
         raise AdminRefused(f"{url} is not an admin listener of kvproxy (--url)") from None
     if answer.status_code == 401:
         how = f"--token-file FILE, or {TOKEN_VARIABLE}"
-        raise AdminRefused(f"the admin listener requires a token, and this is not the one ({how})")
+        raise AdminRefused(f"the admin listener requires another token ({how})")
     if not isinstance(data, dict):
         raise AdminRefused(f"{url} answers {answer.status_code} (--url)")
     if answer.status_code != 200:

@@ -8,7 +8,7 @@ _WIDTH = 30
 
 
 def announce_part(what: str, out: TextIO) -> None:
-    """A part without figures begins; on a terminal the bar takes the line over."""
+    """Announce a part without figures; on a terminal the bar overwrites the line."""
     out.write(f"\r\033[K{what} ..." if out.isatty() else f"{what} ...\n")
     out.flush()
 
@@ -25,7 +25,7 @@ class ProgressBar:
         self._before = 0
 
     def begin(self, label: str) -> None:
-        """A part of the work begins; `advance` counts within it."""
+        """Begin a part of the work; `advance` counts within it."""
         self._label = label
         self._drawn = -1
         if self._plain is not None:
@@ -43,7 +43,7 @@ class ProgressBar:
         self._out.flush()
 
     def end(self, done: int) -> None:
-        """The part is finished."""
+        """End the part."""
         self._before += done
 
     def close(self) -> None:

@@ -24,9 +24,9 @@ from kvproxy.operate.metrics.process import ProcessMetrics
 logger = logging.getLogger("kvproxy")
 
 Signature = tuple[int, int, int]
-#: A file that takes longer to be read is on a disk that hangs.
+#: A read that takes longer means a disk that hangs.
 _LOAD_TIMEOUT_S = 30.0
-#: Reloads that are remembered for the live page.
+#: Reloads kept for the live page.
 _KEPT_EVENTS = 20
 
 
@@ -88,7 +88,7 @@ class FileReloader:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def __call__(self) -> Reloaded:
-        """Read, check, apply. A bad file changes nothing and says why."""
+        """Read, check and apply the file. A bad file changes nothing; the errors are returned."""
         async with self._one_at_a_time:
             try:
                 config, problems = await self._read()
@@ -96,7 +96,7 @@ class FileReloader:
                 reloaded = await self._proxy.reload(config)
             except ConfigError as error:
                 return self._refused(error.problems)
-            except Exception as error:  # a part that cannot start: whatever it raises, the old ones still run
+            except Exception as error:  # a part that cannot start: after any error the old ones still run
                 logger.exception("the new configuration cannot be started")
                 return self._refused([Problem("", f"a part cannot be started: {type(error).__name__}: {error}")])
             self._note_applied()
@@ -140,7 +140,7 @@ class FileReloader:
             await asyncio.sleep(self._interval_s)
             try:
                 signature = await self._looking.call(self._signature, timeout_s=_LOAD_TIMEOUT_S)
-            except OSError:  # its disk hangs: what is served stays, and a reload that is asked for reports it
+            except OSError:  # its disk hangs: the served configuration stays, and a requested reload reports it
                 continue
             if signature is not None and signature != self._seen:
                 await self()

@@ -48,7 +48,7 @@ Main = Callable[[Config, list[Problem], LastResort], Coroutine[Any, Any, int]]
 
 
 def run_logged(source: ConfigSource, main: Main) -> int:
-    """Run what serves that configuration; what is to be said about it is logged once. The exit status."""
+    """Run a server with that configuration, after one log line per finding. Returns the exit status."""
     config, problems = source.load()
     with log_to(config.log):
         for problem in problems:
@@ -101,7 +101,7 @@ async def run_until_signal(
             await listen(proxy, signals, listeners)
             await listeners.enter_async_context(reloader)
             await signals.stop.wait()
-        finally:  # also of a start that fails
+        finally:  # also after a failed start
             last_resort.end_within(config.shutdown.drain + END_GRACE_S)
         proxy.draining = True
     logger.info("ended")
@@ -121,7 +121,7 @@ def make_reloader(
 
 
 async def open_admin(stack: AsyncExitStack, app: ASGIApp, settings: AdminSettings) -> None:
-    """The operator's listener, unless it is switched off."""
+    """Open the operator's listener, unless it is switched off."""
     if settings.enabled:
         server = await stack.enter_async_context(Server(app, host=settings.host, port=settings.port, drain_s=1.0))
         logger.info("admin listener on %s (live page, status, metrics)", server.url)
@@ -131,7 +131,7 @@ async def open_admin(stack: AsyncExitStack, app: ASGIApp, settings: AdminSetting
 async def public_listener(
     proxy: Proxy, *, hurry: asyncio.Event, sockets: Sequence[socket.socket] | None = None
 ) -> AsyncIterator[None]:
-    """Clients are served within it, at `sockets` that all workers share or where the configuration says."""
+    """Serve clients within the context, at `sockets` that all workers share or as configured."""
     config = proxy.config
     shared = sockets is not None
     if config.listen.reuse_port and not shared:
@@ -247,13 +247,13 @@ def fit_connections(wanted: int, *, open_files: int) -> int:
 
 
 def _show_process(metrics: Metrics, public: Server, *, limit: int) -> None:
-    """Figures of the process, and what only its listener knows."""
+    """Register figures of the process, and those of its listener."""
     ProcessCollector(registry=metrics.registry)
     metrics.group(BoundMetrics).show_queue("connections", lambda: public.connections, limit=limit)
 
 
 def announce(config: Config, url: str, endpoints: Mapping[str, Iterable[str]], *, suffix: str = "") -> None:
-    """Say where clients connect, and what is served: names of endpoints by cluster."""
+    """Log the public URL and the names of endpoints by cluster."""
     logger.info("kvproxy %s on %s%s", __version__, url, suffix)
     for name, ids in endpoints.items():
         logger.info("cluster %s: %s over %s", name, config.clusters[name].policy.value, ", ".join(ids) or "none yet")

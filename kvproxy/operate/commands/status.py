@@ -24,7 +24,7 @@ INTERVAL_S = 1.0
 _OTHER_SCREEN = "\x1b[?1049h\x1b[?25l"
 _BACK = "\x1b[?25h\x1b[?1049l"
 _COLOURS = {"good": "32", "warn": "33", "down": "31;1", "quiet": "2"}
-#: Findings that change nothing tonight.
+#: Findings that need no action soon.
 _FOLDED = frozenset({"note", "ok"})
 _DOWN = frozenset({"unhealthy", "ejected", "breaker_open"})
 _DECISIONS = 8
@@ -206,7 +206,8 @@ def _endpoint(live: Mapping[str, Any], one: Mapping[str, Any]) -> list[Cell]:
 
 
 def _events(one: Mapping[str, Any], cache: Mapping[str, Any]) -> str:
-    """Without streams nothing is wrong: most engines publish no events. What a dead engine held is of no use."""
+    """Describe the event streams. None is no fault: most engines publish no events. The index of a dead engine is of no
+    use."""
     if not cache:
         return "-"
     if not cache["streams"]:
@@ -354,7 +355,7 @@ def span(duration_s: float) -> str:
     return f"{duration_s:.0f}s"
 
 
-#: A learned cache size this far from what the engine says is shown.
+#: A learned cache size that differs from the engine's by this factor is shown.
 _NOTABLE = 1.5
 #: Endpoints, and adapters, named one by one.
 _NAMED = 3
@@ -376,8 +377,8 @@ def _learned(one: Mapping[str, Any]) -> str:
     cache = one["cache"]
     ratio = cache["approximate_capacity_blocks"] / cache["told_capacity_blocks"]
     foreign = (cache.get("hit_ratio") or {}).get("foreign")
-    others = f"; {foreign:.0%} of what it looks up is sent by others" if foreign else ""
-    return f"{one['id']} keeps {ratio:.0%} of what its cache size promises (learned){others}"
+    others = f"; {foreign:.0%} of its lookups are sent by others" if foreign else ""
+    return f"{one['id']} keeps {ratio:.0%} of its reported cache size (learned){others}"
 
 
 def describe_steps(endpoints: Sequence[Mapping[str, Any]]) -> list[str]:

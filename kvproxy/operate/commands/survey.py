@@ -25,7 +25,7 @@ from kvproxy.operate.config.shorthand import parse_endpoint
 
 _TIMEOUT_S = 3.0
 _WORDS = {
-    "ConnectError": "it cannot be connected to",
+    "ConnectError": "no connection",
     "ConnectTimeout": "no connection in time",
     "ReadTimeout": "nothing came in time",
     "RemoteProtocolError": "it does not speak plain http",
@@ -165,8 +165,8 @@ async def _lmcache(http: httpx.AsyncClient, url: str) -> SeenLmCache:
 
 
 def survey_engines(given: Sequence[str], *, listen: str, policy: str) -> tuple[Config, list[Problem]]:
-    """The configuration of engines that are named on a command line, after a look at them, and what was seen. URLs are
-    taken literally. Not to be called where an event loop runs. Raises ConfigError with every error."""
+    """Return the configuration of engines named on a command line, after a look at them, and the findings. URLs are
+    taken literally. Not to be called within an event loop. Raises ConfigError with every error."""
     engines = dict(parse_engines(given, numbered=False))
     seen, _ = asyncio.run(look_at_all(engines, ""))
     raw, _, _ = parse_yaml_with_places(write_config(seen, None, listen=listen, policy=policy).replace("$", "$$"))
@@ -213,7 +213,7 @@ def write_config(
 
 
 def _clusters(seen: Sequence[SeenEngine]) -> dict[str, list[SeenEngine]]:
-    """By the models they serve; engines that said nothing go with the first."""
+    """Group engines by the models they serve; engines that did not answer go with the first."""
     groups: dict[frozenset[str], list[SeenEngine]] = {}
     for one in seen:
         if one.models:
@@ -250,7 +250,7 @@ def _endpoints(members: Sequence[SeenEngine], indent: str) -> Iterator[str]:
 
 
 def _admin_port(listen: str) -> int:
-    """The next one; 8889 where the listener's port is not known; a free one beside a free one."""
+    """Return the next port; 8889 if the listener's port is not known; a free one beside a free one."""
     try:
         port = split_address(listen)[1]
     except ValueError:

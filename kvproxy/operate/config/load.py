@@ -18,9 +18,9 @@ from kvproxy.operate.config.native import decode_native
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 
-#: A file, YAML (or JSON) text, or plain data as a YAML file would hold it. A path is a `Path`: any `str` is text.
+#: A file, YAML (or JSON) text, or plain data as in a YAML file. A path is a `Path`: any `str` is text.
 Source = FilePath | str | Mapping[str, Any] | Sequence[Any] | None
-#: Settings types of filters that are not shipped here; None: the filter gets its settings as plain data.
+#: Settings types of third-party filters; None: the filter gets its settings as plain data.
 ExtraFilters = Mapping[str, type[Model] | None]
 Checked = tuple[Config | None, list[Problem]]
 
@@ -48,9 +48,8 @@ def check_config(
 ) -> Checked:
     """Return the configuration, None if any problem is an error, and all problems: errors, warnings, notes.
 
-    They come in one run whatever stage they belong to, in the order of the text, with line and column where there is
-    one. With `lenient`, what a Pixiu file says and we do not know is a warning.
-    """
+    Problems of all stages come in one run, in the order of the text, with line and column where there is one. With
+    `lenient`, unknown settings of a Pixiu file are warnings."""
     if isinstance(source, FilePath):
         text, problems = _read(source)
         if text is None:
@@ -85,7 +84,7 @@ def _check_data(raw: object, *, env: Mapping[str, str], extra_filters: ExtraFilt
         return None, [Problem("", "a configuration is a mapping; the shortest is `endpoints: [http://host:port]`")]
     if "model_list" in raw and "endpoints" not in raw and "clusters" not in raw:
         what = "this is a configuration of LiteLLM's proxy"
-        hint = "docs/migrating.md#litellm-proxy shows what becomes of it: clusters, and routes by model"
+        hint = "docs/migrating.md#litellm-proxy shows its translation: clusters, and routes by model"
         return None, [Problem("model_list", what, hint)]
     tree, missing = substitute_variables(raw, env, dotted_path)
     dialect = next((feature for feature in installed(Feature) if feature.recognizes(tree)), None)

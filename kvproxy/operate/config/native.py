@@ -25,8 +25,7 @@ def decode_native(
 ) -> tuple[Config | None, list[Problem]]:
     """Return the configuration, best effort if there are errors, and every problem in the order of the checks.
 
-    `known`: problems found before, given back with the rest; what only follows from them is not said again.
-    """
+    `known`: problems found before, returned with the rest; their consequences are not reported again."""
     form = to_canonical_form(dict(raw))
     form.begin_with(known)
     _leave_profile_out(form)
@@ -38,7 +37,7 @@ def _leave_profile_out(form: Canonical) -> None:
     if "profile" in form.data:
         form.data = {name: value for name, value in form.data.items() if name != "profile"}
         hint = "leave it out; for batch traffic write `timeouts: {first_byte: 1h}`"
-        form.add_problem(Problem("profile", "ignored: there are no profiles any more", hint, severity="warning"))
+        form.add_problem(Problem("profile", "ignored: profiles no longer exist", hint, severity="warning"))
 
 
 def decode_form(
@@ -66,7 +65,7 @@ def decode_form(
 
 
 def _stumbled(finding: Finding, at: str, follows: list[str], broken: list[str]) -> bool:
-    """Whether a cross-check only met the defaults that stand in for a part that is wrong itself."""
+    """Return True if a cross-check only met the defaults in place of a part that is wrong itself."""
     about = [at, *follows] if finding.absence else follows
     return any(
         is_inside(at, path) or any(is_inside(one, path) or is_inside(path, one) for one in about) for path in broken
@@ -89,7 +88,7 @@ def _filters(form: Canonical, known: Mapping[str, type[Model] | None]) -> tuple[
             specs.append(FilterSpec(name=name, settings=_settings(form, known[name], settings, written)))
         else:
             form.add_error(written, f"unknown filter {name!r}", spelling_hint(name, known))
-            meant = closest_word(name, known) or name  # so that the order is checked
+            meant = closest_word(name, known) or name  # checks the order of routes by the intended name
             specs.append(FilterSpec.model_construct(name=meant))
         form.origins.add_move(("filters", len(specs) - 1), written)
     return tuple(specs)

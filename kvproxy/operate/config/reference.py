@@ -81,7 +81,7 @@ def _rows(model: type[Model], prefix: str) -> Iterator[tuple[str, str, str, str]
         path = prefix + name
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")
         kind = _type(field)
-        if name != "policy":  # which names them all
+        if name != "policy":  # the enum's members are listed there
             kind = kind.replace(_name(PolicyName), "a policy, as above")
         yield f"`{path}`", kind, _default(field), meaning
         inner, suffix = _inner(field.annotation)
@@ -219,7 +219,7 @@ def _either(first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
 
 
 def _endpoints(definitions: dict[str, Any]) -> None:
-    """A list of endpoints or `id=url` texts, or a mapping of ids to endpoints or urls."""
+    """Describe `endpoints`: a list of endpoints or `id=url` texts, or a mapping of ids to endpoints or urls."""
     endpoint = definitions["EndpointSettings"]
     endpoint["required"] = ["url"]
     one = {"anyOf": [{"$ref": "#/$defs/EndpointSettings"}, {"type": "string", "minLength": 1}]}
@@ -230,8 +230,8 @@ def _endpoints(definitions: dict[str, Any]) -> None:
 
 
 def _filters(listed: dict[str, Any]) -> dict[str, Any]:
-    """A mapping that adds to the default chain, or a list of names and one-key mappings; other people's filters may
-    have any settings."""
+    """Describe `filters`: a mapping that adds to the default chain, or a list of names and one-key mappings;
+    third-party filters may have any settings."""
     settings = {name: {"anyOf": [{"$ref": f"#/$defs/filter_{name}"}, {"type": "null"}]} for name in filter_models()}
     added = {"type": "object", "properties": settings}
     mapping = {**added, "minProperties": 1, "maxProperties": 1}

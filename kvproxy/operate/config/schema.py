@@ -1,7 +1,6 @@
-"""The native configuration as one typed, immutable model. Data only: it knows no component.
+"""The native configuration as one typed, immutable model. Data only, without imports of components.
 
-Every field's description is its documentation; `docs/configuration.md` and the JSON Schema are generated from it.
-"""
+Every field's description is its documentation; `docs/configuration.md` and the JSON Schema are generated from it."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class ReloadSettings(Model):
     """Reading the configuration file again while the proxy runs (SIGHUP and the admin listener always may)."""
 
     watch: bool = True
-    """Apply the file when it changes. A bad file changes nothing and says why."""
+    """Apply the file when it changes. A bad file changes nothing; the errors are logged."""
     interval: Duration = Field(default=2.0, gt=0)
     """How often the file is looked at."""
 

@@ -1,9 +1,8 @@
-"""The one form the model has, on its way from the short forms a person may write, or from another program's file.
+"""Canonical form of the configuration, made from its short forms or from another program's file.
 
 `listen: host:port`, `admin: false`, the fields of `clusters.default` at the top level, `endpoints` as a mapping or as
-`id=url` texts, filters as a mapping that adds to the default chain, or listed as names or one-key mappings. What it
-cannot read it leaves for the model to refuse.
-"""
+`id=url` texts, filters as a mapping that adds to the default chain, or listed as names or one-key mappings. Unreadable
+parts are left for the model to refuse."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class Canonical:
         self.add_problem(Problem(dotted_path(path), message, hint))
 
     def begin_with(self, known: Sequence[Problem]) -> None:
-        """Begin with problems found before: nothing more is said about these values."""
+        """Begin with problems found before; further ones about the same values are dropped."""
         self.problems[:0] = known
         self._known = {problem.path for problem in known}
         self.problems[len(known) :] = [one for one in self.problems[len(known) :] if one.path not in self._known]
@@ -82,11 +81,11 @@ class Translation:
         self.form.add_problem(Problem(dotted_path(at), message, severity="note"))
 
     def add_warning(self, at: Path, message: str, hint: str = "") -> None:
-        """Loads, but is probably not what was meant."""
+        """Add a warning: the file loads, but probably differs from the intention."""
         self.form.add_problem(Problem(dotted_path(at), message, hint, "warning"))
 
     def add_error(self, at: Path, message: str, hint: str = "") -> None:
-        """Cannot be used; said once where the value was already found to be wrong."""
+        """Add an error, unless the value was already found to be wrong."""
         if all(problem.path != dotted_path(at) for problem in self.form.problems):
             self.form.add_error(at, message, hint)
 
@@ -132,7 +131,7 @@ def _filters(form: Canonical, value: Any) -> None:
         _added_filters(form, value)
         return
     if not isinstance(value, list):
-        hint = "`name: {settings}` of what the default chain lacks, or the whole chain as a list"
+        hint = "`name: {settings}` of filters to add to the default chain, or the whole chain as a list"
         form.add_error(("filters",), "must be a mapping or a list of filters", hint)
         return
     for index, entry in enumerate(value):
@@ -146,7 +145,7 @@ def _filters(form: Canonical, value: Any) -> None:
 
 
 def _added_filters(form: Canonical, given: Mapping[str, Any]) -> None:
-    """The default chain with these filters added or set."""
+    """Add these filters to the default chain or set them in it."""
     for name in order_filters(given):
         written: Path = ("filters", name) if name in given else ("filters",)
         form.filters.append((name, given.get(name), written))
@@ -212,10 +211,9 @@ def parse_endpoint(text: str) -> dict[str, str]:
 
 
 def id_of_url(url: str) -> str:
-    """`host:port` of a url, without credentials; IPv6 without brackets and with a leading digit (`0::1:8000`).
+    """Return `host:port` of a url, without credentials; IPv6 without brackets and with a leading digit (`0::1:8000`).
 
-    A url without a host gets a name all the same: that it has none is said once, about the url.
-    """
+    A url without a host gets a name all the same; the missing host is reported once, about the url."""
     try:
         netloc = urlsplit(url.strip() if "://" in url else f"//{url.strip()}").netloc.rpartition("@")[2]
     except ValueError:

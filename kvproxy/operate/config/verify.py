@@ -81,7 +81,7 @@ def _clusters_hint(wrong: str, config: Config) -> str:
 
 
 def _covers(wide: RouteSettings, narrow: RouteSettings) -> bool:
-    """Whether every request `narrow` matches is already taken by `wide`."""
+    """Return True if `wide` takes every request that `narrow` matches."""
     if not f"{narrow.prefix.rstrip('/')}/".startswith(f"{wide.prefix.rstrip('/')}/"):
         return False
     if not wide.model and not narrow.model:

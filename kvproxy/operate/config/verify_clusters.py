@@ -19,9 +19,9 @@ from kvproxy.cluster.settings import (
 )
 from kvproxy.operate.config.schema import Config
 
-#: Policies the router queue can stand in front of.
+#: Policies that support the router queue.
 FORECASTING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
-#: Where clusters may be written.
+#: Keys that may hold clusters.
 CLUSTERS_ARE_FROM: tuple[Path, ...] = (("clusters",), ("endpoints",), ("discovery",), ("policy",))
 
 
@@ -54,7 +54,7 @@ def find_cluster_faults(config: Config) -> Iterator[Finding]:
         yield from _loops(config, cluster, (*at, "endpoints"))
         if cluster.queue.enabled is True and cluster.policy not in FORECASTING:
             hint = "use kv_aware or least_ttft, or leave the queue out"
-            yield error_at((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
+            yield error_at((*at, "queue"), f"{cluster.policy} does not estimate prefill times", hint)
         yield from _engine_priority(config, cluster, at)
         file = cluster.discovery.file
         if file is not None and not FilePath(file.path).is_file():
@@ -76,9 +76,9 @@ def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iter
     where = (*at, "engine_priority") if not first else (*at, "endpoints", first - 1, "engine_priority")
     if cluster.policy not in FORECASTING:
         hint = "use kv_aware or least_ttft, or leave engine_priority off"
-        yield error_at(where, f"{cluster.policy} does not know how long a prefill takes", hint)
+        yield error_at(where, f"{cluster.policy} does not estimate prefill times", hint)
     if "inference_request" not in [spec.name for spec in config.filters]:
-        yield error_at(where, "needs the filter inference_request: nothing else reads the body that gets the number")
+        yield error_at(where, "needs the filter inference_request: nothing else reads the body for the number")
 
 
 def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
             yield warning_at((*here, "url"), "ends in /v1, which clients' paths already have", "leave it out")
         other = origins.setdefault(same_origin(endpoint.url), endpoint.id)
         if other != endpoint.id:
-            yield warning_at((*here, "url"), f"the same engine as {other!r}: its load is counted apart")
+            yield warning_at((*here, "url"), f"the same engine as {other!r}: its load is counted separately")
         if endpoint.api_key is not None and endpoint.url.startswith("http://") and not _local(endpoint.url):
             yield warning_at((*here, "api_key"), "sent in clear text over http")
         if endpoint.retry is not None and endpoint.retry.max_backoff < endpoint.retry.backoff:

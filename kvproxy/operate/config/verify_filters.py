@@ -27,12 +27,12 @@ _ORDER = (
     FilterOrder("auth", "rate_limit", "rate_limit counts by client address, since auth names the tenant only later"),
     FilterOrder("auth", "kvcache", "kvcache works for requests that auth then refuses"),
     FilterOrder("cors", "auth", "auth refuses browsers' preflight requests before cors can answer them"),
-    FilterOrder("request_id", "access_log", "the access log does not know the request id yet"),
+    FilterOrder("request_id", "access_log", "the access log runs before the request id is set"),
 )
 
 
 def find_chain_faults(config: Config) -> Iterator[Finding]:
-    """Findings about the chain as a whole, then about each filter."""
+    """Yield findings about the chain as a whole, then about each filter."""
     names = [spec.name for spec in config.filters]
     yield from _ends_with_router(names)
     yield from _order(names)
@@ -68,7 +68,7 @@ def _order(names: list[str]) -> Iterator[Finding]:
 
 
 def _without_facts(config: Config, names: list[str]) -> Iterator[Finding]:
-    """A policy that weighs cached prefixes, in a chain in which nothing finds them."""
+    """Yield findings about a policy that weighs cached prefixes in a chain without the filters that find them."""
     lacking = [name for name in ("inference_request", "kvcache") if name not in names]
     off = [
         index
@@ -164,7 +164,7 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
             (*at, "hot_max_records"), "below cache_strategy.hot_content_threshold: nothing would ever be hot"
         )
     if not any(strategy.score_weights.model_dump().values()):
-        yield error_at((*plan, "score_weights"), "all are 0: nothing would go before anything else")
+        yield error_at((*plan, "score_weights"), "all are 0: there would be no order")
     if strategy.enable_pinning and strategy.pin_renewal >= strategy.pin_lease:
         yield error_at((*plan, "pin_renewal"), "must be shorter than pin_lease, or pins lapse before they are renewed")
     if settings.retry.max_backoff < settings.retry.base_backoff:

@@ -1,1 +1,1 @@
-"""What is wrong with a setup, asked of the engines and of LMCache themselves, with the fix for each finding."""
+"""Checks of a setup against the engines and LMCache themselves, with a fix for each finding."""

@@ -20,7 +20,7 @@ _WORD = {"word": "naïve"}
 _ASK_RENDER = "start the engine with `--enable-scale-out`, so that it renders such prompts itself"
 _ONE_VERSION = "bring the engine that tokenizes and this one to one version, model and chat template"
 
-#: What an agent's second turn has in it. No image: these are left to the engine.
+#: Contents of an agent's second turn. No image: these are left to the engine.
 _MESSAGES: dict[str, Any] = {
     "max_tokens": 1,
     "system": [{"type": "text", "text": "You are a doctor. "}, {"type": "text", "text": SAMPLE_TEXT}],
@@ -80,7 +80,7 @@ class AgentPromptsCheck(EngineCheck):
     async def collect_findings(self) -> Sequence[Finding]:
         if not await self.engine.needs_tokens():
             return []
-        await self.engine.try_generating()  # whatever is wrong before that is reported elsewhere
+        await self.engine.try_generating()  # anything wrong before that is reported elsewhere
         found = [
             await self._compare(RequestKind.MESSAGES, _MESSAGES),
             await self._compare(RequestKind.RESPONSES, _RESPONSES),
@@ -99,9 +99,9 @@ class AgentPromptsCheck(EngineCheck):
             try:
                 tokens = (await self.tokenizer.vllm.prompt_tokens(kind, model, raw)).tokens
             except ValueError:
-                continue  # what becomes of thoughts only SGLang's template knows
+                continue  # only SGLang's template decides on thoughts
             except NotSupported:
-                return None  # it cannot say tokens at all, which is reported elsewhere
+                return None  # it cannot return tokens at all, which is reported elsewhere
             except ClientError as error:
                 return warning(self.where, f"no tokens of a prompt of /v1/{kind}: {error}", _ASK_RENDER)
             rendered = self.tokenizer.vllm.renders.get(kind) is True
@@ -131,8 +131,8 @@ def judge_agent_prompts(where: str, kind: RequestKind, *, counted: int, tokens: 
     if tokens == counted:
         return ok(where, f"prompts of /v1/{kind} are known by their tokens, {how}")
     what = (
-        f"a prompt of /v1/{kind} has {counted} tokens, but {tokens} {how}: KV events and lookups say nothing of such "
-        "prompts, which are matched by what was routed where alone"
+        f"a prompt of /v1/{kind} has {counted} tokens, but {tokens} {how}: KV events and lookups do not cover such "
+        "prompts, which are matched by the approximate index alone"
     )
     fix = (
         "bring the engine that tokenizes and this one to one version, model and chat template"

@@ -42,7 +42,7 @@ class ConfigurationCheck:
 
 
 def convert_problems(problems: Sequence[Problem]) -> Iterator[Finding]:
-    """Errors are problems, warnings warnings; notes say what is done on purpose."""
+    """Convert problems: errors become problems, warnings warnings; notes confirm intended settings."""
     for one in problems:
         where = ": ".join(part for part in (one.place, one.path) if part) or "configuration"
         if one.severity == "note":
@@ -114,7 +114,8 @@ class LimitsCheck:
 
 @dataclass(frozen=True, slots=True)
 class PublicCheck:
-    """Says what `router.paths` and routes open; that every path is open is a warning of the configuration's own."""
+    """Lists the paths opened by `router.paths` and routes; that every path is open is a warning of the configuration's
+    own."""
 
     config: Config
 

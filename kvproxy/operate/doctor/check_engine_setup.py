@@ -14,11 +14,11 @@ from kvproxy.operate.doctor.engine import EngineCheck
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning
 from kvproxy.operate.doctor.trial import MAX_TRIED, RankAnswers
 
-#: These generate a token, and look once a second whether it came.
+#: These generate a token, and check once a second whether it came.
 _GENERATING = frozenset({"/health", "/health_generate"})
-#: A probe must last as often as long as the answer that it waits for.
+#: A probe's timeout must be this many times the duration of its answer.
 _MARGIN = 2.0
-#: Smaller pages are many events, and long paths through the index, of each prompt.
+#: Smaller pages mean many events, and long paths through the index, for each prompt.
 _SMALL_PAGE = 8
 
 
@@ -32,7 +32,7 @@ class SglangCheck(EngineCheck):
     calls = 6
 
     async def collect_findings(self) -> Sequence[Finding]:
-        await self.engine.list_models()  # what is no engine is reported elsewhere
+        await self.engine.list_models()  # a server that is no engine is reported elsewhere
         try:
             info = await self.engine.sglang_info()
         except NotSupported:
@@ -68,12 +68,12 @@ class SglangCheck(EngineCheck):
         if info.enable_priority_scheduling is False:
             make = problem if mode is EnginePriorityMode.ON else warning
             fix = "start it with `--enable-priority-scheduling`, or set engine_priority to off"
-            yield make(self.where, "is not started to go by a `priority`, and engine_priority is not off", fix)
+            yield make(self.where, "is not started with priority scheduling, and engine_priority is not off", fix)
             return
         order = self.engine.endpoint.engine_priority_order or self.cluster.engine_priority_order
         if order is not right:
             first = right.value.partition("_")[0]
-            what = f"admits the {first} `priority` first, and engine_priority_order says otherwise"
+            what = f"admits the {first} `priority` first, unlike engine_priority_order"
             yield problem(self.where, what, f"set `engine_priority_order: {right.value}`")
 
     def _may_send_priority(self) -> bool:
@@ -123,7 +123,7 @@ class RanksCheck(EngineCheck):
         return [judge_ranks(self.where, answers, stated=engine.data_parallel.ranks, shown=shown, named=named)]
 
     async def _named(self) -> Collection[int]:
-        """By its KV event sources; SGLang says without any how many it was started with."""
+        """Return the ranks in its KV event sources; SGLang reports how many it has without any."""
         try:
             return range((await self.engine.sglang_info()).dp_size)
         except ClientError:
@@ -136,16 +136,16 @@ def judge_ranks(
     """Return the verdict: `stated` by the configuration, `shown` by metrics, `named` by event sources or arguments."""
     taken = _listed(sorted(answers.taken))
     if answers.refused:
-        fix = _STATE % taken if taken else "set `data_parallel: {steer: false}`: it knows none"
+        fix = _STATE % taken if taken else "set `data_parallel: {steer: false}`: it has none"
         return problem(where, f"has no data-parallel rank {_listed(answers.refused)}, which is configured", fix)
     if not answers.reads:
-        what = "answers a request for a data-parallel rank that there is not: it does not read x-data-parallel-rank"
+        what = "answers a request for a rank that it does not have: it does not read x-data-parallel-rank"
         return warning(where, what, _DO_NOT_STEER)
     if stated and set(shown) - set(stated):
         what = f"has the data-parallel ranks {_listed(shown)}, and the configuration names {_listed(sorted(stated))}"
         return warning(where, f"{what}: the others get no requests", _STATE % _listed(shown))
     if not stated and set(named) != set(shown):
-        what = f"only its metrics say that it has the data-parallel ranks {taken}: a prefix is computed once a rank"
+        what = f"only its metrics show the data-parallel ranks {taken}: a prefix is computed once per rank"
         return warning(where, what, f"{_STATE % taken}, or start it with `--kv-events-config`")
     return ok(where, f"takes requests for each of its data-parallel ranks {taken}, and for no other one")
 

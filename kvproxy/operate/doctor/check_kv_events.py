@@ -18,7 +18,7 @@ EVENTS_FLAG = (
     '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
     '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": "kv-events"}\''
 )
-#: SGLang's has the same name; that it is given turns them on.
+#: SGLang's has the same name and turns them on by itself.
 SGLANG_EVENTS_FLAG = EVENTS_FLAG.replace('"enable_kv_cache_events": true, ', "")
 _ENABLE = {
     EngineKind.VLLM: f"start the engine with `{EVENTS_FLAG}`",
@@ -28,13 +28,13 @@ _ENABLE = {
 
 @dataclass(frozen=True, slots=True)
 class EventSourcesCheck(EngineCheck):
-    """Whether the engine publishes any, as `kv_events` of the kvcache filter expects."""
+    """Checks that the engine publishes KV events, as `kv_events` of the kvcache filter expects."""
 
     name = "kv event sources"
     calls = 3
 
     async def collect_findings(self) -> Sequence[Finding]:
-        await self.engine.list_models()  # what is no engine is reported elsewhere
+        await self.engine.list_models()  # a server that is no engine is reported elsewhere
         wanted = self.engine.plan.events
         kind = await self.engine.find_kind()
         try:
@@ -46,7 +46,7 @@ class EventSourcesCheck(EngineCheck):
                 "set `kv_event_sources` of the endpoint (or of the kvcache filter, where it holds for all) to the "
                 "addresses in its `--kv-events-config`; until then its index is approximate"
             )
-            return [warning(self.where, "cannot say where it publishes KV events", fix)]
+            return [warning(self.where, "does not report where it publishes KV events", fix)]
         if sources:
             note = "" if wanted else "; `kv_events: auto` of the kvcache filter would follow them"
             return [ok(self.where, f"publishes KV events of {len(sources)} rank(s){note}")]
@@ -62,7 +62,7 @@ class EventSourcesCheck(EngineCheck):
 
 @dataclass(frozen=True, slots=True)
 class KvEventsCheck(EngineCheck):
-    """What came over its streams while a prompt was sent."""
+    """Checks the KV events that arrive while a prompt is sent."""
 
     name = "kv events"
     calls = TRIAL_CALLS
@@ -92,18 +92,19 @@ def judge_events(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -
     if mine is not None:
         yield from _mine(where, mine, trial)
     elif connected and not trial.tokens:
-        yield warning(where, "KV events cannot be matched: nothing tells the prompt's tokens", "serve /tokenize")
+        yield warning(where, "KV events cannot be matched: the prompt's tokens are unknown", "serve /tokenize")
     elif connected:
         seen = sum(stream.batches for stream in connected)
-        what = f"published no KV event of a prompt it computed ({seen} batches of other things)"
+        what = f"published no KV event of a prompt it computed ({seen} other batches)"
         fix = f"is this the engine's own port, and is prefix caching on? Otherwise {_ENABLE[kind]}"
         cached = trial.second.cached_tokens
         if seen and cached:
             what += f", of which it reused {cached} tokens the second time"
             fix = (
                 "is this the engine's own port? With speculative decoding (EAGLE, MTP) it may name pairs of tokens in "
-                "a way that is not understood: the proxy believes no events that announce less than is reused; "
-                "`kv_events: false` saves following them"
+                "an "
+                "unknown way: the proxy ignores events that announce less than is reused; `kv_events: false` saves "
+                "following them"
             )
         yield problem(where, what, fix)
 
@@ -126,7 +127,7 @@ def _mine(where: str, stream: StreamObservation, trial: Trial) -> Iterator[Findi
         what = f"its KV events are of the kind {event.spec_kind!r}, which no prefix index can follow"
         yield warning(where, what, "set `kv_events: false`: the approximate index serves hybrid models")
     elif said is not None and said != event.block_tokens:
-        what = f"its KV events have blocks of {event.block_tokens} tokens, its /metrics say {said}"
+        what = f"its KV events have blocks of {event.block_tokens} tokens, its /metrics report {said}"
         yield warning(where, what, "is this the engine's own port? Check `--kv-events-config`")
     else:
         what = f"KV events arrive: blocks of {event.block_tokens} tokens, encoded as {stream.encoding}s"

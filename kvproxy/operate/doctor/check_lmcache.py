@@ -1,4 +1,5 @@
-"""Is LMCache there, does it know the engines under the ids of their endpoints, can it do what strategies need?"""
+"""Checks of LMCache: reachable, with the engines registered under the ids of their endpoints, and with the functions
+that strategies need."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class ServiceCheck(LmcacheCheck):
         configured = self.lmcache.settings.provider
         if configured not in (Provider.AUTO, kind):
             fix = f"set `provider: {kind}` (or auto), or correct `lmcache_endpoint`"
-            return [problem(self.where, f"is a {kind}, not the {configured} that `provider` says", fix)]
+            return [problem(self.where, f"is a {kind}, not the {configured} in `provider`", fix)]
         return [ok(self.where, f"LMCache's {kind} answers")]
 
 
@@ -57,7 +58,7 @@ class InstancesCheck:
         return self.lmcache.where
 
     async def collect_findings(self) -> Sequence[Finding]:
-        await self.lmcache.find_kind()  # what is no LMCache is reported elsewhere
+        await self.lmcache.find_kind()  # a server that is no LMCache is reported elsewhere
         try:
             registered = await self.lmcache.list_instances()
         except NotSupported:
@@ -93,17 +94,17 @@ def judge_instances(
     if unregistered:
         return [_unregistered(engine, names.get(engine, ""), free) for engine in unregistered]
     if free:
-        what = f"no endpoint has the registered instance(s) {', '.join(free)}: what they hold is passed over"
+        what = f"no endpoint has the registered instance(s) {', '.join(free)}: their entries are ignored"
         return [warning(where, what, "set `instance_id` of their endpoints, or stop engines that are not used")]
     return [ok(where, f"every endpoint that is up is registered ({', '.join(sorted(set(wanted) & set(registered)))})")]
 
 
 def _none_registered(where: str) -> Finding:
     causes = (
-        "engines are not told: enable_controller, controller_pull_url and controller_reply_url (controller), or "
+        "engines are not configured: enable_controller, controller_pull_url and controller_reply_url (controller), or "
         "--coordinator-url (multi-process server)",
         "LMCache was restarted and engines send no heartbeats: set lmcache_worker_heartbeat_time, or restart them",
-        "engines and LMCache are of versions that do not understand each other: use one version",
+        "engines and LMCache have incompatible versions: use one version",
     )
     fix = "register the engines; see the causes"
     return problem(where, "no engine is registered at LMCache: every lookup will be empty", fix, causes)
@@ -111,7 +112,7 @@ def _none_registered(where: str) -> Finding:
 
 def _unregistered(engine: EngineFacts, name: str, free: Sequence[str]) -> Finding:
     own = engine.instance_id
-    what = f"LMCache knows no instance {own!r}: lookups never lead to this endpoint"
+    what = f"LMCache has no instance {own!r}: lookups never lead to this endpoint"
     start = f"start its LMCache with the instance id {own} (LMCACHE_LMCACHE_INSTANCE_ID={own})"
     if name:
         return problem(
@@ -146,7 +147,7 @@ class ActionsCheck(LmcacheCheck):
         elif strategy.enable_compression:
             fix = "set `enable_compression: false`"
             found.append(warning(self.where, "the coordinator has no compression: that strategy does nothing", fix))
-        return found or [ok(self.where, "has what the strategies need")]
+        return found or [ok(self.where, "supports the strategies")]
 
 
 def judge_transfers(where: str, lever: str, *, wanted: bool) -> Finding:
@@ -177,5 +178,5 @@ def judge_strategies(where: str, strategy: CacheStrategySettings, *, evicts: boo
     ):
         location = getattr(strategy, name)
         if enabled and location not in _LOCATIONS:
-            what = f"knows no location {location!r} (`{name}`): the action answers 200 and does nothing"
+            what = f"has no location {location!r} (`{name}`): the action answers 200 and does nothing"
             yield warning(where, what, f"set `{name}` to {' or '.join(_LOCATIONS)}")

@@ -24,13 +24,13 @@ _HASHES = (
 )
 _EMPTY = (
     "vLLM runs without the connector: --kv-transfer-config with LMCacheConnectorV1 (controller) or LMCacheMPConnector",
-    "the engine does not report what it stores: enable_controller and its URLs, or --coordinator-event-reporting",
+    "the engine does not report its entries: enable_controller and its URLs, or --coordinator-event-reporting",
     "LMCache has just been (re)started and the engine is frozen until the first full sync: wait, then look again",
     "the engine runs without LMCache's memory: local_cpu and max_local_cpu_size, or --l1-size-gb",
 )
 #: Fewer samples have no 99th percentile.
 _FOR_P99 = 200
-#: Fewer prompts say nothing: visits like this one are among them.
+#: Fewer prompts prove nothing: visits like this one are among them.
 _ENOUGH_PROMPTS = 300
 _SMALLER = "start LMCache with a smaller chunk size"
 _WITHOUT = (
@@ -179,15 +179,13 @@ def _too_large(where: str, asked: int, longest: int | None, *, fixed: bool) -> F
 
 
 def _cure(*, fixed: bool) -> str:
-    return (
-        f"{_WITHOUT} (LMCache's controller knows chunks of 256 tokens only)" if fixed else f"{_SMALLER}, or {_WITHOUT}"
-    )
+    return f"{_WITHOUT} (LMCache's controller has chunks of 256 tokens only)" if fixed else f"{_SMALLER}, or {_WITHOUT}"
 
 
 def judge_chunk_size(
     where: str, lengths: PromptLengths, chunk_tokens: int, min_tokens: int, *, fixed: bool = False
 ) -> Finding:
-    """Return the verdict on the prompts that came so far. `fixed`: the service knows no other chunk size."""
+    """Judge the chunk size by the prompts so far. `fixed`: the service has no other chunk size."""
     below = lengths.share_below(chunk_tokens)
     if lengths.count >= _ENOUGH_PROMPTS and below >= 0.5:
         what = (

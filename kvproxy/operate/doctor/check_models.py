@@ -13,7 +13,7 @@ from kvproxy.operate.doctor.deployment import ClusterCheck, Deployment, gather_f
 from kvproxy.operate.doctor.engine import Counters, EngineCheck, EngineFacts, parse_counters
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning
 
-#: Where it is no mistake.
+#: Text for the case that it is intended.
 _TWO = "or, if these are two models on purpose, make two clusters with `routes` by model"
 Window = tuple[Counters, Counters]
 
@@ -41,7 +41,7 @@ class ModelsCheck(ClusterCheck):
             *_unserved(self.where, served, engines, routed),
         ]
         return found or [
-            ok(self.where, f"every engine serves what it is sent: {_list(set().union(*served.values()))}"),
+            ok(self.where, f"every engine serves its models: {_list(set().union(*served.values()))}"),
             *_adapters(self.where, adapters),
         ]
 
@@ -54,11 +54,11 @@ def _declared(served: Mapping[EngineFacts, frozenset[str]]) -> Iterator[Finding]
     for model in sorted(nowhere):
         where = ", ".join(engine.endpoint.id for engine in served if model in engine.endpoint.models)
         fix = f"load that adapter, or take the name out of `models`; served: {_list(anywhere)}"
-        yield problem(f"endpoints {where}", f"no engine serves {model!r}, as `models` of all of them says", fix)
+        yield problem(f"endpoints {where}", f"no engine serves {model!r}, by the `models` of all of them", fix)
     for engine, names in served.items():
         for model in engine.endpoint.models:
             if model not in names and model not in nowhere:
-                yield _missing(engine, model, names, "as `models` of the endpoint says")
+                yield _missing(engine, model, names, "which `models` of the endpoint names")
 
 
 def _adapters(where: str, adapters: Mapping[EngineFacts, frozenset[str]]) -> Iterator[Finding]:
@@ -69,7 +69,8 @@ def _adapters(where: str, adapters: Mapping[EngineFacts, frozenset[str]]) -> Ite
 
 
 def _undeclared(served: Mapping[EngineFacts, frozenset[str]], routed: Sequence[str]) -> Iterator[Finding]:
-    """An endpoint without `models` is sent every model of the cluster; adapters are found where they are."""
+    """Yield findings about endpoints without `models`, which get every model of the cluster; adapters are found where
+    they are."""
     anywhere = {engine: names for engine, names in served.items() if not engine.endpoint.models}
     expected = set().union(*anywhere.values())
     expected |= {model for model in routed if any(model in names for names in served.values())}
@@ -86,7 +87,7 @@ def _unserved(
     where: str, served: Mapping[EngineFacts, frozenset[str]], engines: Sequence[EngineFacts], routed: Sequence[str]
 ) -> Iterator[Finding]:
     if len(served) < len(engines):
-        return  # an engine that could not be asked may serve it
+        return  # an engine that did not answer may serve it
     for model in routed:
         if not any(model in names for names in served.values()):
             names = _list(set().union(*served.values()))
@@ -96,15 +97,15 @@ def _unserved(
 
 def _missing(engine: EngineFacts, model: str, names: frozenset[str], why: str) -> Finding:
     fix = (
-        f"start the engine with `--served-model-name {model}` (or load that adapter), "
-        f"or set `models` of the endpoint to what it serves: {_list(names)}; {_TWO}"
+        f"start the engine with `--served-model-name {model}` (or load that adapter), or set `models` of the endpoint "
+        f"to its own: {_list(names)}; {_TWO}"
     )
     return problem(engine.where, f"does not serve the model {model!r}, {why}", fix)
 
 
 def _alone(engine: EngineFacts, model: str, names: frozenset[str]) -> Finding:
     what = f"serves the model {model!r}, which most engines of its cluster do not: requests for it go to them as well"
-    own = f"set `models` of every endpoint to what it serves (here: {_list(names)})"
+    own = f"set `models` of every endpoint to its own (here: {_list(names)})"
     fix = f"start it with the model of the others, or {own}; {_TWO}"
     return problem(engine.where, what, fix)
 
@@ -208,12 +209,12 @@ class DuplicatesCheck:
 def _same(windows: Mapping[EngineFacts, Window]) -> Iterator[Finding]:
     for one, other in combinations(windows, 2):
         if may_be_one(windows[one], windows[other]):
-            what = f"is the same engine as {one.where}: its load is counted apart, and its cache twice"
+            what = f"is the same engine as {one.where}: its load is counted separately, and its cache twice"
             yield problem(other.where, what, f"correct its url, or remove it: {one.origin} and {other.origin} are one")
 
 
 def may_be_one(one: Window, other: Window) -> bool:
-    """Whether both may have been the same growing figures, each read twice at about the same time."""
+    """Return True if both may have been the same growing figures, each read twice at about the same time."""
     (a1, a2), (b1, b2) = one, other
     if a2.started_at != b2.started_at:
         return False

@@ -15,11 +15,11 @@ from kvproxy.operate.doctor.engine import EngineCheck, EngineFacts
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning
 from kvproxy.operate.doctor.tools import ConnectResult, explain_failure
 
-#: A certificate that lasts less than this is worth a word.
+#: A certificate that expires sooner is worth a warning.
 _SOON_S = 14 * 86400.0
 _WRONG_PORT = "is it the engine's port? Correct the url"
 _KEY_STATUSES = (401, 403)
-#: Answer of nginx, of kvproxy and of others to plain http on a port that serves https.
+#: Status of nginx, kvproxy and others for plain http on a port that serves https.
 _PLAIN_HTTP_STATUS = 400
 
 
@@ -80,7 +80,7 @@ class HealthCheck(EngineCheck):
             fix = f"{_WRONG_PORT}, or `health.path` of the cluster"
             return [problem(self.where, f"answers its health path with {status}: the proxy takes it out", fix)]
         fix = "the engine process is up but its core is not: read its log, restart it"
-        return [problem(self.where, f"says that it is not well (health {status})", fix)]
+        return [problem(self.where, f"reports that it is unhealthy (health {status})", fix)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class ApiCheck(EngineCheck):
                 raise ClientError("its url ends in /v1") from error
             plain = isinstance(error, Refused) and error.status == _PLAIN_HTTP_STATUS
             if (plain or isinstance(error, ClientUnavailable)) and await self.engine.speaks_tls():
-                raise ClientError("it speaks TLS, and its url says http") from error
+                raise ClientError("it speaks TLS, but its url has http") from error
             return [_no_api(self.engine, error)]
         if not models:
             return [problem(self.where, "serves no model", "wait until it has loaded one, or read its log")]
@@ -108,7 +108,7 @@ class ApiCheck(EngineCheck):
 
 
 def _speaks_tls(where: str) -> Finding:
-    return problem(where, "speaks TLS, and its url says http", "write https:// in the url")
+    return problem(where, "speaks TLS, but its url has http", "write https:// in the url")
 
 
 def _no_api(engine: EngineFacts, error: ClientError) -> Finding:
@@ -136,18 +136,18 @@ class MetricsCheck(EngineCheck):
     calls = 3
 
     async def collect_findings(self) -> Sequence[Finding]:
-        await self.engine.list_models()  # what is no engine is reported elsewhere
+        await self.engine.list_models()  # a server that is no engine is reported elsewhere
         lost = "its load and cache size are guessed"
         try:
             metrics = await asyncio.to_thread(parse_engine_metrics, await self.engine.fetch_exposition())
         except ClientError as error:
             fix = "serve /metrics to the proxy (SGLang: with `--enable-metrics`; vLLM: without `--disable-log-stats`)"
             return [warning(self.where, f"shows no metrics ({error}): {lost}", fix)]
-        if metrics == EngineMetrics(started_at=metrics.started_at):  # which any Python service shows
+        if metrics == EngineMetrics(started_at=metrics.started_at):  # shown by any Python service
             what = f"its /metrics hold none of vLLM's or SGLang's figures: {lost}"
             return [warning(self.where, what, "is it one of them?")]
         if metrics.asleep:
-            what = "sleeps, as its metrics say: it is left out, and nothing more was asked of it"
+            what = "sleeps by its metrics: it is excluded from routing and was not checked further"
             return [warning(self.where, what, "wake it (`POST /wake_up`), or take it out of the configuration")]
         capacity = metrics.cache.capacity_tokens if metrics.cache is not None else None
         return [ok(self.where, f"KV cache of {capacity} tokens" if capacity else "shows its load")]

@@ -1,5 +1,5 @@
-"""What a small prompt, sent twice, shows of an engine: that it answers, what it caches, how its clock goes; and whether
-it takes a priority."""
+"""Findings from a small prompt sent twice: whether the engine answers, what it caches, the offset of its clock, and
+whether it takes a priority."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BY_PRIORITY = (
     "start vLLM with `--scheduling-policy priority` (SGLang: `--enable-priority-scheduling "
     "--disable-priority-preemption`), or set engine_priority to off"
 )
-#: Dates in headers have whole seconds, and an answer takes its time.
+#: Dates in headers have whole seconds, and an answer takes time.
 _TOLERATED_S = 2.0
 
 
@@ -43,7 +43,7 @@ class GenerateCheck(EngineCheck):
     calls = TRIAL_CALLS
 
     async def collect_findings(self) -> Sequence[Finding]:
-        await self.engine.choose_model()  # whatever is wrong before a prompt can be sent is reported elsewhere
+        await self.engine.choose_model()  # anything wrong before a prompt can be sent is reported elsewhere
         if await self.engine.is_asleep():
             raise ClientError("it sleeps")
         try:
@@ -64,7 +64,7 @@ def _failed(where: str, error: ClientError) -> Finding:
     if isinstance(error, ClientTimeout):
         fix = "it is overloaded or stuck, or its prefill is slow: look at its queue, or raise --timeout"
         return problem(where, f"does not answer a small prompt: {error}", fix)
-    return problem(where, f"does not answer a small prompt well: {error}", "read the engine's log")
+    return problem(where, f"gives a bad answer to a small prompt: {error}", "read the engine's log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,7 @@ class CachingCheck(EngineCheck):
 
 
 def judge_caching(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Finding:
-    """Return the verdict on one trial. What the answer says goes before what metrics say, since those count
-    others too."""
+    """Judge the caching in one trial. The answer's report goes before that of metrics, since those count others too."""
     cached = trial.second.cached_tokens
     counted = trial.second.prompt_tokens
     turn_on = _TURN_ON[kind]
@@ -137,7 +136,7 @@ def judge_caching(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) 
             return problem(where, "nothing of a prompt sent twice was reused: prefix caching is off", turn_on)
         fix = "is its KV cache too small, or was it very busy? Look at its KV usage, give it more memory"
         return warning(where, "prefix caching is on, but a prompt sent twice was computed twice", fix)
-    what = "does not say how much of a prompt it reused: predictions cannot be checked"
+    what = "does not report how much of a prompt it reused: predictions cannot be checked"
     if hits:
         return warning(where, f"prefix caching works (by its counters), but the engine {what}", show)
     if configured:
@@ -164,13 +163,13 @@ def _in_steps(step: int) -> str:
 
 
 def _block_tokens(trial: Trial) -> int:
-    """By its metrics; 0 where they do not say."""
+    """Return the block size in its metrics; 0 if missing."""
     cache = None if trial.after is None else trial.after.cache
     return 0 if cache is None else cache.block_tokens or 0
 
 
 def caching_enabled(trial: Trial) -> bool | None:
-    """Return what the engine's metrics say; None when they do not."""
+    """Return whether the engine's metrics show prefix caching as on; None if missing."""
     for metrics in (trial.after, trial.before):
         if metrics is not None and metrics.cache is not None:
             return metrics.cache.prefix_caching
@@ -221,8 +220,8 @@ def priority_mode(deployment: Deployment, engine: EngineFacts) -> EnginePriority
 
 @dataclass(frozen=True, slots=True)
 class PriorityCheck(EngineCheck):
-    """A request of one token with a `priority`, after the same without was answered. Whether it is heeded shows only
-    where requests wait: the running proxy finds that out."""
+    """Sends a request of one token with a `priority`, after the same without was answered. Obedience shows only where
+    requests wait: the running proxy finds that out."""
 
     mode: EnginePriorityMode
 
@@ -236,4 +235,4 @@ class PriorityCheck(EngineCheck):
         except Refused as error:
             make = problem if self.mode is EnginePriorityMode.ON else warning
             return [make(self.where, f"takes no request with a `priority`: {error}", _BY_PRIORITY)]
-        return [ok(self.where, "takes a request's `priority`; whether it goes by it, `/endpoints` tells under load")]
+        return [ok(self.where, "takes a request's `priority`; whether it obeys it, `/endpoints` shows under load")]

@@ -28,7 +28,7 @@ _RIGHTS = (
     "give the service account a Role with these verbs on these resources "
     "(kvproxy/features/kubernetes/README.md: Rights)"
 )
-#: So long a source that says by itself what changed is followed, to see that it can be.
+#: Duration for which a watched source is followed, to see that it works.
 _WATCHED_S = 1.0
 #: A lookup needs two whole chunks of LMCache's default size to be distinguished from chance.
 _LOOKUP_TOKENS = 2 * 256
@@ -95,7 +95,7 @@ async def survey_deployment(config: Config, *, tools: Tools, open_files: int | N
 
 
 def find_kvcache_settings(config: Config) -> KvCacheSettings | None:
-    """Settings of the kvcache filter; None when the chain has none, or it is switched off."""
+    """Return the settings of the kvcache filter; None when the chain has none, or it is switched off."""
     if not config.filters:
         return KvCacheSettings() if "kvcache" in DEFAULT_FILTERS else None
     for spec in config.filters:
@@ -106,7 +106,7 @@ def find_kvcache_settings(config: Config) -> KvCacheSettings | None:
 
 
 def list_routed_models(config: Config, cluster: str) -> list[str]:
-    """Return what engines of this cluster are asked for by name, as routes and the kvcache filter say."""
+    """Return the models that requests name at engines of this cluster, by the routes and the kvcache filter."""
     kvcache = find_kvcache_settings(config)
     names = [route.upstream_model or route.model for route in config.routes if route.cluster == cluster]
     if kvcache is not None and kvcache.default_model and len(config.clusters) == 1:
@@ -153,7 +153,7 @@ async def _endpoints(name: str, cluster: ClusterSettings) -> tuple[list[Endpoint
             fix = _RIGHTS if refused else f"correct {place}, or what it names"
             findings.append(problem(where, f"the {source.name} discovery fails: {trouble}", fix))
         elif not found and source.follow is not None:
-            what = f"the {source.name} discovery knows no endpoint"
+            what = f"the {source.name} discovery lists no endpoint"
             findings.append(warning(where, what, f"is that so now? Otherwise correct {place}: are they ready there?"))
     return endpoints, findings
 
@@ -177,7 +177,7 @@ async def _hear_trouble(source: Source) -> str:
 
 
 def _stated(endpoint: EndpointSettings, kvcache: KvCacheSettings | None) -> EventSources:
-    """Return what the configuration states of an engine that cannot say where its KV events are."""
+    """Return the configured KV event sources of an engine that does not report them."""
     if endpoint.kv_event_sources.endpoint or kvcache is None:
         return endpoint.kv_event_sources
     return kvcache.kv_event_sources
@@ -195,7 +195,7 @@ def _tokenizer(kvcache: KvCacheSettings | None, tools: Tools) -> EngineFacts | N
 
 @dataclass(frozen=True, slots=True)
 class ClusterCheck:
-    """What the checks of one cluster share."""
+    """Base of the checks of one cluster."""
 
     deployment: Deployment
     cluster: str

@@ -32,7 +32,7 @@ from kvproxy.operate.doctor.trial import (
 )
 
 _LE = re.compile(rb'le="(\+Inf|[0-9.eE+]+)"')
-#: A number beyond it is no count.
+#: A larger number is no count.
 _MOST = 2.0**53
 _GROWING = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total", b"vllm:time_to_first_token_seconds_sum")
 _STARTED = b"process_start_time_seconds"
@@ -56,7 +56,7 @@ class PromptLengths:
     """How long this engine's prompts were."""
 
     count: int
-    shorter: tuple[tuple[float, int], ...]  # (at most so many tokens, so many prompts), growing
+    shorter: tuple[tuple[float, int], ...]  # (prompt length in tokens, prompts at most that long), growing
 
     def share_below(self, tokens: int) -> float:
         """Return the share of prompts that are surely shorter (the histogram's buckets are coarse)."""
@@ -164,18 +164,18 @@ class EngineFacts:
         return self.endpoint.instance_id or self.endpoint.id
 
     async def try_link(self) -> ConnectResult:
-        """Whether it can be connected to."""
+        """Try to connect to the engine."""
         timeout_s = self.tools.timeouts.exchange_s
         return await self.tools.answers.ask_once(
             f"{self._key} link", lambda: try_connect(self.origin, timeout_s=timeout_s)
         )
 
     async def is_reachable(self) -> bool:
-        """Whether connecting worked; why not is the connection check's business."""
+        """Return True if connecting worked; the connection check reports why not."""
         return (await self.try_link()).error is None
 
     async def speaks_tls(self) -> bool:
-        """Whether it needs https although its url says http; asked only after http failed."""
+        """Return True if it needs https although its url has http; tried only after http failed."""
         if self.origin.scheme != "http":
             return False
         timeout_s = self.tools.timeouts.exchange_s
@@ -185,11 +185,11 @@ class EngineFacts:
 
     @property
     def ends_in_v1(self) -> bool:
-        """What people copy from a client's base_url."""
+        """True for a url that ends in /v1, copied from a client's base_url."""
         return self.endpoint.url.rstrip("/").endswith("/v1")
 
     async def health_reply(self) -> HealthReply:
-        """Return what the health path says."""
+        """Return the answer of the health path."""
         return await self._fact("hello", self._ask_health)
 
     async def allowed_origins(self) -> str:
@@ -208,7 +208,7 @@ class EngineFacts:
         return await self._fact("sglang info", self.vllm.sglang_info)
 
     async def find_kind(self) -> EngineKind:
-        """Which program it is, by its metrics, else by whether it answers as SGLang does."""
+        """Return the kind of engine, by its metrics, else by whether it answers as SGLang does."""
         try:
             kind = parse_engine_metrics(await self.fetch_exposition()).kind
         except ClientError:
@@ -222,7 +222,7 @@ class EngineFacts:
         return EngineKind.SGLANG
 
     async def list_sources(self) -> tuple[KvEventSource, ...]:
-        """Where it publishes KV events: as it says, else as the configuration states of engines that cannot."""
+        """Return its KV event sources: as reported, else as configured for engines that do not report them."""
         try:
             return await self._fact("kv event sources", self.vllm.kv_event_sources)
         except NotSupported:
@@ -249,7 +249,7 @@ class EngineFacts:
         return await self._fact("trial", self._run_trial)
 
     async def send_priority(self, *, chat: bool) -> None:
-        """A request of one token with a `priority`. Raises ClientError."""
+        """Send a request of one token with a `priority`. Raises ClientError."""
         await send_priority(await self._target(), chat=chat)
 
     async def shown_ranks(self) -> tuple[int, ...]:
@@ -313,7 +313,8 @@ class EngineFacts:
         sources = await self.sources_or_none() if self.plan.events else ()
         target = TrialTarget(model, self.api, self.vllm, sources, self.metrics_now, self.tools)
         answers = await self.try_ranks()
-        if answers is not None and answers.taken:  # the second prompt finds what the first left only on the same rank
+        # the second prompt finds the first one's blocks only on the same rank
+        if answers is not None and answers.taken:
             target = asking_for(target, next(iter(answers.taken.values())))
         return await run_trial(target, self.plan)
 
@@ -321,7 +322,7 @@ class EngineFacts:
         return TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
 
     async def is_asleep(self) -> bool:
-        """Whether its metrics report so. They are taken before our own requests show in them."""
+        """Return True if its metrics report that it sleeps. They are read before our own requests show in them."""
         try:
             return parse_engine_metrics(await self.fetch_exposition()).asleep
         except ClientError:
@@ -357,7 +358,8 @@ class EngineFacts:
 
 
 def _skew_s(date: str | None, now: float) -> float | None:
-    """The header states the second that has begun: on average half a second too early."""
+    """Return the offset of a clock by its `date` header, which states the second that has begun: on average half a
+    second too early."""
     if date is None:
         return None
     try:
@@ -371,7 +373,7 @@ def _skew_s(date: str | None, now: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineCheck:
-    """What the checks of one engine share."""
+    """Base of the checks of one engine."""
 
     engine: EngineFacts
 

@@ -12,13 +12,13 @@ from kvproxy.cache.kv_events.events import BlockStored, Skipped, decode_batch, s
 from kvproxy.cache.kv_events.sockets import Subscription, read_replay
 from kvproxy.cache.kv_events.source import KvEventSource
 
-#: Batches looked at while waiting for our prompt: a busy engine publishes others meanwhile.
+#: Batches read while waiting for our prompt: a busy engine publishes others meanwhile.
 _MAX_BATCHES = 5000
 
 
 @dataclass(slots=True)
 class StreamObservation:
-    """What came over one stream."""
+    """Events that arrived over one stream."""
 
     source: KvEventSource
     connected: bool = False
@@ -43,7 +43,7 @@ class StreamObservation:
         for event in batch.events(self._skipped):
             if not isinstance(event, BlockStored) or (self.mine is not None and self.mine.indexable):
                 continue
-            if _is_part(event, tokens):  # of a hybrid model, other groups' events come beside that of full attention
+            if _is_part(event, tokens):  # a hybrid model's other groups send events beside that of full attention
                 self.mine = event
         self.malformed += self._skipped.counts["malformed"]
         self._skipped.counts["malformed"] = 0
@@ -64,7 +64,7 @@ class WatchedStreams:
         return any(stream.connected for stream in self.observed) and not any(stream.mine for stream in self.observed)
 
     async def connect(self, sources: Sequence[KvEventSource], *, within_s: float) -> None:
-        """Subscribes; returns when every connection is up, or after `within_s`."""
+        """Subscribe; returns when every connection is up, or after `within_s`."""
         for source in sources:
             self._open.append(Subscription(source))
             self.observed.append(StreamObservation(source))
@@ -84,7 +84,8 @@ class WatchedStreams:
                 await self._open[0].wait_for_news(min(left_s, 0.05) if len(self._open) > 1 else left_s)
 
     async def ask_replays(self, *, within_s: float) -> None:
-        """Whether the replay sockets answer. The batch asked for lies in the future, so the answer is its end alone."""
+        """Test whether the replay sockets answer. The requested batch lies in the future, so the answer is its end
+        alone."""
         for stream in self.observed:
             address = stream.source.replay_endpoint
             if address is not None:
@@ -125,7 +126,7 @@ async def open_streams(*, clock: Clock, wall_clock: Clock) -> AsyncIterator[Watc
 
 
 def _is_part(event: BlockStored, tokens: Sequence[int]) -> bool:
-    """Whether the event's blocks are blocks of this prompt."""
+    """Return True if the event's blocks are blocks of this prompt."""
     size = event.block_tokens
     ids = list(event.token_ids)
     return bool(ids) and any(list(tokens[i : i + len(ids)]) == ids for i in range(0, len(tokens), size))

@@ -31,10 +31,9 @@ class _Layout(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """What a lookup of an engine's trial prompt said, after LMCache had time to learn of it.
+    """Result of a lookup of an engine's trial prompt, after LMCache had time to learn of it.
 
-    `model` is the name it was looked up under, where names matter; `chunks` the whole chunks of the prompt.
-    """
+    `model` is the name it was looked up under, where names matter; `chunks` the whole chunks of the prompt."""
 
     holders: tuple[str, ...]  # instance ids
     model: str
@@ -60,12 +59,13 @@ class LmcacheFacts:
         self._coordinator = LMCacheCoordinatorClient(http, url, lookup_timeout_s=timeout_s)
 
     async def try_link(self) -> ConnectResult:
-        """Whether it can be connected to."""
+        """Try to connect to LMCache."""
         timeout_s = self.tools.timeouts.exchange_s
         return await self.tools.answers.ask_once("lmcache link", lambda: try_connect(self.origin, timeout_s=timeout_s))
 
     async def find_kind(self) -> ProviderName:
-        """Which service answers there, whatever the configuration says. Raises BadResponse when it is neither."""
+        """Return the kind of service that answers, whatever the configuration names. Raises BadResponse if it is
+        neither."""
         link = await self.try_link()
         if link.error is not None:
             raise ClientUnavailable(f"{self.where} cannot be connected to")
@@ -78,7 +78,7 @@ class LmcacheFacts:
         return ControllerProvider(self._controller, self.settings.cache_strategy)
 
     async def list_instances(self) -> frozenset[str]:
-        """Registered instances; NotSupported where the service cannot list them."""
+        """Return the registered instances; NotSupported if the service cannot list them."""
         provider = await self.make_provider()
         return await self.tools.answers.ask_once("lmcache instances", provider.instances)
 
@@ -107,7 +107,7 @@ class LmcacheFacts:
         return self.settings.directory_model or trial.model
 
     async def has_evict_route(self) -> bool:
-        """Whether there is an `/evict`, by asking with a method that does nothing."""
+        """Return True if there is an `/evict`, by a method that has no effect."""
         try:
             await self.api.call("GET", "/evict", timeout_s=self.tools.timeouts.exchange_s)
         except NotSupported as error:
@@ -192,7 +192,7 @@ class LmcacheFacts:
 
 @dataclass(frozen=True, slots=True)
 class LmcacheCheck:
-    """What the checks of the service share."""
+    """Base of the checks of the service."""
 
     lmcache: LmcacheFacts
 

@@ -1,4 +1,4 @@
-"""What a visit found: findings, the report they make, and its text for the terminal."""
+"""Result of a visit: findings, the report they make, and its text for the terminal."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ _MIN_TEXT = 40
 class Severity(StrEnum):
     """How much a finding matters."""
 
-    OK = "ok"  # looked at, and well
-    WARNING = "warning"  # works, but not as it could
+    OK = "ok"  # checked, and good
+    WARNING = "warning"  # works, but not as well as it could
     PROBLEM = "problem"  # something does not work
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What, where, and what to do about it. Texts hold no credentials and no prompt text.
+    """Finding of a check: a fact, its place, and the remedy. Texts hold no credentials and no prompt text.
 
-    `causes` are possible reasons with their cures, the likeliest first, where one fix cannot be named.
-    """
+    `causes` are possible reasons with their cures, the likeliest first, where one fix cannot be named."""
 
     severity: Severity
     where: str
@@ -46,19 +45,19 @@ class Check(Protocol):
     def calls(self) -> int: ...
     @property
     def where(self) -> str:
-        """What it looks at."""
+        """Object of the check."""
         ...
 
     async def collect_findings(self) -> Sequence[Finding]:
-        """Return what it found, good findings included.
+        """Return the findings, good ones included.
 
-        A ClientError means that it could not look; the check that owns the failed exchange says what is wrong.
-        """
+        A ClientError means that the check was not possible; the check that owns the failed exchange reports the
+        cause."""
         ...
 
 
 def ok(where: str, what: str) -> Finding:
-    """Looked at, and well; `what` is what was measured."""
+    """Return a good finding; `what` is the measurement."""
     return Finding(Severity.OK, where, what)
 
 
@@ -143,8 +142,8 @@ def print_json(report: DoctorReport, out: TextIO) -> None:
 def print_table(
     report: DoctorReport, out: TextIO, *, width: int = 120, colour: bool = False, verbose: bool = False
 ) -> None:
-    """What is well (one by one if `verbose`), what could not be looked at, what is wrong with its fix (the worst
-    last), the verdict."""
+    """Print the passed checks (one by one if `verbose`), the skipped ones, the faults with their fixes (the worst
+    last), and the verdict."""
     for one in report.passed if verbose else ():
         print(_finding_line(one, width=width, colour=colour), file=out)
     if report.passed and report.findings and not verbose:
@@ -162,7 +161,7 @@ def print_table(
 def summarize_report(report: DoctorReport, *, verbose: bool = False) -> str:
     """Return the last line."""
     if not report.findings:
-        return f"Everything is well ({_count(len(report.passed), 'check')}{'' if verbose else '; -v lists them'})."
+        return f"All checks passed ({_count(len(report.passed), 'check')}{'' if verbose else '; -v lists them'})."
     return f"{_count(report.problems, 'problem')}, {_count(report.warnings, 'warning')}."
 
 

@@ -1,4 +1,4 @@
-"""What the doctor looks with: connections and what their failure means, clocks, timeouts, answers that checks share."""
+"""Tools of the doctor: connections and the meaning of their failures, clocks, timeouts, answers that checks share."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class ConnectResult:
 
 
 async def try_connect(origin: Origin, *, timeout_s: float) -> ConnectResult:
-    """Connects, shakes hands, and closes again."""
+    """Connect, shake hands, and close again."""
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
@@ -145,7 +145,7 @@ async def try_connect(origin: Origin, *, timeout_s: float) -> ConnectResult:
 
 
 async def try_tls(origin: Origin, *, timeout_s: float) -> bool:
-    """Whether the port of an http origin shakes hands for TLS, whatever its certificate."""
+    """Return True if the port of an http origin completes a TLS handshake, whatever its certificate."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -159,7 +159,7 @@ async def try_tls(origin: Origin, *, timeout_s: float) -> bool:
 
 
 def explain_failure(where: str, origin: Origin, error: Exception, *, connected: bool = False) -> Finding:
-    """Why it cannot be connected to, and what to do about it. `connected`: TCP was, TLS was not."""
+    """Why no connection, and what to do about it. `connected`: TCP was, TLS was not."""
     address = f"{origin.host}:{origin.port}"
     if isinstance(error, ssl.SSLCertVerificationError):
         return _certificate(where, address, error)

@@ -18,15 +18,15 @@ from kvproxy.operate.doctor.listening import StreamObservation, WatchedStreams, 
 from kvproxy.operate.doctor.tools import Tools
 from kvproxy.proxy.forward.headers import RANK_HEADER
 
-#: Block size (in tokens) assumed where the metrics do not name one.
+#: Block size (in tokens) assumed if the metrics do not report one.
 _ASSUMED_BLOCK_TOKENS = 128
 _MAX_WORDS = 4096
 _WORDS = ("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as")
 
-#: Engines get prompts of different lengths, so that what they counted distinguishes them.
+#: Engines get prompts of different lengths, so that their counts distinguish them.
 _STEP_WORDS = 7
 
-#: So many data-parallel ranks are tried of one engine: the first ones.
+#: Data-parallel ranks tried of one engine: the first ones.
 MAX_TRIED = 16
 _BEYOND = 1000
 _BAD_REQUEST = 400
@@ -56,23 +56,23 @@ class TrialTarget:
 
 @dataclass(frozen=True, slots=True)
 class TrialReply:
-    """What one answer reports of its prompt."""
+    """Prompt figures in one answer."""
 
     prompt_tokens: int
-    cached_tokens: int | None  # None: the engine does not say
-    token_ids: tuple[int, ...] = ()  # () where the engine does not report them
+    cached_tokens: int | None  # None: not reported
+    token_ids: tuple[int, ...] = ()  # () if not reported
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What happened. `tokenized` is what `/tokenize` shows of the same prompt, or why it does not."""
+    """Results of a trial. `tokenized` is the answer of `/tokenize` for the same prompt, or its error."""
 
     model: str
-    chat: bool  # False: the engine has no chat; a text completion was asked for
+    chat: bool  # False: the engine has no chat; a text completion was requested
     tokenized: tuple[int, ...] | ClientError
     first: TrialReply
     second: TrialReply
-    longer: TrialReply | None = None  # the second time, of a longer prompt, where nothing was reused of the first
+    longer: TrialReply | None = None  # the second try, with a longer prompt, if nothing of the first was reused
     tokenize_s: float = 0.0
     before: EngineMetrics | None = None
     after: EngineMetrics | None = None
@@ -154,8 +154,7 @@ async def _try_longer(target: TrialTarget, tokens: int, *, chat: bool) -> TrialR
 
 
 async def _listen_again(target: TrialTarget, listening: WatchedStreams, words: int, *, chat: bool) -> None:
-    """A publisher that has not yet taken note of a subscription drops what it publishes: once more, with another
-    prompt."""
+    """Try again with another prompt: a publisher that has not yet registered a subscription drops its events."""
     text = make_prompt(target.tools.rng, words=words // 2)
     ids = (await _send(target, text, chat=chat)).token_ids
     tokens = ids or await _tokenize(target, text, chat=chat)
@@ -178,7 +177,8 @@ async def _send_first(target: TrialTarget, text: str) -> tuple[bool, TrialReply]
 
 
 async def send_small(target: TrialTarget, *, chat: bool | None = None) -> bool:
-    """Return a few words, as a chat if the engine takes one, or as said; whether it was one. Raises ClientError."""
+    """Send a few words, as a chat if the engine takes one, or as requested; returns whether it was a chat. Raises
+    ClientError."""
     text = make_prompt(target.tools.rng, words=_STEP_WORDS)
     if chat is None:
         return (await _send_first(target, text))[0]
@@ -217,7 +217,8 @@ def _prompt(text: str, *, chat: bool) -> dict[str, str | Sequence[dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class RankAnswers:
-    """`taken`: the number by which it knows each rank; `reads`: whether it refuses a rank that there is not."""
+    """Ranks of an engine. `taken`: the engine's number of each rank; `reads`: True if it refuses a rank that it
+    lacks."""
 
     taken: dict[int, int]
     refused: tuple[int, ...]
@@ -228,7 +229,8 @@ async def try_ranks(target: TrialTarget, ranks: Sequence[int]) -> RankAnswers:
     """Raise ClientError when the engine does not answer without a rank either."""
     chat = await send_small(target)
     tried = sorted(ranks)[:MAX_TRIED]
-    first = tried[0] if tried[0] and not await _takes(target, tried[0], chat=chat) else 0  # it may count its own from 0
+    # it may count its own ranks from 0
+    first = tried[0] if tried[0] and not await _takes(target, tried[0], chat=chat) else 0
     taken = {}
     refused = []
     for rank in tried:

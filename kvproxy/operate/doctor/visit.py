@@ -83,8 +83,8 @@ async def _run(check: Check, timeout_s: float) -> Sequence[Finding] | SkippedChe
 
 
 def list_full_checks(deployment: Deployment, problems: Sequence[Problem]) -> list[Check]:
-    """Everything, with two requests of one token to each engine (one more where its KV events were silent, and where it
-    is told a priority)."""
+    """Return all checks, with two requests of one token to each engine (one more if its KV events were silent, and if
+    it gets a priority)."""
     return [*_quiet(deployment, problems, trial=True), *_trials(deployment), *_lookups(deployment)]
 
 
@@ -203,14 +203,14 @@ class StartupDiagnosis(BackgroundTask):
         """Wait for the report."""
         assert self._task is not None, "not entered"
         await asyncio.wait([self._task])
-        assert self.report is not None, "the visit did not end well"
+        assert self.report is not None, "the visit ended with an error"
         return self.report
 
     async def _run(self) -> None:
         try:
             self.report = await diagnose_lightly(self._config, tools=self._tools or Tools())
         except Exception:
-            log.exception("the visit to the engines is broken; the proxy works on")
+            log.exception("the visit to the engines failed; the proxy is not affected")
             return
         self._on_report(self.report)
         for one in self.report.findings:

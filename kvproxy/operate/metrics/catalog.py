@@ -23,7 +23,7 @@ from kvproxy.cluster.metrics import (
 from kvproxy.operate.metrics.process import ProcessMetrics, ReceiptMetrics
 from kvproxy.proxy.metrics import CacheUseMetrics, ClientBoundMetrics, RequestMetrics
 
-#: Of the core, as docs/metrics.md shows them.
+#: Groups of the core, in the order of docs/metrics.md.
 CORE: Sequence[type[MetricGroup]] = (
     RequestMetrics,
     RoutingMetrics,

@@ -39,7 +39,7 @@ Labels come from closed sets or from the configuration, never from a client, so 
 endpoints times a small constant. An endpoint that leaves takes its series along.
 """
 
-#: Contents of each label that several groups have; the others stand with their group.
+#: Contents of each label that several groups have; the others are listed with their group.
 LABELS: Mapping[str, str] = {
     "action": "`pin`, `compress` or `evict`",
     "breaker": "what the breaker guards",
@@ -53,7 +53,7 @@ LABELS: Mapping[str, str] = {
     "`session_parts` (digests of sessions' last prompts, at most 17 MiB) or `prefixes` (tokens of prefixes that may be "
     "pinned or evicted, at most 64 MiB)",
     "instance": "an LMCache instance by its id; empty: the store that all of them share",
-    "kind": "which of a few kinds; the meaning of the metric names them",
+    "kind": "one of a few kinds, which the meaning of the metric names",
     "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "
     "as the first requests for a listed one are, until the engines were asked",
     "outcome": "how it ended",
@@ -62,8 +62,8 @@ LABELS: Mapping[str, str] = {
     "`ledger`, reservations (`picks`), requests in a "
     "`router/CLUSTER` queue, client `connections`",
     "rank": "data-parallel rank of the engine",
-    "reason": "why; a closed set of each metric",
-    "result": "what became of it",
+    "reason": "the reason; a closed set for each metric",
+    "result": "the outcome",
     "session": "`named`, `child` (of a sub-agent or a fork) or `none`",
     "source": "`approximate`, `precise`, `lmcache_controller`, `lmcache_coordinator`, or `session`: where its session "
     "was served last",
@@ -74,7 +74,7 @@ LABELS: Mapping[str, str] = {
     "tier": "`device` (engine memory), `pinned`, `host`, `disk` or `shared` (a store that several engines read)",
     "status": "HTTP status",
     "version": "of kvproxy",
-    "what": "which of a few things; the meaning of the metric names them",
+    "what": "one of a few things, which the meaning of the metric names",
 }
 
 

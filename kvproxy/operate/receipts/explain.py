@@ -170,7 +170,7 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     if receipt.engine_media_tokens:
         yield f"  {receipt.engine_media_tokens} of its prompt's tokens are those of pictures, audio or video"
     if receipt.cached_tokens is None:
-        yield "  the engine did not say how much it had cached"
+        yield "  the engine did not report its cached tokens"
         return
     prompt = receipt.engine_prompt_tokens
     expected = 0 if receipt.endpoint is None else matched_tokens(receipt, receipt.endpoint)
@@ -179,7 +179,8 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
         how = _LOSSES.get(receipt.cache_loss, receipt.cache_loss)
         yield f"  it had lost its cache less than a minute before: {how}"
     if (transfer := receipt.transfer) is not None:
-        yield f"  before it went, {transfer.tokens} tokens were to come to {transfer.endpoint} from {transfer.source}:"
+        route = f"to {transfer.endpoint} from {transfer.source}"
+        yield f"  before it was sent, {transfer.tokens} tokens were to be copied {route}:"
         waited = f"; it waited {format_seconds(transfer.waited_s)} for them" if transfer.waited_s else ""
         yield f"  {transfer.result}, {transfer.moved} tokens moved{waited}"
     for feature in installed(Feature):
@@ -189,8 +190,8 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
 
 _LOSSES = {
     "restarted": "it restarted",
-    "cleared": "it was told to drop it, as its KV events say",
-    "forgot": "it reused nothing of what it was sent just then",
+    "cleared": "it dropped the cache on request, by its KV events",
+    "forgot": "it reused nothing of a prompt sent shortly before",
     "asleep": "it was put to sleep",
 }
 

@@ -109,7 +109,7 @@ class RotatingFile:
         self.open()
 
     def _prune(self) -> None:
-        """An earlier run may have been allowed more files."""
+        """Remove surplus files: an earlier run may have had a larger limit."""
         number = self._max_files
         while (beyond := self._numbered(number)).exists():
             beyond.unlink()

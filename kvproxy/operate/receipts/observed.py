@@ -1,4 +1,4 @@
-"""What one request's receipt is made of, noted while it runs: a few tuples a decision, nothing formatted."""
+"""Data of one request's receipt, noted while it runs: a few tuples a decision, nothing formatted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_ATTEMPTS = 32
 
 
 class Placed(msgspec.Struct):
-    """One decision. What its candidates had to wait is left to be worked out when the receipt is written."""
+    """One decision. The waits of its candidates are computed when the receipt is written."""
 
     at: float
     endpoint: EndpointId
@@ -39,7 +39,7 @@ class Placed(msgspec.Struct):
 
 
 class AttemptLog(RequestObserver):
-    """What became of one request's attempts; `on_finished` takes the log when the request is over."""
+    """Log of one request's attempts; `on_finished` takes it when the request is over."""
 
     __slots__ = ("_on_finished", "decisions", "facts", "head", "refusals")
 
@@ -68,8 +68,8 @@ class AttemptLog(RequestObserver):
             self.decisions[-1].failure = reason
 
     def finished(self, exchange: Exchange, now: float) -> None:
-        """The receipt can be written."""
-        if exchange.copier is not None:  # the decision was made with what could have been copied elsewhere, too
+        """Hand over the log; the receipt can be written."""
+        if exchange.copier is not None:  # the decision also considered prefixes that could have been copied
             self.facts = exchange.facts or NO_FACTS
         if self._on_finished is not None:
             self._on_finished(exchange, self, now)
@@ -94,7 +94,7 @@ def _noted(decision: Decision[Endpoint], now: float) -> Placed:
 
 
 def _recorded(decision: Decision[Endpoint]) -> Sequence[int]:
-    """Which candidates are noted, by index."""
+    """Return the indexes of the candidates to note."""
     count = len(decision.candidates)
     if count <= MAX_CANDIDATES:
         return range(count)

@@ -1,13 +1,12 @@
-"""The format of a receipt, one JSON line each, and what its numbers say. Hashes and lengths, never text of a prompt.
+"""Format of a receipt, one JSON line each, and the meaning of its numbers. Hashes and lengths, never text of a prompt.
 
-What is left out has its default: 0, or unknown. Readers ignore fields they do not know, so that receipts of other
-versions stay readable; `v` changes when the meaning of a field does.
+A missing field has its default: 0, or unknown. Readers ignore unknown fields, so that receipts of other versions stay
+readable; `v` changes when the meaning of a field does.
 
-Which prefixes a recorded prompt shares with others is told by keyed hashes of its blocks, at few depths. A block's
-chained hash names the whole prefix it ends, so a few of them say how much two prompts share. Depths are close together
-at both ends of a prompt and far apart between: where a shared prefix is missed, it is by at most a third of it, or of
-what follows it, whichever is less. A prompt of a million blocks has some 200 depths.
-"""
+Keyed hashes of a prompt's blocks, at few depths, show the prefixes it shares with others. A block's chained hash names
+the whole prefix it ends, so a few of them show how much two prompts share. Depths are close together at both ends of a
+prompt and far apart between: where a shared prefix is missed, it is by at most a third of it, or of what follows it,
+whichever is less. A prompt of a million blocks has some 200 depths."""
 
 from __future__ import annotations
 
@@ -40,16 +39,16 @@ class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     pending_tokens: int = 0  # uncached ones of these
     resident_tokens: int = 0
     work: Features = NO_WORK  # pending prefill: requests, uncached tokens, attention work, seconds of onboarding
-    head: Features = NO_WORK  # of it, what the engine was at work on
+    head: Features = NO_WORK  # the part of it that the engine worked on
     elapsed_s: float = 0.0  # since its latest first token
     weight: float = 1.0
     cost: float | None = None  # by the policy, in its own unit
     slowness: float | None = None  # learned, against the pool
     wait_s: float | None = None  # estimated, until it would begin
-    live_blocks: int | None = None  # distinct prompt blocks of what is in flight, where they are counted
+    live_blocks: int | None = None  # distinct prompt blocks in flight, if they are counted
     shared_blocks: int = 0  # leading blocks of this prompt among them
-    onboarding_s: float = 0.0  # to bring up what lower tiers there hold of this prompt
-    adapter_s: float | None = None  # until its adapter is loaded there; None: it asked for none
+    onboarding_s: float = 0.0  # to load this prompt's blocks from lower tiers there
+    adapter_s: float | None = None  # until its adapter is loaded there; None: no adapter
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,9 +60,9 @@ class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str
     candidates: tuple[ReceiptCandidate, ...]
     left_out: int = 0  # candidates beyond those recorded
-    preference: str | None = None  # what became of a preferred endpoint
+    preference: str | None = None  # outcome of a preference for an endpoint
     seconds: Features | None = None  # the pool's learned time for one unit of each kind of work
-    failure: str | None = None  # why it failed, if that was before anything was sent to the client
+    failure: str | None = None  # why it failed, if nothing had been sent to the client
 
 
 class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,7 +81,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""
     client: str = ""  # kind of client, one of a few; "": unknown
     session: str = ""  # keyed hash; equal within one run of the proxy
-    parent: str = ""  # of the session that it was made from; likewise
+    parent: str = ""  # of the parent session; likewise
     head: str = ""  # keyed hash of the prompt's first bytes; likewise
     stream: bool = False
     cluster: str = ""
@@ -90,16 +89,16 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     hot_tokens: int = 0
     prompt_blocks: int = 0  # of about `block_tokens` each
     block_tokens: float = 0.0
-    prefixes: str = ""  # keyed hashes of the prompt's prefixes; "": unknown, or not to be noted
+    prefixes: str = ""  # keyed hashes of the prompt's prefixes; "": unknown, or not recorded
     facts: Mapping[EndpointId, Overlap] = {}
     attempts: tuple[Attempt, ...] = ()
-    refusals: tuple[str, ...] = ()  # why no endpoint could be picked, each time it was tried
-    endpoint: EndpointId | None = None  # the one that answered, or failed last
+    refusals: tuple[str, ...] = ()  # why no endpoint could be picked, once per try
+    endpoint: EndpointId | None = None  # the endpoint that answered, or failed last
     status: int = 0
     ttft_s: float | None = None
-    engine_priority: int | None = None  # the number by which the engine was told to order it, in milliseconds
+    engine_priority: int | None = None  # number by which the engine ordered it, in milliseconds
     engine_prompt_tokens: int | None = None
-    engine_media_tokens: int | None = None  # of these: pictures, audio and video; None: not reported apart
+    engine_media_tokens: int | None = None  # of these: pictures, audio and video; None: not reported
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     cache_loss: str = ""  # how the endpoint had lost its cache less than a minute before: restarted, cleared, ...
@@ -150,7 +149,7 @@ def matched_tokens(receipt: Receipt, endpoint: EndpointId) -> int:
 
 
 def own_work(receipt: Receipt, candidate: ReceiptCandidate) -> Features:
-    """The prefill this request would add there."""
+    """Return the prefill this request would add there."""
     matched = matched_tokens(receipt, candidate.id)
     return features_of((receipt.prompt_tokens or 0) - matched, matched, candidate.onboarding_s)
 
@@ -172,9 +171,9 @@ def prefill_s(receipt: Receipt, candidate: ReceiptCandidate, seconds: Features, 
     return slowness * seconds_of(own_work(receipt, candidate), seconds)
 
 
-#: Bytes of a hash: among ten million of them at one depth, fewer than fifty look like another.
+#: Bytes of a hash: among ten million of them at one depth, fewer than fifty collide.
 _BYTES = 5
-#: Of the distance to the nearer end of a prompt, what the next depth may be away.
+#: Distance to the next depth, as a divisor of the distance to the nearer end of a prompt.
 _SHARE = 4
 
 

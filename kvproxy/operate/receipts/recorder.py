@@ -142,7 +142,7 @@ class Recorder(WritingObserver[FinishedRequest]):
         super().__init__(file, queue=QUEUE, limit=settings.max_queue, results=results, metrics=metrics)
 
     def received(self, exchange: Exchange, now: float) -> None:
-        """Follow the request if chance says so."""
+        """Follow the request if it is in the sample."""
         if self._sample >= 1.0 or self._rng.random() < self._sample:
             exchange.attach(AttemptLog(self._write))
 

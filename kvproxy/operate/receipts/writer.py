@@ -17,20 +17,19 @@ from kvproxy.proxy.request.observer import RequestObserver
 
 log = logging.getLogger(__name__)
 
-#: Lines made before they are written. Writing lets go of the interpreter, so that the event loop has its turn often.
+#: Lines made before they are written. Writing releases the interpreter, so that the event loop runs often.
 SLICE = 16
-#: Shutdown waits no longer for a slow disk.
+#: Longest wait of the shutdown for a slow disk.
 _CLOSE_S = 5.0
 
 T = TypeVar("T")
 
 
 class Writer(Generic[T]):
-    """Lines of `file`, made by `encode` in a thread of its own.
+    """Writer of lines to `file`, made by `encode` in a thread of its own.
 
-    `put` costs an append. The thread looks every `interval_s` instead of being woken for each item, since waking it
-    costs the event loop more than the rest of a receipt. What does not fit into `limit` is dropped and counted.
-    """
+    `put` costs an append. The thread polls every `interval_s` instead of being woken for each item, since waking it
+    costs the event loop more than the rest of a receipt. Items beyond `limit` are dropped and counted."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Writer(Generic[T]):
             self._waiting.append(item)
 
     def close(self, timeout_s: float) -> None:
-        """Write what is waiting, for at most so long; blocks. What is left then is counted as dropped."""
+        """Write the waiting items, for at most `timeout_s`; blocks. The rest is counted as dropped."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout_s)

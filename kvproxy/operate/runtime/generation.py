@@ -1,4 +1,5 @@
-"""What one configuration is built into, what outlives it at a reload, and how one generation follows another."""
+"""Parts built from one configuration, state that outlives it at a reload, and the change from one generation to the
+next."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ Part = AbstractAsyncContextManager[object]
 
 
 class StateStore:
-    """Knows the states of the living generations and nothing else: what none of them uses is forgotten by that."""
+    """States of the living generations; a state that none of them uses is dropped."""
 
     def __init__(self) -> None:
         self._living: list[GenerationStates] = []  # the oldest first
@@ -82,11 +83,11 @@ class GenerationStates:
         return cast("T", self._used[key])
 
     def keep_states(self) -> None:
-        """The generation lives from now on."""
+        """Keep the states: the generation lives from now on."""
         self._living.append(self)
 
     def release_states(self) -> None:
-        """The generation lives no longer: what only it used is closed and forgotten."""
+        """Release the states: those that only this generation used are closed and dropped."""
         self._living.remove(self)
         for key, close in self._closes.items():
             state = self._used[key]
@@ -100,7 +101,7 @@ class GenerationStates:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What outlives every generation."""
+    """Resources that outlive every generation."""
 
     metrics: Metrics
     clock: Clock
@@ -114,11 +115,10 @@ class Shared:
 
 
 class Generation:
-    """What one configuration makes of the states there are, whole or not at all (ConfigError).
+    """Parts built from one configuration and the existing states, whole or not at all (ConfigError).
 
     Making it has no effect. It serves once its `states` are kept, its `parts` entered and `serve` was called. `running`
-    counts its open requests, those in its `chain`.
-    """
+    counts its open requests, those in its `chain`."""
 
     def __init__(self, config: Config, shared: Shared, store: StateStore) -> None:
         self.config = config
@@ -152,7 +152,7 @@ class Generation:
         self._on_serving = context.on_serving
         self.budgets = context.budgets
         self.limits = context.limits
-        #: In the order they are entered; some may be running already, in the generation before.
+        #: In the order they are entered; some may be running already, in the previous generation.
         self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
 
     def begin_serving(self) -> dict[str, dict[str, object]]:
@@ -189,7 +189,7 @@ class Generation:
         return HttpProbe(self._shared.probes, settings.health)
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What a chain without a router answers."""
+        """Answer in a chain without a router."""
         message = "No filter answered this request."
         metrics = self._shared.metrics
         await local_reply(scope, send, status=404, reason="no_filter", message=message, metrics=metrics)
@@ -199,7 +199,7 @@ class Reloader:
     """Owns what runs. Leaving it ends everything, in the reverse order of its start."""
 
     def __init__(self, *, clock: Clock, patience_s: float) -> None:
-        self.ended = 0  # generations
+        self.ended = 0  # number of ended generations
         self._clock = clock
         self._patience_s = patience_s
         self._living: list[Generation] = []
@@ -216,7 +216,7 @@ class Reloader:
     async def begin_generation(self, generation: Generation) -> None:
         """Keep its states and start those of its parts that do not run yet; if one cannot start, undo it and raise its
         error."""
-        generation.states.keep_states()  # at once: the end of an earlier one must not close what this one found
+        generation.states.keep_states()  # at once: the end of an earlier one must not close states that this one uses
         self._living.append(generation)
         try:
             for part in generation.parts:
@@ -243,7 +243,8 @@ class Reloader:
 
     async def _forget(self, generation: Generation) -> None:
         self._living.remove(generation)
-        generation.states.release_states()  # before any wait: a generation built meanwhile must not find what ends here
+        # before any wait: a generation built meanwhile must not find states that end here
+        generation.states.release_states()
         needed = [part for other in self._living for part in other.parts]
         await self._end([part for part in generation.parts if part not in needed])
 
@@ -255,4 +256,4 @@ class Reloader:
             try:
                 await stack.aclose()
             except Exception:
-                log.exception("a part of the proxy did not end well")
+                log.exception("a part of the proxy ended with an error")

@@ -24,10 +24,10 @@ from kvproxy.proxy.request.exchange import FAILED, Exchange, result_of
 
 LOGGER = "kvproxy.access"
 
-#: Methods, paths, endpoints and tenants come again and again.
+#: Methods, paths, endpoints and tenants repeat.
 _REMEMBERED_WORDS = 1024
 _MAX_TEXT = 512
-#: A line waits no longer than this, and no more lines than that wait.
+#: Longest wait of a line, and most lines that wait.
 DELAY_S = 0.1
 MAX_LINES = 256
 #: A field of a line.
@@ -53,7 +53,7 @@ class AccessLogFilter(Step):
         super().__init__(app, metrics=metrics, clock=clock)
         self._sample = sample
         self._json = json
-        self._stamped = stamped  # a text line begins with time and level; False where its writer adds them
+        self._stamped = stamped  # a text line begins with time and level; False if its writer adds them
         self._wall_clock = wall_clock
         self._rng = rng
         self._lines = LineBatch(logging.getLogger(LOGGER)) if lines is None else lines
@@ -62,7 +62,7 @@ class AccessLogFilter(Step):
         self._time_ends_at = float("-inf")
 
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
-        """The line of a request that is to be logged."""
+        """Write the line of a request that is to be logged."""
         outcome = exchange.outcome
         status = downstream.status or outcome.status
         end = outcome.end or ("completed" if downstream.complete else "aborted")
@@ -115,7 +115,7 @@ class LineBatch:
 
     @property
     def wanted(self) -> bool:
-        """Whether a line will be written anywhere."""
+        """True if lines are written anywhere."""
         return self._logger.isEnabledFor(logging.INFO)
 
     def add_line(self, line: str) -> None:
@@ -127,14 +127,14 @@ class LineBatch:
             self._timer = self._loop.call_later(self._delay_s, self.flush_lines)
 
     def flush_lines(self) -> None:
-        """Whatever waits goes out."""
+        """Write the waiting lines."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._lines:
             text = "\n".join(self._lines)
             self._lines.clear()
-            # Logger.info would look for its caller, which is always this line.
+            # Logger.info would search for its caller, which is always this line.
             record = self._logger.makeRecord(self._logger.name, logging.INFO, __file__, 0, text, (), None)
             self._logger.handle(record)
 
@@ -150,11 +150,10 @@ def fields(
     end: str,
     word: Callable[[str], str],
 ) -> dict[str, Value]:
-    """What is known of one request, in the order it is written. `path` is the raw one, without the query; what is
-    longer than a line shows does not go into a memory of words.
+    """Collect the facts of one request in the order they are written. `path` is the raw one, without the query; texts
+    longer than a line shows are not cached.
 
-    `word` makes one word of a text that others chose (`printable`, or a memory of it for texts that come again).
-    """
+    `word` makes one word of a foreign text (`printable`, or a cache of it for texts that repeat)."""
     outcome = exchange.outcome
     line: dict[str, Value] = {
         "method": word(method),

@@ -42,9 +42,8 @@ class Owner(NamedTuple):
 class KeyRing:
     """Finds the owner of a key in the same time for every key, known or not, however many there are.
 
-    Keys are kept as digests under a secret of this process: no client can choose or predict a digest, so how long
-    a lookup takes says nothing about any key.
-    """
+    Keys are kept as digests under a secret of this process: no client can choose or predict a digest, so the duration
+    of a lookup reveals nothing about any key."""
 
     def __init__(self, owners: Iterable[tuple[Owner, str]]) -> None:
         self._secret = secrets.token_bytes(32)
@@ -76,12 +75,11 @@ def presented_key(headers: Headers) -> tuple[bytes, str]:
 
 
 class AuthFilter(Step):
-    """Names the tenant of each request, or refuses it with 401.
+    """Filter that names the tenant of each request, or refuses it with 401.
 
-    What the client presented does not go on to the engine unless `forward` is set. The answer is the same whatever
-    was wrong with the key; the metric tells `missing`, `malformed` and `unknown` apart. `health_path` is the proxy's
-    own: reading it takes no key.
-    """
+    The client's key does not reach the engine unless `forward` is set. The answer is the same for every fault of a key;
+    the metric distinguishes `missing`, `malformed` and `unknown`. `health_path` is the proxy's own: reading it takes no
+    key."""
 
     def __init__(
         self,
@@ -103,14 +101,14 @@ class AuthFilter(Step):
         self._isolate_tenants = isolate_tenants
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
-        """The request gets its tenant, or is refused."""
+        """Set the request's tenant, or refuse the request."""
         if fault := self._admit(exchange, downstream.scope):
             self.metrics.group(ClientBoundMetrics).auth_failures.labels(fault).inc()
             message = "A valid API key is required: `Authorization: Bearer <key>` or `x-api-key: <key>`."
             raise LocalReply(401, "invalid_api_key", message, headers=_REFUSED_HEADERS)
 
     async def answers(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """A websocket without a known key is closed."""
+        """Close a websocket without a known key."""
         if scope["type"] == "lifespan":
             return False
         fault = self._admit(Exchange.of(scope, now=self.clock()), scope)

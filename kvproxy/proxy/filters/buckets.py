@@ -9,7 +9,7 @@ from functools import partial
 
 from kvproxy.base.bounded import BoundedMapping
 
-#: A bucket goes no deeper into debt than so many times what it holds.
+#: Upper bound of a bucket's debt, as a multiple of its size.
 MAX_DEBT = 5.0
 
 
@@ -23,7 +23,7 @@ class TokenBucket:
         self.capacity = capacity
         self._level = capacity
         self._at = now
-        #: Told what is charged here, where others share the bucket; its answer is what to charge for it.
+        #: Called with each charge if others share the bucket; returns the amount to charge.
         self.on_charge: Callable[[float], float] | None = None
 
     def level(self, now: float) -> float:
@@ -78,9 +78,9 @@ class BucketTable(BoundedMapping[str, tuple[tuple[Limit, ...], tuple[TokenBucket
 
     def __init__(self) -> None:
         super().__init__(sys.maxsize)  # `Buckets` bounds it, by its own settings
-        #: Told the key, the kind and the amount of what is charged; its answer is what to charge for it.
+        #: Called with the key, the kind and the amount of each charge; returns the amount to charge.
         self.watch: Callable[[str, str, float], float] | None = None
-        self.present: Buckets | None = None  # what it is for, once that serves
+        self.present: Buckets | None = None  # the current limits, once they are in use
 
     def take(self, key: str, kind: str, amount: float, now: float) -> None:
         """Another proxy charged so much to this key's bucket."""
@@ -98,12 +98,11 @@ class BucketTable(BoundedMapping[str, tuple[tuple[Limit, ...], tuple[TokenBucket
 
 
 class Buckets:
-    """A bucket a limit for each of at most `max_keys` keys; the longest unused goes first.
+    """One bucket per limit for each of at most `max_keys` keys; the longest unused is dropped first.
 
-    What the `table` holds for other limits is taken over when its key comes next, each bucket as full (or as deep in
-    debt) as it was for its size. They are the same objects, so that requests which began under the other limits are
-    charged here too. A limit that had no bucket starts full.
-    """
+    Buckets in the `table` for other limits are converted when their key comes next, each as full (or as deep in debt)
+    as it was for its size. They are the same objects, so that requests which began under the other limits are charged
+    here too. A limit that had no bucket starts full."""
 
     def __init__(self, limits: tuple[Limit, ...], max_keys: int, table: BucketTable) -> None:
         self.limits = limits
@@ -115,7 +114,7 @@ class Buckets:
         return len(self._table)
 
     def serve(self) -> None:
-        """The table is for these from now on."""
+        """Make these limits those of the table."""
         self._table.present = self
 
     def of(self, key: str, now: float) -> tuple[TokenBucket, ...]:

@@ -49,7 +49,7 @@ class Services:
 
 
 class States(Protocol):
-    """What outlives a reload: each configuration finds what the ones before it made, as long as one of them serves."""
+    """State that outlives a reload: each configuration finds that of earlier ones, as long as one of them serves."""
 
     def get(self, kind: type[T], name: Hashable, make: Callable[[], T]) -> T:
         """Return the state of this kind and name; made without any effect beyond itself where there is none."""
@@ -57,7 +57,7 @@ class States(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FilterContext:
-    """What every filter may use besides its own settings."""
+    """Resources of every filter besides its own settings."""
 
     config: ServingSettings
     metrics: Metrics
@@ -65,14 +65,14 @@ class FilterContext:
     wall_clock: WallClock  # for log lines and `created` fields only
     rng: random.Random
     services: Services
-    states: States  # what outlives a reload
-    #: What filters bring that must be entered before the first request and left after the last, in order.
+    states: States  # state that outlives a reload
+    #: Lifetimes of filters, entered before the first request and left after the last, in order.
     lifetimes: list[AbstractAsyncContextManager[object]] = field(default_factory=list)
     #: Services behind `kvcache`, for status, by the name of their filter, of which a chain has one.
     kvcaches: dict[str, KvCache] = field(default_factory=dict)
     #: Called when the chain begins to serve: gauges are bound there, since a chain that is built may still be refused.
     on_serving: list[Callable[[], None]] = field(default_factory=list)
-    #: What limits the retries of routers, and the buckets of rate limits, by the name of their filter.
+    #: Retry budgets of routers, and buckets of rate limits, by the name of their filter.
     budgets: dict[str, RetryBudget] = field(default_factory=dict)
     limits: dict[str, BucketTable] = field(default_factory=dict)
     #: Observe every request that reaches the router.
@@ -84,10 +84,9 @@ class FilterType:
     """A kind of filter.
 
     `settings` is the model its settings are decoded into (its defaults when the configuration gives none); None:
-    `build` gets whatever the configuration says, as plain data. `build(inner, settings, context)` returns the ASGI app
-    and may raise ConfigError, with paths relative to the filter's settings. A `terminal` filter answers by itself:
-    nothing may follow it.
-    """
+    `build` gets the configuration's plain data. `build(inner, settings, context)` returns the ASGI app and may raise
+    ConfigError, with paths relative to the filter's settings. A `terminal` filter answers by itself: nothing may follow
+    it."""
 
     settings: type[Model] | None
     build: Callable[[ASGIApp, Any, FilterContext], ASGIApp]
@@ -110,7 +109,7 @@ def build_chain(
             app = _build_one(specs[index], app, context, types)
         except ConfigError as error:
             problems += [Problem(_join(where, p.path), p.message, p.hint) for p in error.problems]
-        except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is a problem of that filter
+        except Exception as error:  # noqa: BLE001 - third-party code: any error is a problem of that filter
             problems.append(Problem(where, f"cannot be built: {type(error).__name__}: {error}"))
         if isinstance(app, Step):
             app = joined(app)
@@ -139,9 +138,7 @@ def _typed_settings(spec: FilterSpec, kind: FilterType) -> Any:
 def _misplaced(specs: Sequence[FilterSpec], types: Mapping[str, FilterType]) -> list[Problem]:
     """Return a terminal filter that is not the last one makes the rest unreachable."""
     return [
-        Problem(
-            f"filters[{index}].{spec.name}", "answers by itself, so the filters after it are unreachable", "put it last"
-        )
+        Problem(f"filters[{index}].{spec.name}", "is terminal, so the filters after it never run", "put it last")
         for index, spec in enumerate(specs[:-1])
         if spec.name in types and types[spec.name].terminal
     ]

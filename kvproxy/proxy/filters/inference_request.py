@@ -31,12 +31,11 @@ KIND_OF_PATH = {
 
 
 class InferenceRequestFilter(Step):
-    """Puts the raw body and the parsed `InferenceRequest` into the exchange of every request it knows.
+    """Filter that puts the raw body and the parsed `InferenceRequest` into the exchange of every inference request.
 
     Inner apps receive the body again, unchanged. A body over the limit gets 413, one that does not arrive in time 408;
     with too much held for others 503. A body that cannot be parsed goes on without an `InferenceRequest`. Other paths
-    and methods pass unread.
-    """
+    and methods pass unread."""
 
     def __init__(
         self, app: ASGIApp, *, session_header: str, reader: BodyReader, metrics: Metrics, clock: Clock
@@ -62,7 +61,7 @@ class InferenceRequestFilter(Step):
         return self._parse(exchange, downstream, body, None if encoded else kind, caller)
 
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
-        """The body is held no longer."""
+        """Release the memory of the body."""
         held = exchange.held_bytes
         exchange.held_bytes = 0
         if held:
@@ -105,7 +104,7 @@ class InferenceRequestFilter(Step):
         counted.value += 1.0
 
     def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:
-        """Declared length (0 when it says none), whether the body is compressed, and the caller."""
+        """Return the declared length (0 without one), whether the body is compressed, and the caller."""
         sent = dict(headers)
         names = self._session_headers.names
         length = sent.get(b"content-length", b"")

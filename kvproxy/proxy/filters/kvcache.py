@@ -1,5 +1,5 @@
-"""Filter `kvcache`: tells the router how much of each prompt every endpoint holds already. A thin skin: it never
-answers, never raises, and waits only for a configured lookup service, within its deadline."""
+"""Filter `kvcache`: gives the router the cached tokens of each prompt by endpoint. A thin layer: it never answers,
+never raises, and waits only for a configured lookup service, within its deadline."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from kvproxy.proxy.request.observer import RequestObserver, notify
 
 log = logging.getLogger("kvproxy.kvcache")
 
-#: Of the filter in a chain.
+#: Name of the filter in a chain.
 NAME = "kvcache"
-#: Where other apps on the way find the endpoint that holds most of the prompt.
+#: State key by which other apps find the endpoint that holds most of the prompt.
 STATE_KEY = "llm_preferred_endpoint_id"
 
 
 def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
-    """Whether the largest match is to be preferred to what the policy would choose."""
+    """Return True if the largest match is preferred to the policy's choice."""
     if settings.prefer is not None:
         return settings.prefer
     return bool(settings.lmcache_endpoint) and not policy_types()[policy].uses_overlap
@@ -98,7 +98,7 @@ class KvCacheFilter(Step):
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
         """Wait only for a lookup service."""
         scope = downstream.scope
-        if self._header:  # no client can set it, whatever becomes of the request
+        if self._header:  # removed first, so that no client can set it
             scope["headers"] = [pair for pair in scope["headers"] if pair[0] != self._header]
         request = exchange.inference
         if request is None or exchange.body is None:
@@ -155,32 +155,31 @@ def use_facts(service: KvCache, facts: RequestFacts, exchange: Exchange, *, pref
 
 
 class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
-    """Tells the service where one request goes and how it ends, and asks it again for facts that a wait made old.
+    """Observer that passes a request's placement and end on to the service, and refreshes its facts after a wait.
 
-    It is told of the exchange, not holding it: a cycle would keep the body until the collector comes by.
-    """
+    It gets the exchange with each call and does not hold it: a cycle would keep the body until the collector runs."""
 
     _service: KvCache
     _facts: RequestFacts
     _prefers: bool
 
     def refresh(self, exchange: Exchange) -> None:
-        """The router asks before it places a request that had to wait; an endpoint announced earlier stays."""
+        """Refresh the facts of a request that had to wait; an endpoint announced earlier stays."""
         try:
             self._service.refresh(self._facts)
         except Exception:
-            log.exception("[kvcache] this request is placed by the facts from before its wait")
+            log.exception("[kvcache] this request is placed by its facts from before the wait")
             return
         exchange.facts = self._facts.overlaps
         if self._prefers:
             exchange.preferred = self._facts.preferred
 
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
-        """The endpoint will hold the prompt."""
+        """Record that the endpoint will hold the prompt."""
         self.went_to(decision.endpoint.id)
 
     def went_to(self, endpoint: EndpointId) -> None:
-        """The same, of a request that another program placed."""
+        """Record the endpoint of a request that another program placed."""
         self._service.placed(self._facts, endpoint)
 
     def finished(self, exchange: Exchange, now: float) -> None:
@@ -195,7 +194,8 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
 
 
 def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:
-    """Tell the apps behind which endpoint holds most, if any, also in a header (b"": none); no client can set it."""
+    """Announce the endpoint with the largest match to the apps behind, in the state and a header (b"": none), which
+    clients cannot set."""
     if header:
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != header]
     if preferred is not None:
@@ -232,7 +232,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     idle = _idle(settings, context)
     followed = {name: one for name, one in clusters.items() if name not in idle} if settings.kv_events else {}
     streams = None
-    if followed:  # the same ones while nothing about them changes, since the engines would repeat everything
+    if followed:  # the same list while nothing in it changes, since engines would repeat all events
         streams = context.states.get(
             EventStreams,
             (
@@ -246,7 +246,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
         )
         context.lifetimes.append(streams)
     service = context.states.get(
-        KvCache,  # the same one while nothing changes for it
+        KvCache,  # the same one while its settings do not change
         (state, settings, served),
         lambda: KvCache(
             settings,

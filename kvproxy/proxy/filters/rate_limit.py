@@ -26,7 +26,7 @@ from kvproxy.proxy.request.observer import RequestObserver
 NAME = "rate_limit"
 _BYTES_PER_TOKEN = 4
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")  # a stream carries about one token an event
-#: What engines answer on these is generated text, so that its bytes say about how many tokens it took.
+#: Paths with generated text, whose bytes give an estimate of its tokens.
 _GENERATING = frozenset(
     {
         *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses", "/v1/messages"),
@@ -48,7 +48,7 @@ class RateLimitFilter(Step):
         self._buckets = buckets
 
     def show(self) -> None:
-        """The gauges read it from now on."""
+        """Bind the gauges to these buckets."""
         bounds = self.metrics.group(BoundMetrics)
         buckets = self._buckets
         buckets.serve()
@@ -56,7 +56,7 @@ class RateLimitFilter(Step):
         bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
-        """The request is counted, or refused."""
+        """Count the request, or refuse it."""
         now = self.clock()
         scope = downstream.scope
         buckets = self._buckets.of(bucket_key(exchange.tenant, scope), now)
@@ -94,7 +94,7 @@ class TokenCharge(RequestObserver):
         self._head: Headers = []
 
     def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
-        """The head tells what an answer that does not count its tokens is made of."""
+        """Keep the head, by which an answer without token counts is estimated."""
         self._head = headers
 
     def body_piece(self, exchange: Exchange, piece: bytes) -> None:
@@ -121,7 +121,7 @@ def standing(limit: Limit, bucket: TokenBucket, now: float) -> Headers:
 
 
 def _generated(path: str, head: Headers, events: int, answer_bytes: int) -> int:
-    """About how many tokens an answer took that does not say: those of a stream's events, else of its bytes."""
+    """Estimate the tokens of an answer without a count: the events of a stream, else from its bytes."""
     names = {name.lower(): value for name, value in head}
     streams = names.get(b"content-type", b"").startswith(b"text/event-stream")
     if streams and b"content-encoding" not in names:
@@ -130,12 +130,11 @@ def _generated(path: str, head: Headers, events: int, answer_bytes: int) -> int:
 
 
 def tokens_used(exchange: Exchange, answered: int, sent_bytes: int) -> int:
-    """Tokens to charge for a finished request of `sent_bytes`.
+    """Return the tokens to charge for a finished request of `sent_bytes`.
 
-    The engine's counts where it gave them. Without any, or of an answer that was cut short, they are estimated from the
-    prompt's bytes (all of the body where that says nothing) and the answer (`answered`: about how many tokens it took);
-    what was refused before or by the engine costs nothing.
-    """
+    The engine's counts if it reported them. Otherwise, or for an answer that was cut short, they are estimated from the
+    prompt's bytes (or the whole body's) and the answer (`answered`: its estimated tokens); a request refused before or
+    by the engine costs nothing."""
     outcome = exchange.outcome
     inference = exchange.inference
     prompt = outcome.prompt_tokens
@@ -147,7 +146,7 @@ def tokens_used(exchange: Exchange, answered: int, sent_bytes: int) -> int:
     if prompt is None:
         prompt = (asked_bytes or sent_bytes) // _BYTES_PER_TOKEN
         if completion is None:
-            completion = answered if asked_bytes or sent_bytes else 0  # none for a question about models, say
+            completion = answered if asked_bytes or sent_bytes else 0  # none for a list of models, say
     return prompt + (completion or 0)
 
 

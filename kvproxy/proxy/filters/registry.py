@@ -39,7 +39,7 @@ FILTERS: dict[str, FilterType] = {
 
 
 def list_filters() -> dict[str, FilterType]:
-    """Filters of the core and of installed features, by name."""
+    """Return the filters of the core and of installed features, by name."""
     return {
         **{
             name: FilterType(kind, partial(feature.build_filter, name))
@@ -84,6 +84,6 @@ def _load(entry: metadata.EntryPoint) -> FilterType | str:
     """Return the filter type an entry point names, or what is wrong with it."""
     try:
         loaded = entry.load()
-    except Exception as error:  # noqa: BLE001 - foreign code: whatever its import raises is that filter's problem
+    except Exception as error:  # noqa: BLE001 - third-party code: any error at import is that filter's problem
         return f"cannot be loaded: {type(error).__name__}: {error}"
     return loaded if isinstance(loaded, FilterType) else f"{entry.value} is not a FilterType"

@@ -53,7 +53,7 @@ class RequestIdFilter(Step):
         scope["headers"] = [*kept, (header, exchange.request_id.encode("latin-1"))]
 
     def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
-        """The client gets the id, whatever an engine says."""
+        """Set the id in the response, over an engine's own."""
         header = self._header
         if header in map(_NAME, headers):
             headers[:] = [pair for pair in headers if pair[0] != header]

@@ -42,7 +42,7 @@ from kvproxy.proxy.settings import ServingSettings
 
 @dataclass(frozen=True, slots=True)
 class RouterParts:
-    """What the router is made of; put together by the application."""
+    """Parts of the router, put together by the application."""
 
     routes: Routes
     forwarder: Forwarder
@@ -127,7 +127,7 @@ def _cached_counts(settings: RouterSettings, metrics: Metrics) -> CachedCounts |
 
 
 def _preference_headers(config: ServingSettings) -> list[bytes]:
-    """What `kvcache` adds for engines, whatever it is called."""
+    """Return the headers that `kvcache` filters add for engines."""
     settings = [spec.settings for spec in config.filters if isinstance(spec.settings, KvCacheSettings)]
     return [one.preference_header.lower().encode() for one in settings if one.preference_header]
 
@@ -151,11 +151,12 @@ class RouterFilter:
         exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
         downstream = Downstream.of(exchange, scope, receive, send)
         if scope["path"] in self._routed_paths:
-            return self._route(exchange, downstream)  # as it is: a coroutine around it would be resumed with it
+            # returned as it is: a coroutine around it would be resumed with it
+            return self._route(exchange, downstream)
         return self._answer(exchange, downstream)
 
     async def _answer(self, exchange: Exchange, downstream: Downstream) -> None:
-        """A path that not every request asks for: a page of the proxy's own, the models, or routed after all."""
+        """Answer a rare path: a page of the proxy's own, the models, or routed after all."""
         parts = self._parts
         scope = downstream.scope
         path: str = scope["path"]
@@ -211,7 +212,7 @@ class RouterFilter:
             await self._give_up(exchange, error, downstream)
         except LocalReply as why:
             if exchange.outcome.status or downstream.status:
-                # An engine's answer is on its way already: all that is left is to cut it.
+                # An engine's answer has begun already, so it can only be cut.
                 exchange.outcome.end = "local_reply"
             else:
                 await self._refuse(why, downstream)
@@ -227,7 +228,7 @@ class RouterFilter:
             if not watcher.caused_cancellation():
                 raise
         finally:
-            if downstream.connection is None or not downstream.complete:  # else it is told of no disconnect any more
+            if downstream.connection is None or not downstream.complete:  # no disconnect will be reported any more
                 watcher.disarm()
             if body is not None:
                 body.release_bytes()
@@ -249,7 +250,7 @@ class RouterFilter:
         return target
 
     async def _make_ready(self, body: RequestBody, exchange: Exchange, target: RouteTarget, received: Headers) -> None:
-        """The body as engines get it: without what clients may not say, salted, with its name for the model."""
+        """Prepare the body for engines: without forbidden fields, salted, and with their name for the model."""
         guard = self._parts.guard
         if not body.consumed:
             await body.read_beginning(whole=lambda start: guard.looks_at(start, exchange, received))
@@ -271,7 +272,7 @@ class RouterFilter:
             await self._parts.models.answer(scope, downstream.send)
 
     async def _give_up(self, exchange: Exchange, error: GaveUp, downstream: Downstream) -> None:
-        """An engine's own error answer if there is one, else ours."""
+        """Send an engine's own error answer if there is one, else ours."""
         why = error.why
         if downstream.status:
             await self._end_stream(exchange, error, downstream)
@@ -293,7 +294,7 @@ class RouterFilter:
             reply = reply_of(why, error.cluster, exchange.outcome.endpoint, self._clock())
             event = error_event(kind, message=str(reply), reason=reply.reason)
         elif why.status == downstream.status:
-            event = why.body  # which is an error event of the engine's own
+            event = why.body  # an error event of the engine's own
         else:
             event = error_event(kind, message=f"The engine answered {why.status}.", reason=f"status_{why.status}")
         await downstream.write(event, more=False)
@@ -304,7 +305,7 @@ class RouterFilter:
 
 
 async def _nothing() -> None:
-    """The answer to a scope of another type than http."""
+    """Answer a scope of another type than http."""
 
 
 def _queue_full(error: QueueFull) -> LocalReply:

@@ -19,11 +19,10 @@ logger = logging.getLogger("kvproxy.filters")
 
 
 class Step:
-    """A filter around `app` that sees a request before it and after it, and nothing between.
+    """Filter around `app` that acts on a request only before and after it.
 
-    What one request needs between the two goes into its exchange, or into an observer of it. By itself a step is an
-    ASGI app like every filter; in a chain, neighbouring steps run in one.
-    """
+    State of one request goes into its exchange, or into an observer of it. By itself a step is an ASGI app like every
+    filter; in a chain, neighbouring steps run in one."""
 
     #: Whether it may look at `scope["state"]`, so that filters before it have to keep that up to date.
     reads_state: ClassVar[bool] = True
@@ -35,21 +34,21 @@ class Step:
         self._alone: StepRun | None = None
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
-        """The request comes in; an awaitable is awaited. `downstream.scope` may be changed, its headers by a new list.
+        """Handle the request's arrival; an awaitable is awaited. `downstream.scope` may be changed, its headers by a
+        new list.
 
         Raises LocalReply to have the proxy answer, ClientLeft if there is no client to answer; the steps before this
-        one see the head of the answer, this one and those after it do not.
-        """
+        one see the head of the answer, this one and those after it do not."""
         return None
 
     def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
-        """The head of the response goes out; the list may be changed in place. Innermost step first."""
+        """Handle the head of the response; the list may be changed in place. Innermost step first."""
 
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
-        """The request is over, whatever its end, if it came as far as this step's `before`. Innermost step first."""
+        """Handle the end of a request that reached this step's `before`. Innermost step first."""
 
     async def answers(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Whether a scope of another type than http (a websocket, a lifespan) was answered here."""
+        """Return True if a scope of another type than http (a websocket, a lifespan) was answered here."""
         return False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,5 +1,5 @@
-"""What an engine's answer means: the status it really has, the short body of an error, the verdict on its engine, and
-where the next attempt goes if there is to be one."""
+"""Interpretation of an engine's answer: its real status, the short body of an error, the verdict on its engine, and the
+place of the next attempt, if any."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.proxy.request.usage import error_status
 from kvproxy.proxy.settings import RetrySettings
 
-#: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
+#: Error answers up to this size are kept while another endpoint is tried; a longer one is forwarded as it comes.
 _MAX_HELD_BYTES = 64 * 1024
 _NO_MODEL = re.compile(
     rb'"param"\s*:\s*"model"|(?:model|adapter)[^"]{0,300}(?:does not exist|not found|not loaded)', re.I
 )
-#: The one 5xx that is about the request: every engine of the kind answers it alike.
+#: The one 5xx that concerns the request: every engine of the kind answers it alike.
 NOT_IMPLEMENTED = 501
-#: Nor is its body waited for longer than this.
+#: Longest wait for such a body.
 _ERROR_BODY_S = 1.0
 
 
@@ -52,7 +52,7 @@ async def read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, b
 
 
 def names_no_model(body: bytes) -> bool:
-    """Whether an engine's 404 says that it does not serve the model (vLLM), and not that there is no such path."""
+    """Return True if an engine's 404 means that it does not serve the model (vLLM), and not a missing path."""
     return _NO_MODEL.search(body) is not None
 
 

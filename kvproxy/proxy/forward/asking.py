@@ -22,28 +22,28 @@ from kvproxy.proxy.placement import MAX_PRIORITY, priority_of
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import ERROR_MARK
 
-#: The response, its status or that of an error that a stream begins with, and the piece that is there.
+#: The response, its status or that of an error that a stream begins with, and the first piece.
 Answer = tuple[UpstreamResponse, int, bytes]
 
 _BAD_REQUEST = 400
-#: SGLang reads the rank here, too: newer versions for Responses, older ones for the others. (A client's own is cut out
-#: by the guard; a trusted one's comes later in the body and wins.)
+#: SGLang reads the rank here, too: newer versions for Responses, older ones for the others. (The guard cuts out a
+#: client's own; a trusted one's comes later in the body and wins.)
 _RANK_MEMBER = b'"routed_dp_rank":%d,'
 _WITH_FIELD = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.RESPONSES})
-#: What engines call a data-parallel rank that they do not have: vLLM and SGLang, and vLLM's front end in Rust, which
-#: does not say that it is for the rank.
+#: Errors about a missing data-parallel rank: of vLLM and SGLang, and of vLLM's front end in Rust, which does not give
+#: the reason.
 _NO_SUCH_RANK = re.compile(rb"data.parallel.rank|dp.rank|engine-core error", re.IGNORECASE)
 
-#: Statuses of engines that take no `priority`: vLLM where it is not enabled, schemas that know no such field, SGLang
-#: with `--abort-on-priority-when-disabled`.
+#: Statuses of engines that refuse a `priority`: vLLM where it is not enabled, schemas without the field, SGLang with
+#: `--abort-on-priority-when-disabled`.
 _REFUSING_PRIORITY = frozenset({400, 422, 503})
 _ORDERED = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.MESSAGES, RequestKind.RESPONSES})
 _PRIORITY_MEMBER = b'"priority":%d,'
 
 
 class Asking(msgspec.Struct, eq=False):
-    """What all attempts of one request have in common. What an engine may not know (a `priority`, the data-parallel
-    rank) costs no request its answer: it is asked once more without, at once."""
+    """State shared by all attempts of one request. If an engine refuses an optional field (a `priority`, the
+    data-parallel rank), the request is sent again without it at once."""
 
     exchange: Exchange
     pool: UpstreamPool
@@ -53,14 +53,14 @@ class Asking(msgspec.Struct, eq=False):
     target: bytes
     head: RequestHead
     body: RequestBody
-    #: The data-parallel rank that a trusted client asks for itself: its word stands.
+    #: Data-parallel rank set by a trusted client, which is kept.
     own_rank: bytes | None
     #: Called with a response whose head came before its body.
     on_head: Callable[[Pick, UpstreamResponse], None]
 
     @property
     def level(self) -> int:
-        """Of the request's class: what the configured header says, larger first."""
+        """Level of the request's class from the configured header, larger first."""
         header = self.cluster.settings.queue.priority_header
         return priority_of(self.head.headers, header.lower().encode()) if header else 0
 
@@ -153,7 +153,7 @@ class Asking(msgspec.Struct, eq=False):
         status = response.status
         first = b""
         try:
-            if status < 500:  # the first piece is there, or the end
+            if status < 500:  # the first piece has arrived, or the end
                 first = response.take() or b""
                 if status == 200 and ERROR_MARK in first:  # an engine that died in its prefill streams an error
                     status, first = await read_beginning(response, first)
@@ -183,7 +183,7 @@ async def _refused(response: UpstreamResponse, first: bytes, names: Callable[[by
 
 
 def names_priority(error: bytes) -> bool:
-    """Whether an engine's error may be about the field."""
+    """Return True if an engine's error may be about the field."""
     return b"priority" in error.lower()
 
 
@@ -194,7 +194,7 @@ def with_priority(body: bytes, exchange: Exchange, cluster: Cluster, pick: Pick,
     The body is a JSON object without such a member of its own: what was parsed as a request has at least one member,
     and the guard has cut a client's own.
     """
-    exchange.outcome.engine_priority = None  # an earlier attempt's
+    exchange.outcome.engine_priority = None  # from an earlier attempt
     inference = exchange.inference
     endpoint = pick.endpoint
     now = cluster.priority.clock()

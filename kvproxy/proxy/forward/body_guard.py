@@ -1,11 +1,11 @@
-"""What is changed in a request body: fields by which engines talk to each other are cut out of an untrusted client's,
-and its own names for media are cut out or salted; a tenant's salt is put in, a model gets the name its engines know,
-and where the proxy tells engines the `priority` of a request, a client's own is cut out. Every other byte stays as the
-client sent it.
+"""Changes to a request body.
+
+Fields by which engines talk to each other are cut out of an untrusted client's, and its own names for media are cut out
+or salted; a tenant's salt is put in, a model gets the name its engines use, and where the proxy sends engines the
+`priority` of a request, a client's own is cut out. Every other byte stays as the client sent it.
 
 With `kv_transfer_params` and its like a client can crash a decoder or have another user's KV cache read into its own
-request: they are between proxies and engines.
-"""
+request: they are between proxies and engines."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from kvproxy.proxy.forward.request_body import START_BYTES
 from kvproxy.proxy.request.body import BodyUnchecked
 from kvproxy.proxy.request.exchange import Exchange, TopNames
 
-#: Fields no client may set: transfers of KV (vLLM) or encoder caches, which data-parallel rank serves, and by which key
-#: media are cached (SGLang).
+#: Fields no client may set: transfers of KV (vLLM) or encoder caches, the data-parallel rank, and keys of cached media
+#: (SGLang).
 CONTROL_FIELDS = frozenset(
     {
         "kv_transfer_params",
@@ -60,10 +60,10 @@ CONTROL_FIELDS = frozenset(
         "content_hash",
     }
 )
-#: Beginnings of further ones: SGLang's meeting point of prefill and decode, and where KV is pulled from.
+#: Prefixes of further ones: SGLang's meeting point of prefill and decode, and sources of KV.
 CONTROL_PREFIXES = ("bootstrap_", "remote_")
 
-#: Members that some versions of engines do not bear: kept by a scan for features that look at them.
+#: Members that some versions of engines reject: kept by a scan for the features that use them.
 EXAMINED_FIELDS = frozenset(
     {
         *("chat_template", "chat_template_kwargs", "echo", "logprobs", "n", "prompt", "prompt_embeds"),
@@ -73,7 +73,7 @@ EXAMINED_FIELDS = frozenset(
     }
 )
 
-#: vLLM copies the members of this one into the same place `kv_transfer_params` goes to.
+#: vLLM copies the members of this one to where `kv_transfer_params` go.
 _CARRIER = "vllm_xargs"
 _SALT = "cache_salt"
 _PRIORITY = "priority"
@@ -87,19 +87,19 @@ _LARGE_BYTES = 256 * 1024
 _MANY_COLONS = 20_000
 _RECODED_BYTES = 1024 * 1024
 _SLICE_BYTES = 512 * 1024
-#: Of a longer body the names are looked for beside its messages.
+#: In a longer body the names are searched for outside its messages.
 _SHORTENED_BYTES = 8 * 1024
 _PROMPT_NAMES = (b'"messages":', b'"prompt":', b'"input":')
 _SEPARATORS = (b",", b", ")
-#: APIs whose messages have media in content parts alone.
+#: APIs whose messages have media only in content parts.
 _CHATS = frozenset({RequestKind.CHAT, RequestKind.MESSAGES})
 _MAX_NUMBER_BYTES = 32
-_MAX_SALT_BYTES = 64 * 1024  # of a longer one the digest counts
+_MAX_SALT_BYTES = 64 * 1024  # a longer one is replaced by its digest
 _BOM = b"\xef\xbb\xbf"
 _NOT_UTF8 = "JSON is UTF-8 (RFC 8259), and in another encoding it cannot be checked"
 _LONGEST_NEEDLE = max(map(len, _SUSPICIOUS))
 
-#: How a body begins that may hold a JSON object, in UTF-16 and UTF-32 too. A form begins with its boundary's `--`.
+#: Beginnings of a body that may hold a JSON object, in UTF-16 and UTF-32 too. A form begins with its boundary's `--`.
 _MAY_BE_OBJECT = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf\xfe\xff]*+(?:\{|\Z)")
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -116,11 +116,12 @@ class BodyGuard:
         self._pace = asyncio.Lock()
 
     def looks_at(self, start: bytes, exchange: Exchange, headers: Headers) -> bool:
-        """Whether all of a body that begins so is needed. A form with files is no JSON: such uploads stream."""
+        """Return True if all of a body with this beginning is needed. A form with files is no JSON: such uploads
+        stream."""
         return (exchange.isolated or not exchange.trusted or exchange.tells_priority) and not _is_form(start, headers)
 
     def passes(self, body: bytes, exchange: Exchange) -> bool:
-        """Whether an engine may get it as it is, which is so for nearly every body."""
+        """Return True if an engine may get the body unchanged, as nearly always."""
         if exchange.isolated:
             return False
         if exchange.trusted and not exchange.tells_priority:
@@ -166,7 +167,7 @@ class BodyGuard:
     async def _without_priority(
         self, body: bytes, exchange: Exchange, *, encoded: bool, known: Members | None
     ) -> bytes:
-        """Return the body without a `priority`, which the exchange is told of if it is a trusted client's."""
+        """Return the body without a `priority`; a trusted client's value is kept in the exchange."""
         if _has_no_priority(body, known) or (encoded and exchange.trusted):
             return body
         if encoded:
@@ -202,28 +203,27 @@ def tenant_salt(tenant: str, own: str | None) -> str:
 
 
 def is_control(name: str) -> bool:
-    """Whether a top-level member of this name is between proxies and engines."""
+    """Return True if a top-level member of this name is between proxies and engines."""
     return name in CONTROL_FIELDS or name.startswith(CONTROL_PREFIXES)
 
 
 def is_guarded(name: str) -> bool:
-    """Whether the guard has to know of a top-level member of this name."""
+    """Return True if the guard needs a top-level member of this name."""
     return name in (_CARRIER, _SALT, _PRIORITY) or name in MEDIA_ROOTS or is_control(name)
 
 
 def is_examined(name: str) -> bool:
-    """Whether the guard or a feature has to know of it."""
+    """Return True if the guard or a feature needs this member."""
     return is_guarded(name) or name in EXAMINED_FIELDS
 
 
 def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
-    """Return a body, parsed as strict JSON, with the same names at its top and without its messages: what is left of a
-    long one is parsed in a tenth of the time. The body itself where they are not found as clients commonly write them.
+    """Return a body, parsed as strict JSON, with the same names at its top and without its messages, so that a long one
+    is parsed in a tenth of the time. The body itself if they are not found as clients commonly write them.
 
-    What is cut out are whole values in an array or the whole value of a member, and another one stands in their place:
-    the second quote of what is searched for ends a name (a text would go on behind it, and a quote within one has a
-    backslash before it), so a value begins right behind it. Whichever member that is, no other one is lost with it.
-    """
+    Only whole values in an array or the whole value of a member are cut out and replaced: the second quote of the
+    searched text ends a name (a text would go on behind it, and a quote within one has a backslash before it), so a
+    value begins right behind it. No other member is lost with it."""
     for separator in _SEPARATORS:
         values = separator.join(messages)
         for name in _PROMPT_NAMES:
@@ -241,8 +241,8 @@ def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
 
 
 def needs_no_change(body: bytes, known: Members | None = None, *, priority: bool = False) -> bool:
-    """Whether it surely holds no such field, nor a `priority` where that matters: by the guarded members that are
-    `known` from a scan, or by one strict parse of the names alone. False: it must be looked at."""
+    """Return True if the body surely holds no such field, nor a `priority` where that matters: by the guarded members
+    that are `known` from a scan, or by one strict parse of the names alone. False: it must be looked at."""
     if known is not None:
         named = (_CARRIER, _PRIORITY) if priority else (_CARRIER,)
         return not any(is_control(member.name) or member.name in named for member in known.found)
@@ -254,7 +254,7 @@ def _are_clients(names: Mapping[str, object]) -> bool:
     """None of them is between proxies and engines."""
     if not _NAMED.isdisjoint(names):
         return False
-    for name in names:  # noqa: SIM110 - a generator would cost more, and every request asks
+    for name in names:  # noqa: SIM110 - a generator would cost more, and every request runs this
         if name.startswith(CONTROL_PREFIXES):
             return False
     return True
@@ -396,8 +396,7 @@ async def with_salt(
 ) -> bytes:
     """Return the body, a JSON object, with the tenant's salt in place of the client's own. Raises Unchecked.
 
-    `own` is the client's salt where it is known already. What is no JSON object stays: no engine makes a prompt of it.
-    """
+    `own` is the client's salt if known already. A body that is no JSON object stays: no engine makes a prompt of it."""
     names = top_names(body) if known is None else None
     if names is not None and _SALT not in names:
         return _with_salt_in_front(body, tenant, own, last=not names)
@@ -450,7 +449,7 @@ def _in_utf8(body: bytes) -> bytes:
     try:
         return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
     except UnicodeError:
-        return b""  # nor can an engine read it
+        return b""  # an engine cannot read it either
 
 
 def _not_an_object(body: bytes, text: bytes) -> bytes:
@@ -461,7 +460,8 @@ def _not_an_object(body: bytes, text: bytes) -> bytes:
 
 
 async def _occurs(letters: Sequence[bytes], body: bytes) -> bool:
-    """Whether the letters of such a name occur anywhere, also in an escaped spelling; in slices, so that others run."""
+    """Return True if the letters of such a name occur anywhere, also in an escaped spelling; in slices, so that other
+    tasks run."""
     for at in range(0, len(body), _SLICE_BYTES):
         piece = body[at : at + _SLICE_BYTES + _LONGEST_NEEDLE]
         if any(needle in piece for needle in letters):
@@ -477,7 +477,8 @@ def _is_encoded(headers: Headers) -> bool:
 
 
 def _is_form(body: bytes, headers: Headers) -> bool:
-    """By its first bytes too: engines that read JSON whatever the header says would find what was not looked at."""
+    """Return True for a form, by its first bytes too: engines that read JSON despite the header would find unchecked
+    fields."""
     if _MAY_BE_OBJECT.match(body[:START_BYTES]):
         return False
     return any(

@@ -14,10 +14,10 @@ from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import read_usage, write_cached
 
-#: A longer answer, or event of a stream, is not held back: it goes on as it is.
+#: A longer answer, or event of a stream, is forwarded unchanged.
 MAX_HELD_BYTES = 1024 * 1024
 
-#: What the last event with a usage has, of those that are streamed. Generated text cannot: its quotes are escaped.
+#: Marks of the last event with a usage in a stream. Generated text cannot contain them: its quotes are escaped.
 _chat = re.compile(rb'"choices"\s?:\s?\[\]|"finish_reason"\s?:\s?"').search
 _LAST = {
     RequestKind.CHAT: _chat,
@@ -30,9 +30,9 @@ _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 @dataclass(frozen=True, slots=True)
 class CachedCounts:
-    """Whose counts are written, in all answers of a router."""
+    """Rewriting of cached-token counts in all answers of a router."""
 
-    predicted: bool  # also kvproxy's own, where the engine has none
+    predicted: bool  # also kvproxy's own, if the engine reports none
     metrics: Metrics
 
     def follow(self, exchange: Exchange, response: UpstreamResponse) -> CachedCount | None:
@@ -56,9 +56,9 @@ class CachedCount(msgspec.Struct, eq=False):
     _exchange: Exchange
     _kind: RequestKind
     streams: bool
-    _head: bytes = b""  # its first events: Anthropic's say the prompt's tokens there
-    _held: bytes = b""  # an event's beginning
-    _off: bool = False  # an event is too long
+    _head: bytes = b""  # its first events, in which Anthropic's count the prompt's tokens
+    _held: bytes = b""  # the beginning of an event
+    _off: bool = False  # an event was too long
 
     def next_piece(self, piece: bytes) -> bytes:
         """Return what of a stream goes down now: whole events."""

@@ -72,7 +72,7 @@ class _Next(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Forwarder:
-    """What every forwarded request shares."""
+    """Resources shared by all forwarded requests."""
 
     pool: UpstreamPool
     timeouts: Timeouts
@@ -126,13 +126,13 @@ class Forwarding(Placement, kw_only=True):
     _model: str
     _asking: Asking
     _delivery: Delivery
-    _earlier: Attempts | None = None  # once one failed
-    _holder: EndpointId | None = None  # of the history, once another endpoint proved not to know it
+    _earlier: Attempts | None = None  # set once an attempt failed
+    _holder: EndpointId | None = None  # endpoint with the history, once another one proved to lack it
     _last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
-    _suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known what is to blame
+    _suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until the blame is decided
     _task: asyncio.Task[object] | None = None
-    _asked_elsewhere: bool = False  # for a model that the first engine did not know
-    _given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
+    _asked_elsewhere: bool = False  # for a model that the first engine lacks
+    _given_back: str | None = None  # set when the endpoint became unhealthy: "" to be retried, else why it is not
 
     @classmethod
     def of(
@@ -310,7 +310,8 @@ class Forwarding(Placement, kw_only=True):
         self._last = HeldReply(pick.endpoint, response.status, headers, body)
 
     def _is_history_elsewhere(self, endpoint: Endpoint) -> bool:
-        """Whether another endpoint answered what the request goes on from: engines keep responses to themselves."""
+        """Return True if another endpoint answered the response that this request continues: engines keep responses to
+        themselves."""
         facts = self.exchange.facts
         if facts is None or self.exchange.inference is None or self.exchange.inference.continues is None:
             return False
@@ -319,13 +320,13 @@ class Forwarding(Placement, kw_only=True):
         return self._holder is not None and self._holder != endpoint.id
 
     def _not_here(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
-        """The endpoint does not know what the request goes on from; it is sent to the one that does."""
+        """Handle an endpoint without the history of the request: send it to the one that has it."""
         pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
         self._hold_reply(pick, response, body)
         return self._after_failure("history_elsewhere", self._why_no_retry(unprocessed=True))
 
     def _may_know_elsewhere(self, pick: Pick) -> bool:
-        """Whether another engine is to be asked for a model that this one may not know: once a request."""
+        """Return True if another engine may serve a model that this one lacks; once a request."""
         if self._asked_elsewhere or not self._model or self.exchange.inference is None:
             return False
         engine = pick.endpoint.engine
@@ -333,8 +334,8 @@ class Forwarding(Placement, kw_only=True):
         return any(one.engine is not engine and one.serves(self._model) for one in endpoints)
 
     def _unknown_model(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
-        """Return an adapter that this engine has not loaded, or has no more. Its answer is kept in case no other knows
-        it."""
+        """Handle an adapter that this engine has not loaded, or no longer has. Its answer is kept in case no other
+        engine has it."""
         self._asked_elsewhere = True
         pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
         engine = pick.endpoint.engine
@@ -344,12 +345,12 @@ class Forwarding(Placement, kw_only=True):
         return self._after_failure("unknown_model", self._why_no_retry(unprocessed=True))
 
     def _suspect(self, pick: Pick, how: str, now: float) -> None:
-        """The attempt failed; the endpoint is to blame if another one serves the request."""
+        """Suspect the endpoint of a failed attempt; it is to blame if another one serves the request."""
         pick.suspend(now)
         self._suspects.append((pick, how))
 
     def _blame_suspects(self, *, proven: bool = False) -> None:
-        """What fails in the same way on several endpoints and is served by none says nothing about any of them."""
+        """Blame the suspected endpoints, unless the request failed in the same way on several and none served it."""
         verdicts = self.cluster.verdicts
         now = self._shared.clock()
         suspects = self._suspects
@@ -369,11 +370,10 @@ class Forwarding(Placement, kw_only=True):
         return verdicts.is_spared(endpoint, self._model, reason=reason, client=client, now=now)
 
     def _give_back(self) -> None:
-        """The endpoint that this attempt waits on is unhealthy: interrupt the wait if that helps.
+        """Interrupt the wait on an unhealthy endpoint if that helps.
 
-        Without another endpoint to go to it may as well wait on, since verdicts on all of them are often wrong; without
-        budget the next failed probe asks again; one that can never be sent again ends now.
-        """
+        Without another endpoint to go to the attempt may as well wait on, since verdicts on all of them are often
+        wrong; without budget the next failed probe tries again; a request that can never be sent again ends now."""
         if self._given_back is not None or not self.cluster.may_serve(self._model, self._shared.clock()):
             return
         refusal = self._why_no_retry(unprocessed=False)
@@ -383,11 +383,11 @@ class Forwarding(Placement, kw_only=True):
             self._task.cancel()
 
     def _interrupted_by_give_back(self) -> bool:
-        """Whether the cancellation just caught is that of `_give_back` alone."""
+        """Return True if the cancellation just caught is that of `_give_back` alone."""
         return self._given_back is not None and self._task is not None and self._task.uncancel() == 0
 
     def _move_away(self, pick: Pick) -> _Next:
-        pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())  # its probes have judged the endpoint
+        pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())  # the endpoint has been judged by its probes
         self._last = error = EndpointUnhealthy(f"{pick.endpoint.id} became unhealthy before it answered")
         pick.endpoint.metrics.attempt_failure(error.reason)
         refusal = self._given_back or ""

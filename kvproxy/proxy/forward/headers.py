@@ -21,32 +21,32 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-#: A header line stays readable and small whatever the size of the cluster.
+#: A header line stays readable and small in any cluster.
 _MAX_DESCRIBED = 8
 _NAME = itemgetter(0)
 _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _USUAL_CONNECTION = frozenset({b"keep-alive", b"close", b"Keep-Alive", b"Close"})
 
-#: The data-parallel rank that a request is for, of vLLM and SGLang.
+#: Data-parallel rank for a request to vLLM and SGLang.
 RANK_HEADER = b"x-data-parallel-rank"
-#: What proxies and schedulers tell engines and their sidecars: the rank that serves, the engine that prefills, the one
-#: that KV is pulled from.
+#: Headers from proxies and schedulers to engines and their sidecars: the rank that serves, the engine that prefills,
+#: the one that KV is pulled from.
 ENGINE_HEADERS = frozenset(
     b"x-data-parallel-rank x-data-parallel-host-port x-prefiller-host-port x-encoder-hosts-ports "
     b"x-kv-cache-source-host-port".split()
 )
-#: Fields that each request has another value of.
+#: Fields that differ in each request.
 _OF_THIS_ONE = frozenset({b"content-length", b"traceparent", b"tracestate"})
-#: What clients send with every request is worked out once. It comes from them, so the memory starts over when it is
-#: full, and long heads are not kept. (A dict: every request asks.)
+#: Headers that clients repeat are converted once. They come from clients, so the cache starts over when it is full, and
+#: long heads are not kept. (A dict, since every request reads it.)
 _MAX_REMEMBERED = 1024
 _MAX_REMEMBERED_BYTES = 4096
 _Sent = tuple[tuple[bytes, bytes], ...]
 #: The fields as sent, the client's address and scheme, and whether it is trusted.
 _Sender = tuple[_Sent, str, str, bool]
 _OWN = b"x-kvproxy-"  # most names sort before it, which is the cheapest test
-#: Not for clients as an engine says it: its software, and addresses of its own network.
+#: Engine headers that are kept from clients: its software, and addresses of its own network.
 _NOT_FROM_ENGINES = HOP_BY_HOP | {b"server", b"location", b"content-location"}
 
 
@@ -80,13 +80,12 @@ def _set_apart(headers: Headers, names: frozenset[bytes]) -> tuple[_Sent, dict[b
 
 
 class RequestHeaders:
-    """Makes the client's headers ready for an engine.
+    """Conversion of the client's headers for an engine.
 
-    Hop-by-hop headers and `dropped` ones go; Host and body framing are the pool's business. `x-forwarded-*`, `via`,
-    request id and a W3C trace parent (the client's if it is valid, else a new one) come in. Credentials are chosen per
-    attempt. What is between proxies and engines, `x-kvproxy-*` included, passes from trusted clients only, save for
-    `own`: headers a filter of this proxy sets.
-    """
+    Hop-by-hop headers and `dropped` ones are removed; the pool sets Host and body framing. `x-forwarded-*`, `via`,
+    request id and a W3C trace parent (the client's if it is valid, else a new one) are added. Credentials are chosen
+    per attempt. Headers between proxies and engines, `x-kvproxy-*` included, pass from trusted clients only, save for
+    `own`: headers a filter of this proxy sets."""
 
     def __init__(
         self, *, request_id_header: bytes = b"x-request-id", dropped: Iterable[bytes] = (), own: Iterable[bytes] = ()
@@ -128,7 +127,8 @@ class RequestHeaders:
     def _remember(self, sender: _Sender) -> ClientFields:
         fields = ClientFields(self._pass_on(*sender))
         fields.sent = frozenset(map(_NAME, sender[0]))
-        sent_bytes = sum(len(name) + len(value) for name, value in sender[0])  # also what is not passed on is kept
+        # headers that are not forwarded are kept as well
+        sent_bytes = sum(len(name) + len(value) for name, value in sender[0])
         if sent_bytes <= _MAX_REMEMBERED_BYTES:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
@@ -180,8 +180,8 @@ class ClientFields(RepeatedFields):
     def __init__(self, headers: Headers) -> None:
         super().__init__(headers)
         self._anonymous: ClientFields | None = None
-        self.rank = dict(headers).get(RANK_HEADER)  # the data-parallel rank it asks for
-        self.sent: Collection[bytes] = ()  # names, of what was passed on and what was not
+        self.rank = dict(headers).get(RANK_HEADER)  # data-parallel rank in the request
+        self.sent: Collection[bytes] = ()  # names of all headers received
 
     @property
     def anonymous(self) -> ClientFields:

@@ -18,15 +18,15 @@ from kvproxy.base.json_scan import Edit, Member, Span, Steps, cut_members, find_
 MEDIA_NAMES = frozenset({"uuid", "content_hash", "mm_hashes", "mm_content_hashes"})
 #: Roots whose members are all media: SGLang's own API, and vLLM's of rendered prompts.
 _ALL_MEDIA = frozenset({"features", "image_data", "video_data", "audio_data"})
-#: Members of a body that hold messages, or inputs to embed or score; all other ones stay as they are.
+#: Members of a body that hold messages, or inputs to embed or score; all others stay as they are.
 MEDIA_ROOTS = _ALL_MEDIA | {
     *("messages", "input", "documents", "query", "queries", "items"),
     *("data_1", "data_2", "text_1", "text_2"),
 }
 _UUID = "uuid"
-_ESCAPE = rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])"  # of one of their letters, which no encoder writes
+_ESCAPE = rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])"  # an escape of one of their letters, which no encoder writes
 _OR_ESCAPED = rb"[a-z_]{0,15}+" + _ESCAPE
-#: Such a name, or one that may be with its escapes read. By first letter, for most strings begin with another one.
+#: Such a name, or an escaped string that may be one. By first letter, since most strings begin with another one.
 _named = re.compile(
     rb'"(?:u(?:uid"|%(or)b)|m(?:m_(?:content_)?hashes"|%(or)b)|c(?:ontent_hash"|%(or)b)|%(escape)b)'
     % {b"or": _OR_ESCAPED, b"escape": _ESCAPE}
@@ -40,9 +40,9 @@ _OF_PARTS = frozenset(
         *("image_embeds", "audio_embeds", "image_pil"),
     }
 )
-#: Arguments of tool calls: a client's own data, which a prompt prints.
+#: Arguments of tool calls: a client's own data, which the prompt contains.
 _ARGUMENTS = frozenset({"input", "arguments"})
-#: No engine looks for media deeper than in a tool's answer.
+#: No engine searches for media deeper than in a tool's answer.
 _MAX_DEPTH = 12
 _MAX_ITEMS = 1_000_000
 _CONTAINERS = (b"{", b"[")

@@ -1,4 +1,4 @@
-"""What the router counts once per request. Children are looked up once and kept."""
+"""Router metrics counted once per request. Children are looked up once and kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvproxy.proxy.metrics import CacheUseMetrics, RequestMetrics
 from kvproxy.proxy.request.exchange import RESULTS, Exchange, Outcome, result_of
 from kvproxy.proxy.request.observer import RequestObserver
 
-#: Pairs of model and tenant told apart; further ones are counted together.
+#: Pairs of model and tenant counted one by one; further ones are counted together.
 MAX_PAIRS = 200
 
 
@@ -61,7 +61,7 @@ class RouteMetrics(RequestObserver):
         self.catalog = catalog
         self._of = clusters
         self._aliases = frozenset(route.model for route in routes if route.model and not route.model.endswith("*"))
-        self._served = served  # by the engines' own lists, which are bounded
+        self._served = served  # from the engines' own lists, which are bounded
         self._clusters: dict[str, _ClusterSeries] = {}
         self._ends: dict[str, CounterCell] = {}
         self._savings = Savings(catalog)
@@ -152,7 +152,7 @@ class RouteMetrics(RequestObserver):
 
 
 class Savings:
-    """What cached prompts spared the engines: tokens and seconds of prefill by model and tenant.
+    """Prefill saved by cached prompts: tokens and seconds by model and tenant.
 
     Counted for the requests whose engine reported that it had some of the prompt cached; seconds only where the prompt
     was known before the pick, since the speeds that price them are learned from such requests alone."""

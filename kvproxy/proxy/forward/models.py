@@ -26,31 +26,31 @@ log = logging.getLogger(__name__)
 
 PATH = "/v1/models"
 _TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=2.0, idle_s=2.0)
-#: Of one engine's list, and its objects and lists together (a model has three).
+#: Bounds of one engine's list, and on its objects and lists together (a model has three).
 _MAX_LIST_BYTES = 1024 * 1024
 _MAX_LIST_VALUES = 20_000
-#: A list is answered from memory for this long, so that a busy client does not multiply into every engine.
+#: How long a list is reused, so that a busy client does not multiply into every engine.
 _FRESH_S = 2.0
-#: Clients whose own lists are remembered meanwhile.
+#: Clients whose own lists are kept meanwhile.
 _MAX_CLIENTS = 256
 _REFUSALS = frozenset({401, 403})
 #: Paths that change which adapters an engine lists.
 ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
-#: Models told apart by metrics although no configuration names them, and the longest name of one.
+#: Bounds on models that only engines name, for metrics, and on the length of a name.
 MAX_LISTED = 50
 MAX_NAME = 200
-#: The engines are asked so long after a request for a model that is not known, and not again before that much later.
+#: Delay from a request for an unknown model to the next query of the engines, and least pause between these.
 DELAY_S = 1.0
 AGAIN_S = 60.0
-#: Engines that have adapters are asked again after so long: adapters are loaded and unloaded while they run.
+#: Interval of queries to engines with adapters, which are loaded and unloaded at run time.
 FOLLOW_S = 30.0
 
 Row = dict[str, Any]
 
 
 def is_asked_for(scope: Scope) -> bool:
-    """Whether this is `GET /v1/models`, or `/v1/models/NAME`."""
+    """Return True for `GET /v1/models` and `/v1/models/NAME`."""
     return scope["method"] == "GET" and scope["path"][len(PATH) :][:1] in ("", "/")
 
 
@@ -101,7 +101,7 @@ class ModelList:
         self._pool = pool
         self._metrics = metrics
         self._clock = clock
-        self._open = _NOTHING  # what engines list without a client's credential
+        self._open = _NOTHING  # lists that engines return without a client's credential
         self._fresh_until = float("-inf")
         self._asking: asyncio.Task[_Merged] | None = None
         self._by_client: TTLCache[bytes, _Merged] = TTLCache(_MAX_CLIENTS, _FRESH_S, timer=clock)
@@ -180,7 +180,7 @@ class ModelList:
             self._fresh_until = self._clock() + (_FRESH_S if answered else 0.0)
 
     def has_adapters(self) -> bool:
-        """Whether some engine listed one."""
+        """Return True if some engine listed an adapter."""
         return any(cluster.adapters.names for cluster in self._clusters)
 
     async def _ask_all(self) -> _Merged:
@@ -189,7 +189,7 @@ class ModelList:
         rows: dict[str, Row] = {}
         closed = []
         for (cluster, engine), answer in zip(engines, answers, strict=True):
-            if answer.rows:  # otherwise it did not answer, and what was known goes on
+            if answer.rows:  # otherwise it did not answer, and its last list stays in use
                 names = [str(row.get("id", "")) for row in answer.rows if row.get("parent")]
                 cluster.adapters.observe_list(str(engine.id), engine.adapters, listed=names)
             elif answer.status and engine.authorization is None:
@@ -289,7 +289,8 @@ class ServedModels:
             await asyncio.gather(self._asking, return_exceptions=True)
 
     def serves(self, model: str) -> bool:
-        """Whether some engine listed it when they were asked last. A model that none did has them asked, later."""
+        """Return True if some engine listed the model in its last answer. An unlisted model causes a new query,
+        later."""
         if model in self._listed:
             return True
         if self._loop is not None and (now := self._clock()) >= self._again_at:
@@ -312,7 +313,7 @@ class ServedModels:
         except Exception:
             log.exception("the engines' lists of models cannot be read")
             names = set()
-        if names:  # otherwise no engine answered, and what was known goes on
+        if names:  # otherwise no engine answered, and the last lists stay in use
             self._listed = frozenset(sorted(names, key=lambda name: (name not in self._listed, name))[:MAX_LISTED])
         if self._change():
             self._ask_after(self._follow_s)

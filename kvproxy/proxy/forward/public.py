@@ -1,5 +1,5 @@
-"""Which paths clients may ask for, and what is answered before anything is routed: pages of the proxy's own, and paths
-that are not public. Engines have many more: those load adapters, clear caches, stop the engine."""
+"""Public paths and their answers before routing: pages of the proxy's own, and refusals. Engines have many more paths,
+which load adapters, clear caches or stop the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import clusters_without_endpoint
 from kvproxy.proxy.request.error_reply import local_reply
 
-#: Inference and what clients need beside it, as vLLM, SGLang and their like call it.
+#: Inference, and paths that clients need beside it, by their names in vLLM, SGLang and the like.
 DEFAULT_PATHS = (
     "/v1/chat/completions",
     "/v1/chat/completions/batch",
@@ -66,7 +66,7 @@ class PublicSide:
         clock: Clock,
     ) -> None:
         self._paths = paths
-        #: Most requests ask for one of these; they need no further look.
+        #: Most requests have one of these paths; they need no further test.
         self.exact = paths.exact - {health_path}
         self._health_path = health_path
         self._clusters = clusters
@@ -74,7 +74,7 @@ class PublicSide:
         self._clock = clock
 
     async def answered(self, scope: Scope, send: Send) -> bool:
-        """Whether this request, whose path is not among `exact`, was answered here."""
+        """Answer a request whose path is not among `exact` if it is not to be routed; return True if so."""
         path = scope["path"]
         reads = scope["method"] in ("GET", "HEAD")
         if path == self._health_path and not reads:
@@ -133,8 +133,8 @@ def _below(path: str, prefix: str) -> bool:
 
 
 def has_dot_segment(path: str) -> bool:
-    """Whether a decoded path has a segment `.` or `..`, which the next server may resolve to another path. What
-    follows a `;` are a segment's parameters to some (RFC 3986 3.3)."""
+    """Return True if a decoded path has a segment `.` or `..`, which the next server may resolve to another path. Some
+    servers take the part after `;` as the segment's parameters (RFC 3986 3.3)."""
     if "/." not in path and "\\" not in path:
         return False
     return any(segment.partition(";")[0] in (".", "..") for segment in path.replace("\\", "/").split("/"))

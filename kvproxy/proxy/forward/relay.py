@@ -21,19 +21,19 @@ from kvproxy.proxy.request.error_reply import error_event
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import ERROR_MARK, error_status, read_response_id, read_usage
 
-#: Of an answer's end, what is looked at of all pieces but the last.
+#: Bytes examined of an answer's end, in all pieces but the last.
 TAIL_BYTES = 16 * 1024
-#: Pieces its last events may come in, however the network cuts them.
+#: Pieces that may hold its last events, wherever the network cuts them.
 LAST_PIECES = 4
 _NO_PIECES = deque[bytes](maxlen=0)
-#: That end an event.
+#: End of an event.
 _BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
 #: Content types of answers that may count tokens.
 _TELLING = (b"application/json", b"text/event-stream")
 
-#: Most unary replies are over by then and need no watcher (a task waiting on `receive` costs 11 us).
+#: Most unary replies are complete by then and need no watcher (a task waiting on `receive` costs 11 us).
 ARM_DELAY_S = 0.02
-#: Where armed watchers wait for their delay to pass.
+#: Watchers whose delay has not passed.
 Arming = SharedTimer["DisconnectWatcher"]
 
 
@@ -48,15 +48,16 @@ class Relay(msgspec.Struct, eq=False):
     _response: UpstreamResponse
     _downstream: Downstream
     _post: bool = False
-    _count: CachedCount | None = None  # None: answers go down as they are
-    #: Called before the first piece that is an event, where comments came before it: they are no sign of a token.
+    _count: CachedCount | None = None  # None: answers are forwarded unchanged
+    #: Called before the first piece with an event, since comments before it do not mean a token.
     on_event: Callable[[], None] | None = None
     _first: bytes = b""
-    _last: deque[bytes] = _NO_PIECES  # of a stream, until its end; of any other answer all there is
-    _failure: Exception | None = None  # of a piece that could not be passed on
+    _last: deque[bytes] = _NO_PIECES  # of a stream, its end; of any other answer all pieces
+    _failure: Exception | None = None  # from a piece that could not be forwarded
 
     async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
-        """Return the failure that cut the response short; None when it was complete. The client knows either way."""
+        """Return the failure that cut the response short; None when it was complete. The client has been notified
+        either way."""
         response = self._response
         downstream = self._downstream
         outcome = self._exchange.outcome
@@ -87,7 +88,7 @@ class Relay(msgspec.Struct, eq=False):
                         if count is None or (piece := count.next_piece(piece)):
                             await downstream.write(piece, more=True)
                 chunk = b""
-            if rest := response.take():  # complete: what came since the last piece goes with it
+            if rest := response.take():  # complete: the bytes after the last piece go with it
                 chunk += rest
         except UpstreamError as error:
             if self._failure is not None:
@@ -132,7 +133,7 @@ class Relay(msgspec.Struct, eq=False):
         response = self._response
         pieces = [first]
         held_bytes = len(first)
-        with contextlib.suppress(UpstreamError):  # told behind what came before it
+        with contextlib.suppress(UpstreamError):  # reported behind the bytes before it
             while not response.complete and held_bytes <= MAX_HELD_BYTES:
                 pieces.append(await response.next_chunk())
                 held_bytes += len(pieces[-1])
@@ -141,7 +142,8 @@ class Relay(msgspec.Struct, eq=False):
         return b"".join(pieces)
 
     def _pass_on(self, piece: bytes) -> bool:
-        """A piece has arrived while the task waits for one; False: the task has to take it, and wait for the client."""
+        """Forward a piece that arrived while the task waits for one; False: the task has to take it, and wait for the
+        client."""
         downstream = self._downstream
         connection = downstream.connection
         if connection is None or not connection.writable:
@@ -155,20 +157,21 @@ class Relay(msgspec.Struct, eq=False):
                 downstream.sent_bytes += len(piece)
             else:
                 downstream.write_now(piece)
-        except Exception as error:  # noqa: BLE001 - the task that waits raises it, as if it had written
+        except Exception as error:  # noqa: BLE001 - the waiting task raises it, as if it had written
             self._failure = error
             self._response.abort()
         return True
 
     async def _tell_broken(self, headers: Headers, error: UpstreamError) -> None:
-        """An event stream that broke between two events ends with an error event; anything else is left incomplete,
+        """End an event stream that broke between two events with an error event. Any other answer is left incomplete,
         which cuts the connection: clients drop an unfinished event."""
         self._exchange.outcome.end = "upstream_died"
         if not is_event_stream(headers):
             return
         kind = self._exchange.inference.kind if self._exchange.inference else None
         tail = b"".join(self._last)[-4:]
-        if self._count is None and tail and not tail.endswith(_BLANK_LINES):  # with it only whole events went down
+        # with a count only whole events were forwarded
+        if self._count is None and tail and not tail.endswith(_BLANK_LINES):
             return
         message = "The engine failed in the middle of this response."
         event = error_event(kind, message=message, reason=error.reason)
@@ -178,12 +181,12 @@ class Relay(msgspec.Struct, eq=False):
 def read_end(
     exchange: Exchange, status: int, headers: Headers, *, first: bytes, tail: bytes, post: bool
 ) -> UpstreamError | None:
-    """Return what an answer's `first` piece and its `tail` say: token counts, for the outcome, or the error
-    that it is."""
+    """Read an answer's `first` piece and its `tail`: store token counts in the outcome, or return the reported
+    error."""
     inference = exchange.inference
     outcome = exchange.outcome
     if inference is None:
-        if not (post and _may_tell_usage(headers)):  # no body hides it
+        if not (post and _may_tell_usage(headers)):  # its usage is not in a readable body
             return None
     elif status == 200 and ERROR_MARK in tail and (reported := error_status(tail)) is not None:
         if reported >= 500:  # else a client's mistake, found late
@@ -226,11 +229,11 @@ def new_arming(delay_s: float = ARM_DELAY_S) -> Arming:
 
 
 class DisconnectWatcher(msgspec.Struct, eq=False):
-    """Cancels the task it was armed in when the client is gone: our listener tells it, under another `receive` does.
+    """Watcher that cancels the task it was armed in when the client leaves, as reported by our listener or, under
+    another, by `receive`.
 
     The request body must have been read before arming. Works like `asyncio.timeout`: the task that catches the
-    cancellation asks `caused_cancellation()` whether it was this watcher's, and re-raises it otherwise.
-    """
+    cancellation calls `caused_cancellation()` to find out whether it was this watcher's, and re-raises it otherwise."""
 
     _connection: ClientConnection | None  # None: another server's client
     _receive: Receive
@@ -257,7 +260,7 @@ class DisconnectWatcher(msgspec.Struct, eq=False):
             self._arming.remove(self)
 
     def caused_cancellation(self) -> bool:
-        """Whether the cancellation just caught came from here and from nowhere else."""
+        """Return True if the cancellation just caught came from here and from nowhere else."""
         return self.gone and self._task is not None and self._task.uncancel() == 0
 
     def start(self) -> None:

@@ -12,17 +12,17 @@ from starlette.types import Receive
 from kvproxy.base.types import Headers
 from kvproxy.proxy.request.body import BodyTooLarge, BodyTooSlow, ClientLeft, HeldBodies, Pieces
 
-#: What must have arrived of an upload (or all of a shorter one) before an engine is bothered with it.
+#: Bytes of an upload (or all of a shorter one) that must have arrived before an engine gets it.
 START_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
 class Uploads:
-    """What bounds the uploads of all requests. At most `max_streams` are streamed at once, so that clients that send
-    slowly cannot take every connection to the engines; further ones are collected whole first."""
+    """Bounds on the uploads of all requests. At most `max_streams` are streamed at once, so that slow clients cannot
+    take every connection to the engines; further ones are collected whole first."""
 
     limit_bytes: int
-    timeout_s: float  # all that may be waited for one client's bytes
+    timeout_s: float  # total wait for one client's bytes
     held: HeldBodies
     max_streams: int
     streams: int = 0
@@ -37,7 +37,7 @@ class RequestBody(msgspec.Struct, eq=False):
 
     _receive: Receive
     _uploads: Uploads
-    #: All of it, once it is there; what an attempt gets.
+    #: The whole body, once it has arrived.
     whole: bytes | None
     #: The body has been read to its end, so that the next message can only be a disconnect.
     consumed: bool = True
@@ -72,7 +72,7 @@ class RequestBody(msgspec.Struct, eq=False):
 
     @property
     def replayable(self) -> bool:
-        """Whether an attempt may be followed by another one."""
+        """True if another attempt may follow."""
         return not self._started
 
     @property

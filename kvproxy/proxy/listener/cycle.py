@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 #: Unread request body held for a slow app before reading from the client pauses.
 HIGH_WATER_BYTES = 64 * 1024
-#: What a piece of it counts for besides: a million chunks of one byte are no megabyte.
+#: Cost of a piece besides its bytes: a million chunks of one byte are no megabyte.
 _PIECE_BYTES = 64
 #: A smaller piece is copied behind its head, which costs less than another buffer of a write.
 _JOINED_BYTES = 16 * 1024
 _BODILESS = frozenset({204, 304})
 _INTERNAL_ERROR = b"Internal Server Error"
 
-#: What a header name may have, and what a head may have besides the ends of its lines.
+#: Characters of a header name, and of a head without the ends of its lines.
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz"
 _TEXT = b"\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
 _NAME = itemgetter(0)
@@ -47,11 +47,11 @@ class Connection(Protocol):
     waiters: list[asyncio.Future[None]]
 
     def pause_reading(self) -> None:
-        """A slow app has enough of the request body."""
+        """Pause reading: a slow app holds enough of the request body."""
         ...
 
     def read_on(self) -> None:
-        """The app took what there was of the body."""
+        """Resume reading after the app took the body's pieces."""
         ...
 
     def unwanted(self, size_bytes: int) -> None:
@@ -71,11 +71,11 @@ class Connection(Protocol):
         ...
 
     def response_ended(self, cycle: RequestCycle) -> None:
-        """The response is complete."""
+        """Handle the end of the response."""
         ...
 
     def close(self) -> None:
-        """What was written still goes out, nothing else."""
+        """Close the connection after the bytes already written."""
         ...
 
 
@@ -98,17 +98,17 @@ class RequestCycle(msgspec.Struct, eq=False):
     body_complete: bool = False  # all of the request arrived
     response_started: bool = False
     response_complete: bool = False
-    ends_by_close: bool = False  # the response, for want of a length and of chunks
+    ends_by_close: bool = False  # the response has neither a length nor chunks
     task: asyncio.Task[None] | None = None
     _pieces: list[bytes] = []
     _buffered_bytes: int = 0
     _arrived_bytes: int = 0
-    _body_taken: bool = False  # with its end
+    _body_taken: bool = False  # all of the body was read
     _on_disconnect: Callable[[], None] | None = None
     _head: bytes = b""  # encoded, not written yet
     _bodiless: bool = False
     _chunked: bool = False
-    _left_bytes: int | None = None  # of the body, as its length announced it
+    _left_bytes: int | None = None  # of the body, by the announced length
 
     async def run(self, app: Any, scope: Any) -> None:
         """Lets the app answer; one that breaks the rules is logged, and its client gets 500 or a cut connection.
@@ -119,7 +119,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             await app(scope, self.receive, self.send)
             if not self.response_complete and not self.disconnected:
                 self._break_off(scope)
-        except BaseException as error:  # whatever it raises, also when the drain cancelled it
+        except BaseException as error:  # any error, also when the drain cancelled it
             logger.error("Exception in ASGI application\n", exc_info=error)
             self._fail()
         finally:
@@ -127,7 +127,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             if self.task is not None:
                 self._connection.tasks.discard(self.task)
 
-    # what the connection says
+    # calls from the connection
 
     @property
     def full(self) -> bool:
@@ -149,7 +149,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             self._connection.wake()
 
     def client_left(self) -> None:
-        """The response has no reader any more."""
+        """Record that the client left."""
         if not self.disconnected and not self.response_complete:
             self.disconnected = self.writable = True
             self._head = b""
@@ -254,7 +254,7 @@ class RequestCycle(msgspec.Struct, eq=False):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _send_continue(self) -> None:
-        """The interim answer, unless the client did not wait for it."""
+        """Send the interim answer, unless the client did not wait for it."""
         self._expects_continue = False
         if not (self._pieces or self.body_complete or self.disconnected):
             self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -263,8 +263,9 @@ class RequestCycle(msgspec.Struct, eq=False):
         if self.response_started:
             raise RuntimeError("the response has started already")
         if not self.body_complete and self.keep_alive:
-            # A client that waits for "100 Continue" may send its body now or not: what follows could be either. The
-            # rest of a long body costs the connection: a client that is not told would send its next request there.
+            # A client that waits for "100 Continue" may or may not send its body now: the next bytes could be either.
+            # Unless the client is told, it sends its next request behind the rest of a long body, so the connection is
+            # closed.
             self.keep_alive = not self._expects_continue and self._connection.may_read_rest(self._arrived_bytes)
         self._expects_continue = False
         self._bodiless = status in _BODILESS or self._head_request
@@ -289,7 +290,8 @@ class RequestCycle(msgspec.Struct, eq=False):
             self._connection.transport.write(head)
 
     def _break_off(self, scope: Any) -> None:
-        """The app returned too early: after a head on purpose, since only a broken connection tells the client then."""
+        """Break off after an app that returned too early; after a head only a broken connection reveals that to the
+        client."""
         target = f"{scope['method']} {scope['raw_path'][:200].decode('ascii', 'backslashreplace')}"
         if self.response_started:
             logger.warning("the answer to %s broke off: its client's connection is cut", target)
@@ -332,7 +334,7 @@ def encode_head(
     fields = list(headers)
     names = list(map(_NAME, fields))
     unsafe = b"".join(names).translate(None, _TOKEN)
-    if unsafe:  # a capital letter, or none that a name may have
+    if unsafe:  # a capital letter, or one that no name may have
         fields = [(name.lower(), value) for name, value in fields]
         names = [name for name, _ in fields]
         unsafe = b"".join(names).translate(None, _TOKEN)
@@ -350,8 +352,8 @@ def encode_head(
         lines.append(b"connection: close")
     lines.append(b"\r\n")
     head = b"\r\n".join(lines)
-    # One look at everything joined costs a tenth of a check per field: without all that it may have, our own ends of
-    # its lines are left.
+    # One check of the joined head costs a tenth of a check per field: without all allowed characters, only our own line
+    # ends are left.
     if unsafe or b"" in names or head.translate(None, _TEXT) != b"\r\n" * len(lines):
         raise RuntimeError("a response head with a status or with characters that are not allowed")
     return head, length_bytes, keep_alive
@@ -378,7 +380,7 @@ def error_response(status: HTTPStatus, message: str, *, reason: str, path: str =
 
 
 def raw_error(status: HTTPStatus, message: str, *, date: bytes) -> bytes:
-    """Return the answer to what is no request: no path says which API the client speaks."""
+    """Return the answer to invalid input, which has no path and so no API whose format it could follow."""
     headers, body = error_response(status, message, reason=status.name.lower())
     head, _, _ = encode_head(status.value, headers, bodiless=False, http_1_0=False, keep_alive=False, date=date)
     return head + body

@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 
-#: Turns of the loop from accepting a connection until its transport is made, and one more.
+#: Turns of the loop from accepting a connection until its transport is made, plus one.
 _QUIET_TURNS = 4
 _SO_ATTACH_FILTER = 26  # Linux
 #: A classic BPF program on the TCP header: drop a segment with SYN and without ACK, and take all others.

@@ -24,9 +24,9 @@ MAX_FRAMING_BYTES = 64 * 1024
 _CHUNK_FRAMING_BYTES = 16
 #: A longer head is parsed each time, whether or not the client repeats it.
 _MAX_REPEATED_BYTES = 4096
-#: A client that sends so many heads without a repetition is not expected to begin.
+#: After this many heads without a repetition the client is not expected to repeat one.
 _PATIENCE = 8
-#: Header fields the parser looks at.
+#: Header fields the parser uses.
 _NOTED = frozenset({b"host", b"expect", b"transfer-encoding"})
 _LENGTH_FIELD = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)\r\n", re.IGNORECASE)
 _LARGE_HEAD = "the request head is too large"
@@ -68,7 +68,7 @@ class ListenerLimits:
 
 
 class BadRequest(Exception):
-    """What arrived is refused with this status and text; the parser takes nothing more."""
+    """Input refused with this status and text; the parser takes nothing more."""
 
     def __init__(self, status: HTTPStatus, text: str) -> None:
         super().__init__(text)
@@ -84,7 +84,7 @@ class BodySink(Protocol):
 
 
 class RequestOpener(Protocol):
-    """The connection, told about each request once its head is complete."""
+    """Receiver of each request whose head is complete: the connection."""
 
     def open_request(self, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> BodySink:
         """Return the sink of its body. `scope` is the request's ASGI scope."""
@@ -114,17 +114,17 @@ class RequestParser:
 
     def __init__(self, opener: RequestOpener, limits: ListenerLimits, *, base_scope: Scope, root_path: str) -> None:
         self.in_head = False  # a request began, and its head is not complete
-        self.head_began = False  # since the connection looked
-        self.dropped_bytes = 0  # behind a request after which the connection closes
+        self.head_began = False  # since the connection's last check
+        self.dropped_bytes = 0  # behind the connection's last request
         self._opener: RequestOpener | None = opener
         self._limits = limits
         self._base_scope = base_scope
         self._root_path = root_path
-        self._arrived: list[bytes] = []  # of a body, in what is being parsed
+        self._arrived: list[bytes] = []  # body pieces in the bytes being parsed
         self.on_body = self._arrived.append  # bound to C: a burst of small chunks costs one call each
         self._parser: Any = httptools.HttpRequestParser(self)
-        self._sink: BodySink | None = None  # of the request that is being read
-        self._last = False  # no request follows the one that is being read, or was
+        self._sink: BodySink | None = None  # of the current request
+        self._last = False  # no request follows the current one
         self._url = b""
         self._headers: Headers = []
         self._hosts = 0
@@ -132,8 +132,8 @@ class RequestParser:
         self._expects_continue = False
         self._head_bytes = 0
         self._framing_bytes = 0  # since the last byte of a body
-        self._fair_bytes = 0  # of what is being parsed: heads, bodies and what chunks must cost
-        self._target = (b"", "", b"", b"")  # the last URL and what became of it: clients repeat themselves
+        self._fair_bytes = 0  # of the bytes being parsed: heads, bodies and unavoidable framing
+        self._target = (b"", "", b"", b"")  # the last URL and its parts, since clients repeat them
         self._repeated: _RepeatedHead | None = None
         self._patience = _PATIENCE
 
@@ -152,7 +152,7 @@ class RequestParser:
         except httptools.HttpParserError as error:
             if not self._last or self._sink is not None:
                 raise _as_bad_request(error) from None
-            self.dropped_bytes += 1  # at least: the parser does not tell where it stopped
+            self.dropped_bytes += 1  # at least: the parser does not report where it stopped
             return
         if self._arrived:
             self._hand_over()
@@ -187,7 +187,7 @@ class RequestParser:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.in_head:
-            return  # a trailer field, which must not pass for one of the head (RFC 9110 6.5.1)
+            return  # a trailer field, which must not count as one of the head (RFC 9110 6.5.1)
         name = name.lower()
         if name in _NOTED:
             self._note(name, value)
@@ -199,7 +199,7 @@ class RequestParser:
     def on_headers_complete(self) -> None:
         parser = self._parser
         if parser.should_upgrade():
-            return  # declined by _execute once the parser let go of it
+            return  # declined by _execute after the parser has returned
         self._fair_bytes += self._checked_head_bytes()
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
@@ -238,7 +238,7 @@ class RequestParser:
         """Return the size of the head that is complete; raises BadRequest beyond the limit."""
         most = self._limits.max_head_bytes
         head_bytes = self._head_bytes
-        if head_bytes > min(most, MAX_FRAMING_BYTES):  # of the head, or of what came with it
+        if head_bytes > min(most, MAX_FRAMING_BYTES):  # of the head, or of the bytes that came with it
             head_bytes = len(self._url) + 32 + sum(len(name) + len(value) + 4 for name, value in self._headers)
             if head_bytes > most:
                 raise BadRequest(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _LARGE_HEAD)
@@ -308,10 +308,9 @@ class RequestParser:
     # heads that repeat
 
     def _remember(self, data: bytes | memoryview) -> None:
-        """Keep the head of a request that came alone and whole, to know it again.
+        """Keep the head of a request that came alone and whole, to recognise it again.
 
-        Only a head with a content-length: what else frames a body, or asks for more than an answer, is parsed.
-        """
+        Only a head with a content-length and nothing special; all others are parsed."""
         end = bytes(data).find(b"\r\n\r\n") + 4
         digits = _LENGTH_FIELD.search(data, 0, end)
         if digits is None or self._last or self._expects_continue or self._codings or end > _MAX_REPEATED_BYTES:

@@ -19,24 +19,23 @@ from kvproxy.proxy.listener.parser import BadRequest, ListenerLimits, RequestPar
 
 #: Of a body that goes on after its answer; one that does not end there costs its connection.
 MAX_UNWANTED_BYTES = 1024 * 1024
-#: Connections beyond the bound that still get a 503; further ones are closed without a word.
+#: Connections beyond the bound that still get a 503; further ones are closed without an answer.
 _REFUSED_POLITELY = 256
-#: What may be many pipelined requests is parsed in pieces of this size, as their turn comes. A head is rarely longer,
-#: and bodies as a rule hold no carriage return: most requests are parsed in one piece, however long.
+#: Pieces in which possible pipelined requests are parsed, as their turn comes. A head is rarely longer, and bodies
+#: usually have no carriage return: most requests are parsed in one piece, however long.
 _PIECE_BYTES = 2048
 
-#: However much a client still sends after its last answer, it is cut after this long.
+#: A client that still sends after its last answer is cut after this long.
 LONGEST_S = 30.0
-#: Nor is more than this of it dropped, however fast it comes: about twice the largest body that is usually taken.
+#: Upper bound on the bytes dropped from it: about twice the usual limit of a body.
 MOST_BYTES = 64 * 1024 * 1024
 
 
 class ClientProtocol(asyncio.Protocol):
-    """The asyncio protocol of one client connection, as uvicorn's server makes and keeps it.
+    """Asyncio protocol of one client connection, as uvicorn's server makes and keeps it.
 
     Pipelined requests are parsed a few ahead and answered in order. One timer looks now and then whether a head is late
-    or the connection idle for too long. What ends the connection is told to every app that still answers on it.
-    """
+    or the connection idle for too long. The end of the connection is reported to every app that still answers on it."""
 
     def __init__(
         self,
@@ -56,7 +55,8 @@ class ClientProtocol(asyncio.Protocol):
         self.tasks = server_state.tasks
         self.dates = dates or HttpDate()
         self.reading_paused = False
-        self.waiters: list[asyncio.Future[None]] = []  # apps that wait for more of a body, or until more is taken
+        # apps that wait for more of a body, or for the client to read more
+        self.waiters: list[asyncio.Future[None]] = []
         self.transport: asyncio.Transport
         self._config = config
         self._app: Any = config.loaded_app
@@ -66,15 +66,15 @@ class ClientProtocol(asyncio.Protocol):
         self._on_refused = on_refused
         self._is_stopping = is_stopping
         self._parser: RequestParser
-        self._running: RequestCycle | None = None  # whose response is under way
-        self._queue: deque[tuple[RequestCycle, Scope]] = deque()  # pipelined behind it
-        self._unparsed = memoryview(b"")  # arrived, and not its turn yet
-        self._unwanted_bytes = 0  # of the body that is being read, since its answer went out
+        self._running: RequestCycle | None = None  # the request whose response is in progress
+        self._queue: deque[tuple[RequestCycle, Scope]] = deque()  # pipelined requests behind it
+        self._unparsed = memoryview(b"")  # arrived, but not its turn yet
+        self._unwanted_bytes = 0  # of the current body, since its answer was sent
         self._writable = True
-        self._head_since = 0.0  # the head that is being read began, or the connection did
-        self._idle_since = 0.0  # the last response went out; 0: no request came yet
-        self._closes_after_s: float | None = None  # of idleness, since the listener is being closed
-        self._linger: Linger | None = None  # the last answer is out, the client still sends
+        self._head_since = 0.0  # time at which the current head began, or the connection did
+        self._idle_since = 0.0  # time of the last response; 0: no request came yet
+        self._closes_after_s: float | None = None  # of idleness, while the listener is closing
+        self._linger: Linger | None = None  # after the last answer, while the client still sends
         self._watchdog: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
 
@@ -102,7 +102,7 @@ class ClientProtocol(asyncio.Protocol):
             return
         self._head_since = self.loop.time()
         self._watch()
-        if self._is_stopping():  # accepted before
+        if self._is_stopping():  # accepted before the drain
             self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -115,7 +115,7 @@ class ClientProtocol(asyncio.Protocol):
         self._parser.close()
 
     def eof_received(self) -> None:
-        """A client that half-closes counts as gone; what it did not take yet must not keep the connection."""
+        """Treat a client that half-closes as gone; bytes it did not read must not keep the connection."""
         self._client_left()
         self._guard_end()
 
@@ -164,7 +164,7 @@ class ClientProtocol(asyncio.Protocol):
     # RequestOpener, for the parser
 
     def open_request(self, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> RequestCycle:
-        """The request begins at once, or in its turn behind those before it."""
+        """Begin the request at once, or in its turn behind those before it."""
         head_request = scope["method"] == "HEAD"
         http_1_0 = scope["http_version"] == "1.0"
         keep_alive = keep_alive and self._closes_after_s is None
@@ -246,7 +246,7 @@ class ClientProtocol(asyncio.Protocol):
 
     @property
     def _held_up(self) -> bool:
-        """What comes next is not parsed yet: answers before it are due, or the app has enough of its body."""
+        """True while parsing is paused: earlier answers are due, or the app holds enough of its body."""
         return self._ending or bool(self._queue) or (self._running is not None and self._running.full)
 
     def _run(self, cycle: RequestCycle, scope: Scope) -> None:
@@ -270,7 +270,7 @@ class ClientProtocol(asyncio.Protocol):
             self._hang_up(unread=True)
 
     def _client_left(self) -> None:
-        """Tells the requests on this connection; those whose turn has not come never begin."""
+        """Report the disconnect to the running request; pipelined ones never begin."""
         running = self._running
         self._running = None
         self._queue.clear()
@@ -290,7 +290,8 @@ class ClientProtocol(asyncio.Protocol):
             self._hang_up(unread=True)
 
     def _hang_up(self, *, unread: bool, ends_by_close: bool = False) -> None:
-        """Closes; at once only when the client has nothing left to send, or waits for the close (see linger.py)."""
+        """Close the connection; at once only if the client has nothing left to send, or waits for the close (see
+        linger.py)."""
         if not unread or (ends_by_close and not self.transport.can_write_eof()):
             self.close()
         elif self._linger is None:
@@ -300,7 +301,8 @@ class ClientProtocol(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def _guard_end(self) -> None:
-        """A client that takes nothing more cannot keep a connection that is closed behind what was written to it."""
+        """Guard the end: a client that reads nothing more cannot keep a connection that is closed behind the bytes
+        written to it."""
         self._cancel_watch()
         if self.transport.get_write_buffer_size():
             self._watchdog = self.loop.call_later(self._limits.stall_timeout_s or LONGEST_S, self.transport.abort)
@@ -336,14 +338,14 @@ class ClientProtocol(asyncio.Protocol):
 
 
 def _address(info: Any) -> tuple[str, int | None] | None:
-    """Return what ASGI says of a socket's end: host and port, or the path of a Unix socket."""
+    """Return a socket's address as in ASGI: host and port, or the path of a Unix socket."""
     if isinstance(info, (tuple, list)) and len(info) >= 2:
         return str(info[0]), int(info[1])
     return (info, None) if isinstance(info, str) and info else None
 
 
 async def _no_place(scope: Any, receive: Any, send: Any) -> None:
-    """The app of a connection beyond the bound."""
+    """Answer on a connection beyond the bound."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
     headers, body = error_response(
         status, "every client connection is taken", reason="connections_full", path=scope["path"]
@@ -353,12 +355,11 @@ async def _no_place(scope: Any, receive: Any, send: Any) -> None:
 
 
 class Linger:
-    """Says that no more is coming, drops what the client sends, and closes once it has its answer and falls silent, or
-    after a while.
+    """Lingering close: ends the write side, drops the client's bytes, and closes once the client has its answer and
+    falls silent, or after a while.
 
     A socket closed with bytes left unread is reset, and the reset may overtake an answer that the client has not read
-    yet (RFC 9112 9.6). Costs a socket for `longest_s` at most, the reading of `MOST_BYTES`, and no memory.
-    """
+    yet (RFC 9112 9.6). Costs a socket for `longest_s` at most, the reading of `MOST_BYTES`, and no memory."""
 
     __slots__ = ("_end", "_heard", "_left_bytes", "_loop", "_silence_s", "_timer", "_transport")
 
@@ -381,7 +382,7 @@ class Linger:
         self._timer = loop.call_later(silence_s, self._look)
 
     def drop_bytes(self, size_bytes: int) -> None:
-        """The client sent that much; it is dropped."""
+        """Drop bytes that the client sent."""
         self._heard = True
         self._left_bytes -= size_bytes
         if self._left_bytes < 0:
@@ -389,7 +390,7 @@ class Linger:
             self._transport.abort()
 
     def cancel(self) -> None:
-        """The connection is gone."""
+        """Cancel after the connection was lost."""
         self._timer.cancel()
 
     def _look(self) -> None:

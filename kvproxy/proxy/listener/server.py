@@ -27,11 +27,12 @@ from kvproxy.proxy.listener_settings import ListenerTls
 
 logger = logging.getLogger(__name__)
 
-#: Whose server makes our protocols: the range of pyproject.toml (a test compares them); its first and last are tested.
+#: Versions whose server makes our protocols: the range of pyproject.toml (a test compares them); its first and last are
+#: tested.
 UVICORN = "uvicorn>=0.35,<0.55"
 _LOOK_AGAIN_S = 0.005
 _BACKLOG = 2048
-#: Connections that were made before the end are let in for so long at most: under load more may always come.
+#: How long connections from before the end are let in: under load more may always come.
 _LAST_ACCEPTS_S = 1.0
 _SAY_AGAIN_S = 60.0
 
@@ -86,7 +87,7 @@ class _Server(uvicorn.Server):
             logger.warning("cut %d connections that outlived the drain", len(state.connections))
         for connection in list(state.connections):
             connection.transport.abort()
-        await self._quiet(self._cut_grace_s, asyncio.Event())  # their apps see the disconnect and end by themselves
+        await self._quiet(self._cut_grace_s, asyncio.Event())  # their apps see the disconnect and end
         await cancel_tasks(state.tasks)
         for server in self.servers:
             await server.wait_closed()
@@ -106,7 +107,7 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         end = loop.time() + limit_s
         while (state.connections or state.tasks) and loop.time() < end and not hurry.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_AGAIN_S)  # uvicorn's sets of connections and tasks tell no one
+            await asyncio.sleep(_LOOK_AGAIN_S)  # uvicorn's sets of connections and tasks notify no one
 
 
 class Server:
@@ -156,8 +157,8 @@ class Server:
             "access_log": False,
             "log_config": None,
             "server_header": False,
-            "date_header": False,  # ours is made once a second, and only where an engine sent none
-            "proxy_headers": False,  # the router filter decides which to believe
+            "date_header": False,  # ours is made once a second, and only if an engine sent none
+            "proxy_headers": False,  # the router filter decides which to trust
         }
         config = uvicorn.Config(app, host=host, port=port, **(defaults | options))
         self._server = _Server(config, drain_s=drain_s, cut_grace_s=cut_grace_s, hurry=hurry, shared=shared)
@@ -208,14 +209,15 @@ class Server:
             logger.warning("clients are refused: all %d connections of %s are taken", count, self.url)
 
     async def _serve(self) -> None:
-        logging.getLogger("uvicorn.error").addFilter(_is_no_bind_error)  # the exception below says it, and more
+        # the exception below reports it, with more detail
+        logging.getLogger("uvicorn.error").addFilter(_is_no_bind_error)
         config = self._server.config
         config.load()
         if self._tls is not None:
             config.ssl = self._certificates.server_context("listen", self._tls.files)
         try:
             await self._server.serve(self._sockets)
-        except SystemExit as error:  # uvicorn's word for "cannot bind"
+        except SystemExit as error:  # uvicorn's exit for "cannot bind"
             raise OSError(_why_not(self._host, self._server.config.port, error.__context__)) from error
 
 
@@ -225,8 +227,8 @@ def url_of(host: str, port: int, *, tls: bool) -> str:
 
 
 async def bind_sockets(host: str, port: int, *, reuse_port: bool = False) -> list[socket.socket]:
-    """Sockets that listen at every address the host has, for processes that share them. OSError says what to do.
-    `reuse_port`: beside other processes that listen there and allow it as well."""
+    """Return sockets that listen at every address of the host, for processes that share them. OSError explains what to
+    do. `reuse_port`: beside other processes that listen there and allow it as well."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
@@ -276,8 +278,8 @@ async def serve(app: Any, **options: Any) -> AsyncIterator[str]:
 
 
 def holder_of(port: int, *, proc: Path = Path("/proc")) -> str:
-    """Which process listens on a port, for the message when it is taken: `python3 (pid 4711)`, or empty where this user
-    may not see it, and where this is not Linux."""
+    """Return the process that listens on a port, for the message when it is taken: `python3 (pid 4711)`, or empty where
+    this user may not see it, and where this is not Linux."""
     sockets = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
     if not sockets:
         return ""

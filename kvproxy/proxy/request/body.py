@@ -15,7 +15,7 @@ from kvproxy.proxy.request.error_reply import LocalReply
 
 K = TypeVar("K")
 
-#: Each look at a longer body takes milliseconds: others have a turn of the event loop in between.
+#: Scanning a longer body takes milliseconds, so other tasks run in between.
 LONG_BYTES = 512 * 1024
 
 
@@ -52,7 +52,7 @@ class BodiesFull(BodyRefused):
 
 
 class BodyUnchecked(BodyRefused):
-    """The body may hold what clients must not say to engines, and cannot be read; the text says why."""
+    """Body that may hold fields forbidden to clients and cannot be checked; the text explains why."""
 
     def __init__(self, message: str, *, encoded: bool) -> None:
         super().__init__(415 if encoded else 400, "body_unchecked", message)
@@ -77,7 +77,7 @@ class HeldBodies:
         self.held_bytes += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """That much of what was taken is held no longer."""
+        """Return bytes that are no longer held."""
         self.held_bytes -= size_bytes
 
 
@@ -88,7 +88,7 @@ class BodyReader:
         self.limit_bytes = limit_bytes
         self.timeout_s = timeout_s
         self._held = held
-        #: Gives back so many bytes: the request of this body is over.
+        #: Returns the bytes of this body after the request's end.
         self.release = held.give_back
         self._reading: SharedTimer[asyncio.Task[object]] = SharedTimer(timeout_s, _cancel)
 

@@ -20,8 +20,8 @@ HeadHook = Callable[[Exchange, int, Headers], None]
 
 
 class Downstream(msgspec.Struct, eq=False):
-    """What the filters of one chain segment share of a request: `receive` and `send` are the ASGI callables for the app
-    behind them. `hooks` see the response's head, in this order. Made by `begin`."""
+    """State of a request shared by the filters of one chain segment: `receive` and `send` are the ASGI callables for
+    the app behind them. `hooks` see the response's head, in this order. Made by `begin`."""
 
     exchange: Exchange
     #: The filters may change it. A server or filter around them may read its own afterwards; our listener does not.
@@ -29,15 +29,15 @@ class Downstream(msgspec.Struct, eq=False):
     _receive: Receive
     _send: Send
     hooks: Sequence[HeadHook]
-    #: Takes what is written at once; None: ASGI's messages.
+    #: Takes writes at once; None: ASGI's messages.
     connection: ClientConnection | None
-    #: The observers hear of a response once, however many segments it passes: from the outermost.
+    #: Set on the outermost segment alone, so that observers see a response once.
     _follows: bool
-    further_headers: Headers = []  # that the response gets
+    further_headers: Headers = []  # added to the response
     status: int = 0  # of the response, once its head was sent
     sent_bytes: int = 0  # of the response's body
     complete: bool = False  # its end was sent
-    #: A body that was read and goes to the app behind once more; what `receive` gives next comes after it.
+    #: A body that was read and is passed to the app once more; the next of `receive` comes after it.
     replayed: bytes | None = None
 
     @classmethod
@@ -95,7 +95,7 @@ class Downstream(msgspec.Struct, eq=False):
     # the response
 
     async def start(self, status: int, headers: Headers, piece: bytes, *, more: bool) -> None:
-        """The head and the first piece of the body. The list of headers is the caller's no more."""
+        """Send the head and the first piece of the body, and take over the list of headers."""
         headers = self._head(status, headers)
         connection = self.connection
         if connection is not None:
@@ -119,7 +119,7 @@ class Downstream(msgspec.Struct, eq=False):
         self.status = status
 
     async def write(self, piece: bytes, *, more: bool) -> None:
-        """The next piece of the body."""
+        """Send the next piece of the body."""
         connection = self.connection
         if connection is not None:
             if not connection.writable:
@@ -133,7 +133,7 @@ class Downstream(msgspec.Struct, eq=False):
             self._tell(piece)
 
     def write_now(self, piece: bytes) -> None:
-        """A piece that is not the last one; only where `connection` is writable."""
+        """Send a piece that is not the last one; only while `connection` is writable."""
         assert self.connection is not None
         self.connection.write(piece, more=True)
         self.sent_bytes += len(piece)
@@ -156,7 +156,7 @@ class Downstream(msgspec.Struct, eq=False):
                     self._tell(piece)
 
     def end(self, crash: str) -> None:
-        """The filters of this segment are through with the request."""
+        """End the request for the filters of this segment."""
         if self._follows:
             notify(RequestObserver.ended, self.exchange, self.status, crash)
 

@@ -30,7 +30,7 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 
-#: How much of an unwanted body is read and dropped before its connection is closed, and for how long.
+#: Bytes of an unwanted body that are read and dropped before its connection is closed, and for how long.
 LINGER_BYTES = 1024 * 1024
 LINGER_S = 1.0
 
@@ -51,11 +51,11 @@ class LocalReply(Exception):
         self.status = status
         self.reason = reason
         self.headers = headers
-        self.unread = unread  # more of the body may be on its way, and is not wanted
+        self.unread = unread  # more of the body may be arriving, unwanted
 
 
 def speaks_anthropic(path: str) -> bool:
-    """Whether clients of this path expect Anthropic's error shape."""
+    """Return True if clients of this path expect Anthropic's error shape."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
@@ -127,7 +127,7 @@ async def local_reply(
 
 
 async def refuse(why: LocalReply, scope: Scope, receive: Receive, send: Send, *, metrics: Metrics) -> None:
-    """The answer to a refused request."""
+    """Answer a refused request."""
     if why.reason == "body_too_large":
         metrics.group(ClientBoundMetrics).body_refused.inc()
     elif why.reason == "bodies_full":

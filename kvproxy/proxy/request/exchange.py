@@ -1,4 +1,4 @@
-"""What the filters of one request tell each other, one object beside the ASGI scope; what became of it; and its ids."""
+"""State that the filters of one request share, beside the ASGI scope; its outcome; and its ids."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
 
 SCOPE_KEY = "kvproxy"
 
-#: nginx's word for it; never on the wire, only in logs and metrics.
+#: nginx's code; never on the wire, only in logs and metrics.
 CLIENT_CLOSED_REQUEST = 499
 
-#: Candidates of one decision that are remembered with their costs; of larger fleets receipts hold the cheapest.
+#: Candidates of one decision that are kept with their costs; of larger fleets receipts hold the cheapest.
 MAX_REMEMBERED = 32
 
-#: Ends of requests that were not answered as their client wished, whatever the status said; "": no filter answered.
+#: Ends of requests that failed their client, whatever the status; "": no filter answered.
 _FAILED_ENDS = frozenset({"engine_error", "upstream_died", "aborted", ""})
 FAILED = "failed"
-#: What may become of a request; a metric label.
+#: Results of a request; a metric label.
 RESULTS = ("ok", FAILED, "client_error", "client_left")
 
 #: Causes of failures beside those of local replies: an engine's own error, and an answer without its end.
 ENGINE_5XX = "engine_5xx"
 BROKEN_OFF = "broken_off"
-#: The local reply for a request that the router queue has no place for.
+#: Reason of the local reply if the router queue is full.
 QUEUE_FULL = "queue_full"
 
-#: Of random bytes at a time: a system call for each id would cost more than the rest of it.
+#: Random bytes drawn at a time: a system call for each id would cost more than the rest of it.
 _DRAWN_BYTES = 2048
 
 
@@ -50,7 +50,7 @@ def result_of(end: str, status: int) -> str:
 
 
 class HasHooks(Protocol):
-    """An observer (`kvproxy.proxy.request.observer.RequestObserver`), as far as the exchange knows it."""
+    """Observer (`kvproxy.proxy.request.observer.RequestObserver`), as the exchange uses it."""
 
     @property
     def hooks(self) -> frozenset[str]:
@@ -67,16 +67,16 @@ class TransferResult(msgspec.Struct, omit_defaults=True):
 
     endpoint: EndpointId
     source: str  # an endpoint, or `shared`
-    tokens: int  # that were to be there then
+    tokens: int  # that were expected there
     #: done, late (the request went first), left (its client did, or its endpoint became unhealthy), no_effect, timeout,
-    #: ... as actions have it
+    #: ... as for actions
     result: str = UNDER_WAY
     moved: int = 0
-    waited_s: float = 0.0  # by the request for the copy alone
+    waited_s: float = 0.0  # by the request, for the copy alone
 
 
 class Copier(Protocol):
-    """What copies KV to where a request goes, and lets the request wait for that; None of its methods raises."""
+    """Copies KV to a request's endpoint and lets the request wait for that; none of its methods raises."""
 
     def offer(self, asked: PickRequest, now: float) -> PickRequest:
         """Return what is to be decided, with what could be copied."""
@@ -89,10 +89,9 @@ class Copier(Protocol):
 
 
 class Outcome(msgspec.Struct, eq=False):
-    """What really happened to a forwarded request; filled in by the router filter. (A struct, as the exchange: one is
-    made in C.)"""
+    """Outcome of a forwarded request; filled in by the router filter. (A struct, as the exchange: one is made in C.)"""
 
-    endpoint: EndpointId | None = None  # that served (or failed last)
+    endpoint: EndpointId | None = None  # that served, or failed last
     cluster: str = ""
     policy: str = ""
     pick_reason: str = ""  # why that endpoint: the policy's reason, "preferred", or why the preference was passed over
@@ -100,15 +99,15 @@ class Outcome(msgspec.Struct, eq=False):
     attempts: int = 0
     end: str = ""  # completed, engine_error, upstream_died, client_disconnected, local_reply
     ttft_s: float | None = None  # from receipt to the first body byte from upstream
-    prompt_tokens: int | None = None  # the engine's own usage, when it said so
+    prompt_tokens: int | None = None  # the engine's own usage, if reported
     cached_tokens: int | None = None
     media_tokens: int | None = None  # of the prompt's: pictures, audio and video
     completion_tokens: int | None = None
-    predicted_tokens: int | None = None  # cached, as the client was told since the engine did not say
-    response_id: str = ""  # by which another request may go on from this one
-    candidates: Sequence[Endpoint] = ()  # of the last pick, and what each would have cost by the policy; () if there
+    predicted_tokens: int | None = None  # cached tokens in the answer to the client, since the engine reported none
+    response_id: str = ""  # by which another request may continue this one
+    candidates: Sequence[Endpoint] = ()  # of the last pick, and the policy's cost of each; () if there
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
-    engine_priority: int | None = None  # the number its engine was told to order it by
+    engine_priority: int | None = None  # number by which its engine orders it
     cache_loss: str = ""  # how the endpoint that answered had lost its cache shortly before
     transfer: TransferResult | None = None  # of KV, before it went there
     local_reason: str = ""  # of a local reply: the `code` of its error, from a closed set
@@ -116,7 +115,7 @@ class Outcome(msgspec.Struct, eq=False):
 
     @property
     def prefilled(self) -> bool:
-        """Whether the engine computed the prompt: a first byte of a good answer came, whatever came after it."""
+        """True if the engine computed the prompt: the first byte of a good answer came, even if it broke later."""
         return self.ttft_s is not None and 200 <= self.status < 300 and self.end != "engine_error"
 
     def failure_cause(self) -> str:
@@ -130,7 +129,7 @@ class Outcome(msgspec.Struct, eq=False):
         return BROKEN_OFF if self.end in _FAILED_ENDS else ENGINE_5XX
 
     def client_left(self) -> None:
-        """The client closed its connection before the response was complete."""
+        """Record that the client closed its connection before the response was complete."""
         self.end = "client_disconnected"
         self.status = self.status or CLIENT_CLOSED_REQUEST
 
@@ -139,8 +138,8 @@ class TopNames(NamedTuple):
     """Members of a body as one strict parse reads them."""
 
     body: bytes
-    beside: bytes  # the text that was parsed: the body, or a long one without its messages
-    names: Mapping[str, msgspec.Raw] | None  # None: unreadable at once
+    beside: bytes  # the parsed text: the body, or a long one without its messages
+    names: Mapping[str, msgspec.Raw] | None  # None: not readable at once
 
 
 class Exchange(msgspec.Struct, eq=False, kw_only=True):
@@ -148,39 +147,39 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
 
     received_at: float
     request_id: str = ""
-    names_itself: bool = False  # a `request_id` in its body replaces the one that was made here
+    names_itself: bool = False  # a `request_id` in its body replaces the one made here
     tenant: str = ""  # name of the API key that authenticated; "" when none
-    trusted: bool = False  # its key says that it speaks for engines, not for users
-    may_debug: bool = True  # with `auth`: only if its key says so
-    isolated: bool = False  # what it has cached is for its tenant alone
-    tells_priority: bool = False  # its cluster tells engines in which order to admit: a client's own word is cut
-    own_priority: int | None = None  # what a trusted client said instead, in its body
+    trusted: bool = False  # its key is for engines, not for users
+    may_debug: bool = True  # with `auth`: only if its key permits it
+    isolated: bool = False  # its cached tokens are for its tenant alone
+    tells_priority: bool = False  # its cluster sends engines a priority: a client's own is cut
+    own_priority: int | None = None  # a trusted client's priority in its body
     body: bytes | None = None  # the whole body once inference_request read it
-    held_bytes: int = 0  # of it, that are counted among those of all requests
+    held_bytes: int = 0  # bytes of it counted in the total of all requests
     received_bytes: int = 0  # of the body, from the client
     inference: InferenceRequest | None = None
-    members: Members | None = None  # of a scanned body: those that are read, guarded, salted or examined
-    names: TopNames | None = None  # of a body that was not
-    #: That the client asked for and gets; "": the cluster's own. It decides alone, preference or not.
+    members: Members | None = None  # of a scanned body: members that are read, guarded, salted or examined
+    names: TopNames | None = None  # of an unscanned body
+    #: Requested by the client and permitted; "": the cluster's own. It decides alone, without preferences.
     policy: str = ""
     preferred: EndpointId | None = None
     barred: frozenset[EndpointId] = frozenset()  # endpoints that it must not go to
-    upstream_id: str = ""  # the id that engines get in place of `request_id`; "": the same
+    upstream_id: str = ""  # id for engines in place of `request_id`; "": the same
     facts: OverlapFacts | None = None
-    #: Brings facts and preference up to date from what is known here; must not raise, block or wait.
+    #: Refreshes facts and preference from local state; must not raise, block or wait.
     facts_source: Callable[[Exchange], None] | None = None
     copier: Copier | None = None  # None: the request waits for no copy
-    debug: bool = False  # the client asked for x-kvproxy-decision
+    debug: bool = False  # the client requested x-kvproxy-decision
     trace_id: str = ""  # W3C, 32 hex digits; "" without `tracing`
     trace_parent: bytes = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
-    followed: bool = False  # a Downstream notifies the observers of its response already
+    followed: bool = False  # a Downstream already notifies the observers of its response
     outcome: Outcome = msgspec.field(default_factory=Outcome)
-    #: What hears of this request's stages, in this order (`attach`), and the hooks that some of it has.
+    #: Observers of this request's stages, in this order (`attach`), and the union of their hooks.
     observers: tuple[HasHooks, ...] = ()
     hooks: frozenset[str] = frozenset()
 
     def attach(self, *observers: HasHooks) -> None:
-        """These hear of the request from now on, after those that are there."""
+        """Add observers of the request behind those that are there."""
         self.observers += observers
         for observer in observers:
             self.hooks |= observer.hooks

@@ -15,9 +15,9 @@ NO_RAW = Raw()
 _Key = str | int | None
 _COMMON = ("session_id", "user", "prompt_cache_key", "vllm_xargs", "nvext")
 _KEEPING = ("prompt_cache_retention", "prompt_cache_options", "cache_control")
-#: Fields, of whatever kind of body, that may name a session or a cache group, or say how long prompts are to be kept.
+#: Fields, of any kind of body, that may name a session or a cache group, or set how long prompts are kept.
 NAMING = (*_COMMON, *_KEEPING, "client_metadata", "conversation", "metadata")
-#: What is meant by "in_memory": OpenAI keeps such a prompt for 5 to 10 minutes after its last use.
+#: Meaning of "in_memory": OpenAI keeps such a prompt for 5 to 10 minutes after its last use.
 _IN_MEMORY_S = 300.0
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _request_id = re.compile("[!-~]{1,128}").fullmatch
@@ -50,7 +50,7 @@ class _Nvext(msgspec.Struct, gc=False):
 
 
 class _ClientMetadata(msgspec.Struct, gc=False):
-    """What Codex says of itself in a body."""
+    """Codex's metadata in a body."""
 
     thread_id: _Key = None
     session_id: _Key = None
@@ -147,10 +147,9 @@ class Common(_SessionFields, gc=False):
 
 
 class Templated(Common, gc=False):
-    """What shapes a chat template besides the messages.
+    """Inputs of a chat template besides the messages.
 
-    `tool_choice` and `response_format` steer decoding and leave the prompt alone, so they are not among these.
-    """
+    `tool_choice` and `response_format` steer decoding and do not change the prompt, so they are not among these."""
 
     tools: Raw = NO_RAW
     documents: Raw = NO_RAW

@@ -39,28 +39,27 @@ HOOKS = (
     "body_piece",
     "ended",
 )
-#: A request as it is kept, in the order of the fields above but without its number, and with when the request came in
-#: place of its duration: a tuple costs a fraction of an object. No prompt text, and nothing that keeps a body alive.
+#: A request as kept, in the order of the fields above but without its number, and with its arrival in place of its
+#: duration: a tuple costs a fraction of an object. No prompt text, and nothing that keeps a body alive.
 _Kept: TypeAlias = tuple[float, float, str, str, str, bool, OverlapFacts, Outcome]
-#: Cluster, endpoint (None: none was reached) and result, with the number of requests.
+#: Cluster, endpoint (None: not reached) and result, with the number of requests.
 Tally = dict[tuple[str, EndpointId | None, str], int]
-#: Cluster, endpoint (None: none was reached) and cause of failure, with the number of requests.
+#: Cluster, endpoint (None: not reached) and cause of failure, with the number of requests.
 FailureTally = dict[tuple[str, EndpointId | None, str], int]
 
 
 class RequestObserver:
-    """Hears of the stages of a request, in this order; every hook does nothing unless a subclass overrides it.
+    """Observer of the stages of a request, in this order; every hook does nothing unless a subclass overrides it.
 
     One observer may serve all requests (`context.observers`) or one (`exchange.attach`, with which it lives as long as
-    the request; it must not hold the exchange, which would be a cycle). A hook must not wait. What it raises is logged
-    and fails no request. `now` is the proxy's clock, in seconds.
-    """
+    the request; it must not hold the exchange, which would be a cycle). A hook must not wait. Its errors are logged and
+    fail no request. `now` is the proxy's clock, in seconds."""
 
     __slots__ = ()
 
     #: Names of the hooks a class overrides; the others are not called.
     hooks: ClassVar[frozenset[str]] = frozenset()
-    #: Whether requests are matched against what endpoints hold for it alone, where no policy needs that.
+    #: Whether requests are matched against the caches even if no policy needs that.
     wants_facts: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -68,40 +67,40 @@ class RequestObserver:
         cls.hooks = frozenset(name for name in HOOKS if getattr(cls, name) is not getattr(RequestObserver, name))
 
     def facts_began(self, exchange: Exchange) -> None:
-        """The prompt is about to be matched against what endpoints hold."""
+        """Note that the prompt is about to be matched against the endpoints' caches."""
 
     def facts_known(self, exchange: Exchange) -> None:
-        """What can be known in time is known."""
+        """Note that all facts that arrive in time are there."""
 
     def received(self, exchange: Exchange, now: float) -> None:
-        """The router begins with the request: it is read, and will be routed."""
+        """Note that the router begins with the request, which is read and will be routed."""
 
     def queued(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
-        """It begins to wait in the router queue; where it would go now may have changed when its turn comes."""
+        """Note that the request enters the router queue; its endpoint may have changed when its turn comes."""
 
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
-        """An endpoint was chosen; its load does not count the request yet. A retry is placed again."""
+        """Note that an endpoint was chosen; its load does not count the request yet. A retry is placed again."""
 
     def refused(self, exchange: Exchange, refusal: str, now: float) -> None:
         """No endpoint may take the request."""
 
     def attempt_began(self, exchange: Exchange, pick: Pick) -> None:
-        """The request is about to be sent to the endpoint of its pick."""
+        """Note that the request is about to be sent to the endpoint of its pick."""
 
     def attempt_failed(self, exchange: Exchange, reason: str, now: float) -> None:
         """Nothing of this attempt reached the client; another one may follow."""
 
     def first_byte(self, exchange: Exchange, now: float) -> None:
-        """The first byte of an answer's body came from the endpoint."""
+        """Note the first byte of the body from the endpoint."""
 
     def finished(self, exchange: Exchange, now: float) -> None:
-        """The request is over, whatever its end; called once."""
+        """Note the end of the request, whatever that is; called once."""
 
     def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
-        """The head of the response goes to the client."""
+        """Note that the head of the response goes to the client."""
 
     def body_piece(self, exchange: Exchange, piece: bytes) -> None:
-        """A piece of the response's body went to the client."""
+        """Note that a piece of the response's body went to the client."""
 
     def ended(self, exchange: Exchange, status: int, crash: str) -> None:
         """All filters are through with the request, also with one that never reached the router: `status` was sent (0:
@@ -127,7 +126,7 @@ def notify(hook: Callable[[RequestObserver, Exchange, Unpack[Ts]], None], exchan
 class RecentRequest:
     """One finished request."""
 
-    number: int  # of the requests finished since the start, counted from 1
+    number: int  # number of the finished request since the start, from 1
     ended_at: float  # on the proxy's clock
     duration_s: float
     request_id: str
@@ -150,7 +149,7 @@ class RecentRequest:
 
     @property
     def result(self) -> str:
-        """What became of it, one of RESULTS."""
+        """Result of the request, one of RESULTS."""
         return result_of(self.outcome.end, self.outcome.status)
 
 
@@ -167,7 +166,7 @@ class RecentDecisions(RequestObserver):
         return len(self._kept)
 
     def finished(self, exchange: Exchange, now: float) -> None:
-        """The request is over."""
+        """Record the end of the request."""
         outcome = exchange.outcome
         inference = exchange.inference
         facts = exchange.facts
@@ -223,8 +222,8 @@ class RecentDecisions(RequestObserver):
         return failures
 
     def take_tally(self) -> Tally:
-        """Return requests since the last call, all of them: more than are kept here, maybe. What records must also
-        take."""
+        """Return the tally of all requests since the last call, which may be more than are kept here. The caller must
+        add it to its own."""
         tally = self._tally
         self._tally = {}
         return tally

@@ -1,9 +1,8 @@
 """Parses an inference body once, only as deep as needed, without touching its bytes. Pure.
 
 Engines read these bodies with pydantic's lenient rules ("true" and 1 are booleans, "100" and 100.0 are integers), and
-so does this; whatever it cannot make sense of is left to the engine. What comes of it is bounded, whatever the body:
-names in characters, parts in number, the prompt in bytes.
-"""
+so does this; anything unreadable is left to the engine. The result is bounded for any body: names in characters, parts
+in number, the prompt in bytes."""
 
 from __future__ import annotations
 
@@ -45,18 +44,18 @@ from kvproxy.proxy.request.session import NO_CALLER, Caller
 
 #: Longer names of models and cache salts are replaced by a digest.
 MAX_NAME = 256
-#: Messages told apart; all further ones are one part.
+#: Messages kept apart; all further ones are one part.
 MAX_PARTS = 4096
-#: Bytes of a prompt that are kept and hashed, a million tokens; of the rest a digest and the number.
+#: Bytes of a prompt that are kept and hashed, a million tokens; the rest is a digest and a length.
 MAX_PROMPT_BYTES = 4 * 1024 * 1024
-#: Up to here a list may be decoded as one, since it cannot have more items than that takes milliseconds for.
+#: Longest body whose lists are decoded as one: its items cannot take more than milliseconds.
 _LISTED_BYTES = 256 * 1024
-#: A longer scalar is looked at by its digest alone.
+#: A longer scalar is represented by its digest.
 _MAX_SCALAR_BYTES = 64 * 1024
 _MAX_TOKENS = 2**31
 _SYSTEM_PROMPTS = ("system", "instructions")  # fields
 
-#: The first items of a list; the decoder passes over all that follow. A last one that is set tells that there are more.
+#: First items of a list; the decoder skips all that follow. If the last one is set, there are more.
 _First: Any = msgspec.defstruct(
     "_First", [(f"item{index}", Raw, NO_RAW) for index in range(MAX_PARTS + 1)], array_like=True, gc=False
 )
@@ -91,7 +90,7 @@ class _Reader:
         large: Any = msgspec.defstruct(f"{struct.__name__}Large", many, bases=(struct,), gc=False)
         self._decode_large: Callable[[bytes], Common] = msgspec.json.Decoder(large, strict=False).decode
         self._single = single  # field with the whole prompt as one value
-        self._listed = listed  # field with one value a message
+        self._listed = listed  # field with one value per message
         self._max_tokens = max_tokens  # names of the limit, the one that wins first
         fields = msgspec.structs.fields(struct)
         raw = [field.name for field in fields if field.type is Raw and field.name != single]
@@ -284,11 +283,9 @@ _READERS = {
 
 
 def parse_body(kind: RequestKind, body: bytes, *, caller: Caller = NO_CALLER) -> InferenceRequest | None:
-    """Return what the proxy needs to know about `body`; None when it is no JSON object, or more of one than is looked
-    at.
+    """Parse the facts the proxy needs from `body`; None if it is no JSON object, or over the bounds.
 
-    What the `caller` said in headers wins over whatever the body says. Blocks for as long as it takes.
-    """
+    The `caller` from the headers wins over the body. Blocks until done."""
     request = decode_body(kind, body, caller)
     if request is not None:
         return request

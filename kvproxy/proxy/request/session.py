@@ -1,9 +1,8 @@
-"""Which session a request belongs to, and the client that sent it: one table of what agents, engines and routers call
-these. Pure.
+"""Session and client of a request: one table of the names that agents, engines and routers use. Pure.
 
 The first schema that matches decides, headers before the body (`fields.py`), and no two are mixed: the ids of one
 schema mean nothing in another. A schema names a root and may name a child (a sub-agent): the child is a session of its
-own, with the root as its parent, or whatever the schema says.
+own, with the root as its parent, or as the schema defines.
 
 | schema | session | child | parent |
 |---|---|---|---|
@@ -25,8 +24,7 @@ own, with the root as its parent, or whatever the schema says.
 | body | `user`, `metadata.user_id`: an end user, the nearest thing to a session | | |
 
 `x-dynamo-session-final: true` ends a session of any schema. No session is llm-d's `x-session-token`, which names an
-endpoint and is shared by all that were sent there, nor `prompt_cache_key`, which many sessions share.
-"""
+endpoint and is shared by all that were sent there, nor `prompt_cache_key`, which many sessions share."""
 
 from __future__ import annotations
 
@@ -37,15 +35,15 @@ from typing import NamedTuple
 
 import msgspec
 
-#: A longer session key is replaced by its digest, so that a client cannot make us keep what it likes.
+#: A longer session key is replaced by its digest, so that clients cannot choose how much is kept.
 MAX_SESSION_KEY = 128
-#: A longer header with JSON in it is not looked into.
+#: A longer header with JSON in it is not parsed.
 _MAX_JSON = 8192
-#: What of a `user-agent` is looked at, and how many of them are remembered.
+#: Bytes examined of a `user-agent`, and number of them cached.
 _AGENT_BYTES = 48
 _REMEMBERED_AGENTS = 256
 
-#: How the `user-agent` of each kind of client begins, in lower case; the longer of two that match comes first.
+#: Beginning of the `user-agent` of each kind of client, in lower case; the longer of two matches comes first.
 _AGENTS = (
     ("claude-cli/", "claude-code"),
     ("codex", "codex"),
@@ -63,10 +61,10 @@ _AGENTS = (
 
 
 class _Schema(NamedTuple):
-    root: tuple[bytes, ...]  # headers; the first one there
+    root: tuple[bytes, ...]  # headers; the first one present counts
     child: bytes = b""
     parent: bytes = b""
-    client: str = ""  # that surely sent it, where the `user-agent` names none
+    client: str = ""  # client that surely sent it, if the `user-agent` names none
 
 
 _CODEX = _Schema((b"thread-id", b"session-id", b"session_id"), parent=b"x-codex-parent-thread-id")
@@ -88,7 +86,7 @@ _CORRELATION = b"x-correlation-id"
 _FINAL = b"x-dynamo-session-final"
 _AGENT = b"user-agent"
 
-#: What a client may be; a metric label. "": unknown.
+#: Kinds of clients; a metric label. "": unknown.
 CLIENTS = ("", *dict.fromkeys(client for _, client in _AGENTS), "open-webui")
 
 
@@ -100,11 +98,11 @@ class Session(NamedTuple):
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """What the headers of a request say about its client and session."""
+    """Client and session of a request by its headers."""
 
     session: Session | None = None
     client: str = ""  # one of CLIENTS
-    ends: bool = False  # nothing more comes of the session
+    ends: bool = False  # the session ends with this request
 
 
 NO_CALLER = Caller()
@@ -117,7 +115,7 @@ class SessionHeaders:
         first = (_Schema((session_header.lower().encode(),)),) if session_header else ()
         self._schemas = (*first, *_SCHEMAS)
         parts = [name for schema in self._schemas for name in (*schema.root, schema.child, schema.parent) if name]
-        #: Of the headers that are looked at; any one of several with the same name.
+        #: Headers that are read; any one of several with the same name.
         self.names = frozenset((*parts, _TURN_METADATA, _CORRELATION, _FINAL, _AGENT))
 
     def read(self, headers: Mapping[bytes, bytes]) -> Caller:
@@ -168,7 +166,7 @@ _decode_metadata = msgspec.json.Decoder(_TurnMetadata).decode
 
 
 def _fork_of(metadata: bytes) -> str:
-    """Return the thread that Codex says this one was made from."""
+    """Return the thread that this one was forked from by Codex's metadata."""
     if b"thread_id" not in metadata or len(metadata) > _MAX_JSON:
         return ""
     try:

@@ -1,5 +1,5 @@
-"""What an answer says of itself at its end, read once and never per chunk: the engine's token counts (also a count of
-cached tokens that is put in), and the error events of streams (also those that the client of a broken stream gets)."""
+"""End of an answer, read once and never per chunk: the engine's token counts (and the insertion of a count of cached
+tokens), and the error events of streams (also those for the client of a broken stream)."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import msgspec
 
 from kvproxy.base.types import RequestKind
 
-#: A count beyond reason makes its whole usage unbelievable.
+#: A larger count makes its whole usage invalid.
 MAX_COUNT = 2**31
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] | None
 
-#: So many places that look like one are tried, and so many bytes behind them read, in one answer.
+#: Bounds per answer on the places tried that look like one, and on the bytes read behind them.
 _MAX_PLACES = 256
 _MAX_READ_BYTES = 64 * 1024
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
-#: Any error event has this; generated text cannot, since quotes in a JSON string are escaped.
+#: Text in any error event; generated text cannot contain it, since quotes in a JSON string are escaped.
 ERROR_MARK = b'"error"'
 
-#: A data line that is longer is not an error.
+#: A longer data line is not an error.
 _MAX_ERROR_BYTES = 64 * 1024
 
-#: A response says its id first, and a stream of it in its first event.
+#: A response has its id first, and a stream of it in its first event.
 _ID_BYTES = 1024
 _response_id = re.compile(rb'"id"\s{0,2}:\s{0,2}"(resp_[\w.-]{1,120})"').search
 
 _STATUS_KEYS = ("code", "status", "status_code", "http_status_code")
 _NAME_KEYS = ("type", "code", "error_type")
 
-#: Error types that name a mistake of the client, without "error" and what is no letter: OpenAI's, Anthropic's, vLLM's
-#: and SGLang's, TGI's.
+#: Error types that name a client's mistake, without "error" and non-letters: OpenAI's, Anthropic's, vLLM's and
+#: SGLang's, TGI's.
 _CLIENT_ERRORS = frozenset(
     {
         *("invalidrequest", "badrequest", "notfound", "authentication", "unauthorized", "permission", "forbidden"),
@@ -51,7 +51,7 @@ _BUSY_ERRORS = frozenset({"overloaded", "serviceunavailable"})
 
 #: Kinds of media in one prompt, at most.
 _MAX_MODALITIES = 16
-#: Where SGLang says that cached tokens came from, if a request asks for `return_cached_tokens_details`.
+#: SGLang's sources of cached tokens, if a request asks for `return_cached_tokens_details`.
 _SGLANG_TIERS = ("device", "host", "storage")
 
 
@@ -110,7 +110,7 @@ class _Answer(msgspec.Struct):
     timings: Any = None  # llama.cpp's, behind its usage
     sglext: Any = None  # SGLang's, there as well
     meta_info: _Usage | None = None
-    index: int | None = None  # of one of several prompts
+    index: int | None = None  # index among several prompts
 
     def counts(self) -> _Usage | None:
         """None where it has none."""
@@ -124,7 +124,7 @@ class _Answer(msgspec.Struct):
         return said
 
     def _cached_elsewhere(self) -> int | None:
-        """Return what was cached, where the usage does not say it."""
+        """Return the cached tokens if reported outside the usage."""
         if self.meta_info is not None:
             return self.meta_info.cached()
         if isinstance(self.timings, dict):
@@ -144,7 +144,7 @@ class _Wrapped(msgspec.Struct):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one response, each from 0 to `MAX_COUNT`; None where the engine did not say."""
+    """Token counts of one response, each from 0 to `MAX_COUNT`; None if the engine did not report it."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -177,7 +177,7 @@ def read_usage(tail: bytes, head: bytes = b"", *, native: bool = False) -> Usage
 
 
 def _last(tail: bytes, name: bytes) -> _Usage | None:
-    """The counts of the last member that is called so and stands where it must."""
+    """Return the counts of the last member of this name at the right level."""
     for _, rest, wraps in _places(tail, name):
         if (found := _counts_at_top(rest, wraps=wraps)) is not None:
             return found
@@ -204,8 +204,8 @@ def _places(tail: bytes, name: bytes) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def _counts_at_top(rest: bytes, *, wraps: bool) -> _Usage | None:
-    """The counts that `rest`, the end of an answer, begins with: whatever was before, it is whole again with one brace
-    before it only if they are at the top, and with two only if they are one level down."""
+    """Return the counts that `rest`, the end of an answer, begins with: with one brace before it, it parses only if
+    they are at the top, and with two only if they are one level down."""
     if wraps:
         try:
             response = _wrapped.decode(b'{"response":{' + rest).response
@@ -220,7 +220,7 @@ def _counts_at_top(rest: bytes, *, wraps: bool) -> _Usage | None:
 
 
 def _started(head: bytes) -> _Usage | None:
-    """The counts of Anthropic's `message_start`."""
+    """Return the counts of Anthropic's `message_start`."""
     position = head.find(b'"usage"')
     line = head.rfind(b"\n", 0, position) + 1 if position >= 0 else 0
     if position < 0 or not head.startswith(b"data:", line):
@@ -264,7 +264,7 @@ def _sum(counts: Iterable[int | None]) -> int:
 
 def _merge(last: _Usage, first: _Usage) -> Usage:
     cached = last.cached()
-    if last.prompt_tokens is not None and first is _NOTHING:  # OpenAI's, nearly all there are
+    if last.prompt_tokens is not None and first is _NOTHING:  # OpenAI's format, the usual one
         whole = last.prompt_tokens
         cached = whole if cached is not None and cached > whole else cached
         details = last.prompt_tokens_details
@@ -285,7 +285,7 @@ def _either(a: int | None, b: int | None) -> int | None:
     return b if a is None else a
 
 
-#: In the usage of these APIs, where the count of cached tokens stands.
+#: Place of the count of cached tokens in the usage of these APIs.
 _DETAILS = {
     RequestKind.CHAT: "prompt_tokens_details",
     RequestKind.COMPLETION: "prompt_tokens_details",
@@ -309,9 +309,7 @@ def write_cached(answer: bytes, kind: RequestKind, *, prompt: int, cached: int) 
             usage = _raw_usage(rest, wraps=wraps)
             fresh = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0))
             written = usage
-            with contextlib.suppress(
-                *_INVALID
-            ):  # beside the counts there may be what only a lenient reader passes over
+            with contextlib.suppress(*_INVALID):  # with fields beside the counts that only a lenient reader skips
                 written = _with_cached(usage, kind, fresh=fresh, cached=cached)
             if written is usage:
                 return answer

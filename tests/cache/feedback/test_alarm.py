@@ -35,7 +35,7 @@ def test_the_line_has_the_numbers_the_request_and_what_to_do(
     told(watchdog, 0, 0, 0)
     (line,) = lines(caplog)
     assert line.startswith(
-        "[kvcache] default/a: predicted 4096 tokens by what was routed there, engine reused 0 (request r2); "
+        "[kvcache] default/a: predicted 4096 tokens by routed requests, engine reused 0 (request r2); "
         "3 of the last 8 such predictions were wrong; likely prefix caching is off,"
     )
 
@@ -60,7 +60,7 @@ def test_it_is_said_again_after_a_while_with_what_came_in_between(
     assert len(lines(caplog)) == 1
     told(watchdog, 0, now=SAY_AGAIN_S)
     assert len(lines(caplog)) == 2
-    assert "8 of the last 8 such predictions were wrong, 17 more since it was said last; likely" in lines(caplog)[1]
+    assert "8 of the last 8 such predictions were wrong, 17 more since the last message; likely" in lines(caplog)[1]
 
 
 def test_it_ends_when_predictions_come_true_again(watchdog: PredictionAlarm, caplog: pytest.LogCaptureFixture) -> None:
@@ -69,7 +69,7 @@ def test_it_ends_when_predictions_come_true_again(watchdog: PredictionAlarm, cap
     assert watchdog.raised(0.0) is not None
     told(watchdog, 4096)
     assert watchdog.raised(0.0) is None
-    assert "predictions by what was routed there come true again" in caplog.text
+    assert "predictions by routed requests come true again" in caplog.text
 
 
 def test_it_ends_without_traffic_as_well(watchdog: PredictionAlarm) -> None:

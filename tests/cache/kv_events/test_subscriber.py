@@ -201,7 +201,7 @@ async def test_a_consumer_that_raises_gets_its_index_rebuilt(
 
 
 async def test_a_stream_in_trouble_is_a_warning_once(engine: Publisher, caplog: pytest.LogCaptureFixture) -> None:
-    """With what it means; on the way back, and when all is well again, it is information."""
+    """With what it means; on the way back, and when all is healthy again, it is information."""
     caplog.set_level(logging.INFO, "kvproxy.cache.kv_events")
     clock = FakeClock()
     async with following(engine, clock=clock) as (subscriber, index):
@@ -215,7 +215,7 @@ async def test_a_stream_in_trouble_is_a_warning_once(engine: Publisher, caplog: 
         assert subscriber.troubled_s is None
     lines = [record for record in caplog.records if "KV events of a/0" in record.getMessage()]
     (warning,) = [record for record in lines if record.levelname == "WARNING"]
-    assert "degraded (disconnected): what was routed there counts" in warning.getMessage()
+    assert "degraded (disconnected): routed requests count" in warning.getMessage()
     assert (lines[-1].levelname, lines[-1].getMessage()) == ("INFO", "[kvcache] KV events of a/0: exact (following)")
 
 

@@ -145,7 +145,7 @@ async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest
     assert (line.levelname, line.getMessage()) == (
         "WARNING",
         "[kvcache] a: no address of KV events is known (`kv_event_sources` can name one); "
-        "their indexes follow what is routed there",
+        "their indexes follow routed requests",
     )
 
 
@@ -193,7 +193,7 @@ async def test_who_does_not_publish_is_one_line_and_no_warning(
     (line,) = [one for one in caplog.records if "KV events" in one.getMessage()]
     assert (line.levelname, line.getMessage()) == (
         "INFO",
-        "[kvcache] a, b: no KV events are published; their indexes follow what is routed there",
+        "[kvcache] a, b: no KV events are published; their indexes follow routed requests",
     )
 
 
@@ -215,7 +215,7 @@ async def test_an_engine_that_publishes_after_a_restart_is_followed(clock: FakeC
 
 
 async def test_an_engine_that_publishes_nothing_after_a_restart_is_let_go(clock: FakeClock) -> None:
-    """Once its streams have been broken for a while it is asked, and its index is what was routed there again."""
+    """Once its streams have been broken for a while it is asked, and its index is routed requests again."""
     async with simulated(engine=EVENTS, names=("a",)) as place:
         engine_at = Starting(place.fleet.engines["a"], Fake({"/kv_event_sources": lambda _: {}}))
         engine_at.restarted = True

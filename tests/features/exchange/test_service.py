@@ -206,8 +206,8 @@ async def test_another_process_of_the_same_name_is_said(tmp_path: Path, caplog: 
             sync._heard(encode(_beat_of(other)), store=True)
         assert sync.describe_state()["namesake"] is True
         [finding] = [found for found, _ in Troubles(one.proxy).update_findings(0.0, {}, {}) if found.where == "sync"]
-        assert "goes by the name" in finding.what
-        assert caplog.text.count("goes by the name") == 1
+        assert "has the name" in finding.what
+        assert caplog.text.count("has the name") == 1
         await until(lambda: sync.describe_state()["namesake"] is False)  # it fell silent
 
 
@@ -358,5 +358,5 @@ async def test_what_is_no_kept_word_is_said_once_and_written_over(
     ):
         await one.ask(session="s")
         await until(lambda: not memory.kept.startswith(b"\xc1") and len(decode_deltas(memory.kept)) == 2)
-    assert caplog.text.count("keeps nothing for a restart (DecodeError)") == 1
+    assert caplog.text.count("keeps no state for a restart (DecodeError)") == 1
     assert "secret" not in caplog.text

@@ -72,7 +72,7 @@ async def test_a_running_proxy_says_what_breaks_prefixes(
         "client claude-code: date_or_id: a date, a time or an id in front of the conversation changes: 2 times" in said
     )
     assert "latest: system block 1, line 3, request request-10" in said
-    assert "fix: have the client put what changes into its last message" in said
+    assert "fix: have the client put changing text into its last message" in said
     assert [one["where"] for one in as_json["findings"]] == ["client claude-code"]
     tokens = broken.metric("kvproxy_prefix_break_tokens_total", cause="date_or_id", client="claude-code")
     assert tokens > 1000

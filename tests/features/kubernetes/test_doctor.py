@@ -28,4 +28,4 @@ async def test_a_source_that_knows_no_endpoint() -> None:
     async with serve(FakeKubernetes()) as url:
         settings = {"discovery": {"kubernetes": {"service": "vllm", "namespace": "models", "api": {"url": url}}}}
         found = only(await visit(settings))
-    assert (found.severity, found.what) == (Severity.WARNING, "the kubernetes discovery knows no endpoint")
+    assert (found.severity, found.what) == (Severity.WARNING, "the kubernetes discovery lists no endpoint")

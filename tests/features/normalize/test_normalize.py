@@ -309,7 +309,7 @@ def test_its_place_in_the_chain_is_checked() -> None:
     """After the parsing, before the predictions; without rules it is not there."""
     _, problems = check_config("endpoints: [http://a:1]\nfilters: [kvcache, normalize, inference_request, router]\n")
     said = " ".join(one.message for one in problems)
-    assert "normalize rewrites what inference_request parses" in said
+    assert "normalize rewrites prompts that inference_request parses" in said
     assert "kvcache predicts for prompts that normalize then rewrites" in said
 
 

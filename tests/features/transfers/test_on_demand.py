@@ -149,7 +149,7 @@ async def test_a_request_that_waits_finds_the_copy(tmp_path: Path, caplog: pytes
     assert receipt.facts[B].tokens == HELD
     assert receipt.transfer is not None
     assert (receipt.transfer.endpoint, receipt.transfer.source, receipt.transfer.result) == (B, A, "done")
-    assert "1280 tokens were to come to b from a" in explain_receipt(receipt)
+    assert "1280 tokens were to be copied to b from a" in explain_receipt(receipt)
 
 
 def receipts_of(path: Path) -> dict[int, Receipt]:

@@ -150,7 +150,7 @@ def test_an_engine_that_cannot_be_asked_is_a_note(recorded: Path) -> None:
     """The others are judged; without the KV memory of any nothing is simulated."""
     silent = EngineSettingsSeen(EndpointId("e1"), "default", error="vllm cannot be reached")
     (pool,), text = advise(recorded, engines=[engine("e0", prefix_caching=False), silent])
-    assert "endpoint e1 could not be asked: vllm cannot be reached" in text
+    assert "no answer from endpoint e1: vllm cannot be reached" in text
     assert "--enable-prefix-caching" in flags(pool)
     _, text = advise(recorded, engines=[replace(silent, id=EndpointId("e0")), silent], budget_s=5)
     assert "no engine says how much KV memory it has" in text

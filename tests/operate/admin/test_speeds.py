@@ -31,7 +31,7 @@ def test_many_requests_without_a_sample_are_a_finding(policy: str) -> None:
     placed(proxy, 1)
     (finding,) = find_unlearned(proxy.clusters)
     assert (finding.severity, finding.where) == ("warning", "clusters.default")
-    assert "no sample of the engines' speeds in 500 requests: speeds are the defaults" in finding.what
+    assert "no sample of the engines' speeds in 500 requests: all speeds are the defaults" in finding.what
     assert "engine_metrics_interval" in finding.fix
 
 
@@ -43,7 +43,7 @@ def test_a_sample_ends_it_until_there_are_none_again() -> None:
     assert list(find_unlearned(proxy.clusters)) == []
     placed(proxy, NOTABLE_REQUESTS)
     (finding,) = find_unlearned(proxy.clusters)
-    assert "fades" in finding.what
+    assert "fade" in finding.what
 
 
 def test_a_policy_without_speeds_has_none_to_learn() -> None:

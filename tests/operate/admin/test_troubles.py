@@ -143,11 +143,11 @@ async def test_an_engine_that_sleeps_is_named(clock: FakeClock) -> None:
     cluster.endpoints[0].asleep = True
     [found] = (await place.live())["findings"]
     assert (found["severity"], found["where"]) == ("warning", "default")
-    assert found["what"] == "a sleeps, as its own metrics say: left out"
+    assert found["what"] == "a sleeps by its own metrics: excluded from routing"
     assert "/wake_up" in found["fix"]
     cluster.endpoints[1].asleep = True
     clock.advance(2.0)
-    assert (await place.live())["findings"][0]["what"].startswith("a, b sleep, as their own metrics")
+    assert (await place.live())["findings"][0]["what"].startswith("a, b sleep by their own metrics")
 
 
 async def test_a_cache_that_was_lost_is_a_note_for_a_while(clock: FakeClock) -> None:
@@ -158,7 +158,7 @@ async def test_a_cache_that_was_lost_is_a_note_for_a_while(clock: FakeClock) -> 
     kvcache.state.losses.note_loss("default", EndpointId("b"), LossReason.CLEARED)
     [found] = (await place.live())["findings"]
     assert (found["severity"], found["where"]) == ("note", "default/b")
-    assert found["what"] == "dropped its cache (its KV events say so)"
+    assert found["what"] == "dropped its cache (reported by its KV events)"
     clock.advance(601.0)
     assert not (await place.live())["findings"]
 
@@ -188,9 +188,7 @@ async def test_when_none_is_up(clock: FakeClock) -> None:
     }  # fmt: skip
     [finding] = live["findings"]
     assert (finding["severity"], finding["where"]) == ("problem", "default")
-    assert finding["what"] == (
-        "all 3 engines are down (a, b, c: it cannot be reached); requests are tried on them all the same"
-    )
+    assert finding["what"] == ("all 3 engines are down (a, b, c: it cannot be reached); requests go to all of them")
 
 
 async def test_nothing_was_saved_by_engines_that_are_gone(clock: FakeClock) -> None:
@@ -292,7 +290,7 @@ async def test_a_controller_that_is_down_is_a_finding(clock: FakeClock) -> None:
     [finding] = (await place.live())["findings"]
     assert (finding["severity"], finding["where"]) == ("warning", "kvcache")
     assert finding["what"] == (
-        "lookup fails: requests are routed by what was routed where and by KV events alone "
+        "lookup fails: requests are routed by the approximate index and KV events alone "
         "(last error: lookup: connection refused)"
     )
 
@@ -359,7 +357,7 @@ async def test_engines_that_pay_no_heed_to_their_priority_are_named(clock: FakeC
     clock.advance(5.0)
     [finding] = (await place.live())["findings"]
     assert finding["severity"] == "warning"
-    assert finding["what"] == "engine_priority is on, and engines refuse the field, so they are not sent it (b)"
+    assert finding["what"] == "engine_priority is on, and engines refuse the field, so it is not sent (b)"
     assert "--scheduling-policy priority" in finding["fix"]
     place = Place(clock, policy="kv_aware", engine_priority="auto")
     place.proxy.clusters["default"].endpoints[1].priority.record_refusal()
@@ -387,8 +385,7 @@ async def test_ranks_that_requests_cannot_ask_for(clock: FakeClock) -> None:
             "set data_parallel.ranks to 0, 1",
         ),
         "default/b": (
-            "it has the data-parallel ranks 0, 1, and nothing says that requests may ask for one: a prefix is computed "
-            "once a rank",
+            "it has the data-parallel ranks 0, 1, but requests cannot name one: a prefix is computed once per rank",
             "set data_parallel.ranks to 0, 1, or start it with --kv-events-config",
         ),
     }

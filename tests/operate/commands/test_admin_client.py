@@ -22,7 +22,7 @@ def answering(answer: httpx.Response) -> httpx.Client:
     [
         (
             httpx.Response(401, json={}),
-            "the admin listener requires a token, and this is not the one (--token-file FILE, or KVPROXY_ADMIN_TOKEN)",
+            "the admin listener requires another token (--token-file FILE, or KVPROXY_ADMIN_TOKEN)",
         ),
         (httpx.Response(200, json=[]), f"{URL} answers 200 (--url)"),
         (httpx.Response(200, text="<html>"), f"{URL} is not an admin listener of kvproxy (--url)"),

@@ -44,7 +44,7 @@ async def test_what_it_sees() -> None:
     assert (seen[0].models, seen[0].events, seen[0].health_path) == (("tiny",), True, "/health")
     assert "serves tiny; publishes KV events" in seen[0].describe()
     assert seen[1].trouble
-    assert "it cannot be connected to" in seen[1].describe()
+    assert "no connection" in seen[1].describe()
     assert lmcache is not None
     assert lmcache.describe().endswith("answers as the controller")
 
@@ -148,7 +148,7 @@ async def test_an_sglang(has_ready: bool) -> None:
 async def test_an_engine_that_does_not_answer_is_said_in_words() -> None:
     """Not by the name of an exception."""
     seen, _ = await look_at_all({"b": GONE}, "")
-    assert seen[0].trouble == "no answer on /v1/models (it cannot be connected to)"
+    assert seen[0].trouble == "no answer on /v1/models (no connection)"
 
 
 async def test_engines_of_all_kinds_are_looked_at() -> None:

@@ -130,9 +130,9 @@ async def test_findings_are_those_of_the_page() -> None:
         (
             250,
             0.6,
-            "a keeps 25% of what its cache size promises (learned); 60% of what it looks up is sent by others\n",
+            "a keeps 25% of its reported cache size (learned); 60% of its lookups are sent by others\n",
         ),
-        (3000, None, "a keeps 300% of what its cache size promises (learned)\n"),
+        (3000, None, "a keeps 300% of its reported cache size (learned)\n"),
         (900, 0.6, ""),
     ],
 )

@@ -66,7 +66,7 @@ EXPECTED = [
     "filters[4].auth.fil: unknown key (did you mean 'file'?)",
     "admin.token: required when the admin listener is not on loopback",
     "endpoints.a.url: must not contain credentials, they would end up in logs: use `api_key`",
-    "endpoints.e.url: the same engine as 'b': its load is counted apart",
+    "endpoints.e.url: the same engine as 'b': its load is counted separately",
     "routes[0].cluster: there is no cluster 'nowhere' (clusters: default)",
     "routes[1]: never reached: routes[0] already matches all of it",
     "routes[2].upstream_model: needs a `model` without *: it is the alias for that one name",
@@ -123,7 +123,7 @@ def test_no_message_contains_a_secret() -> None:
          ["clusters: must be a mapping of names to clusters", "endpoints[0].id: must be text (put it in quotes)"]),
         ("filters: router\nendpoints: ['http://h:1']", [
             "filters: must be a mapping or a list of filters "
-            "(`name: {settings}` of what the default chain lacks, or the whole chain as a list)"
+            "(`name: {settings}` of filters to add to the default chain, or the whole chain as a list)"
         ]),
         ("filters: [ruter]\nendpoints: ['http://h:1']",
          ["filters[0]: unknown filter 'ruter' (did you mean 'router'?)"]),

@@ -87,13 +87,13 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("routes: [{model: '*'}, {model: m}]\n", "error: routes[1]: never reached"),
         ("routes: [{model: m}, {model: m}]\n", "error: routes[1]: never reached"),
         # removed settings
-        ("profile: batch\n", "warning: profile: ignored: there are no profiles any more (leave it out; for batch"),
+        ("profile: batch\n", "warning: profile: ignored: profiles no longer exist (leave it out; for batch"),
         # discovery
         ("discovery: {file: {path: /nowhere}}\n", "warning: discovery.file.path: the file does not exist yet"),
         # engine priority
         (
             "policy: round_robin\nengine_priority: auto\n",
-            "error: engine_priority: round_robin does not know how long a prefill takes",
+            "error: engine_priority: round_robin does not estimate prefill times",
         ),
         (
             "engine_priority: on\nfilters: [router]\n",
@@ -104,7 +104,7 @@ def test_a_good_configuration_has_no_problem() -> None:
             "warning: queue.priority_header: nothing reads it",
         ),
         # the router queue
-        ("policy: round_robin\nqueue: {}\n", "error: queue: round_robin does not know how long a prefill takes"),
+        ("policy: round_robin\nqueue: {}\n", "error: queue: round_robin does not estimate prefill times"),
         # the chain
         ("filters: [inference_request]\n", "error: filters: no filter forwards requests (the last must be `router`)"),
         ("filters: [inference_request, router, access_log]\n", "error: filters[2]: never reached: it comes after"),
@@ -118,7 +118,7 @@ def test_a_good_configuration_has_no_problem() -> None:
          "error: filters: lmetric weighs cached prefixes, and no filter `kvcache` finds them "
          "(add `- inference_request` and `- kvcache` before"),
         ("policy: random\nclient_policies: [llm_d]\nfilters: [inference_request, router]\n", "error: filters: llm_d"),
-        ("filters: [access_log, request_id, router]\n", "warning: filters[0]: the access log does not know"),
+        ("filters: [access_log, request_id, router]\n", "warning: filters[0]: the access log runs before"),
         (CHAIN.format("auth"), "error: filters[0].keys: auth has neither keys nor a file"),
         (CHAIN.format("auth: {file: /nowhere}"), "error: filters[0].auth.file: no such file"),
         (CHAIN.format("auth: {keys: [{name: a, key: k}, {name: b, key: k}]}"),
@@ -222,7 +222,7 @@ def test_endpoints_that_collide() -> None:
     )
     assert problems_of(text) == [
         "error: endpoints[1].id: two endpoints have the id 'a' (give each an id of its own)",
-        "warning: endpoints[2].url: the same engine as 'a': its load is counted apart",
+        "warning: endpoints[2].url: the same engine as 'a': its load is counted separately",
         "warning: endpoints[2].instance_id: the instance id 'a' also belongs to 'a' "
         "(right only if both share one LMCache)",
         "warning: endpoints[3].insecure: the endpoint's certificate is not verified",
@@ -261,7 +261,7 @@ def test_an_engine_is_known_again_by_the_port_its_scheme_implies() -> None:
         "  - {id: c, url: 'https://h'}\n"
         "  - {id: d, url: 'https://h:80'}\n"
     )
-    assert problems_of(text) == ["warning: endpoints[2].url: the same engine as 'a': its load is counted apart"]
+    assert problems_of(text) == ["warning: endpoints[2].url: the same engine as 'a': its load is counted separately"]
 
 
 def test_several_clusters_need_routes_or_models() -> None:

@@ -72,13 +72,23 @@ REFUSAL = (400, error_body("no chat template", 400))
 @pytest.mark.parametrize(
     ("answers", "check", "severity", "said"),
     [
-        ({"/health": (503, b"")}, "health", Severity.PROBLEM, "is not well (health 503)"),
+        ({"/health": (503, b"")}, "health", Severity.PROBLEM, "reports that it is unhealthy (health 503)"),
         ({"/health": (401, b"")}, "health", Severity.PROBLEM, "asks for a key (401)"),
         ({"/v1/models": (401, error_body("Unauthorized", 401))}, "api", Severity.WARNING, "asks for a key (401)"),
         ({"/v1/models": (500, error_body("broken", 500))}, "api", Severity.PROBLEM, "/v1/models fails"),
         ({"/v1/models": (200, b"<html>")}, "api", Severity.PROBLEM, "/v1/models is not an engine's"),
-        ({"/v1/chat/completions": (500, error_body("x", 500))}, "generate", Severity.PROBLEM, "small prompt well"),
-        ({"/v1/chat/completions": (200, {"no": "usage"})}, "generate", Severity.PROBLEM, "small prompt well"),
+        (
+            {"/v1/chat/completions": (500, error_body("x", 500))},
+            "generate",
+            Severity.PROBLEM,
+            "bad answer to a small prompt",
+        ),
+        (
+            {"/v1/chat/completions": (200, {"no": "usage"})},
+            "generate",
+            Severity.PROBLEM,
+            "bad answer to a small prompt",
+        ),
         ({"/v1/chat/completions": (503, error_body("busy", 503))}, "generate", Severity.WARNING, "is too busy"),
         (
             {"/v1/chat/completions": REFUSAL, "/v1/completions": REFUSAL},
@@ -354,7 +364,7 @@ async def test_an_adapter_nobody_serves() -> None:
         promised = [{"id": name, "url": url, "models": ["sim", "gone"]} for name, url in place.urls.items()]
         found = only(await visit(place.config(endpoints=promised)))
         assert (found.where, found.severity) == ("endpoints a, b", Severity.PROBLEM)
-        assert found.what == "no engine serves 'gone', as `models` of all of them says"
+        assert found.what == "no engine serves 'gone', by the `models` of all of them"
         assert "load that adapter" in found.fix
         assert "served: sim, x" in found.fix
         routed = only(await visit(place.config(routes=[{"model": "gone"}, {}])))

@@ -179,7 +179,7 @@ async def test_an_engine_that_speaks_tls(tmp_path: Path) -> None:
     async with cluster({"a": ENGINE}, controller=None) as site, serve(site.fleet.engines["a"], tls=tls) as url:
         plain = {"a": url.replace("https:", "http:")}
         found = only(await visit(site.config(endpoints=plain, kvcache={"lmcache_endpoint": ""})))
-    assert (found.check, found.what) == ("health", "speaks TLS, and its url says http")
+    assert (found.check, found.what) == ("health", "speaks TLS, but its url has http")
     assert "https://" in found.fix
 
 
@@ -304,7 +304,7 @@ async def test_endpoint_without_the_model() -> None:
     assert (missing.severity, missing.check) == (Severity.PROBLEM, "models")
     assert "does not serve the model 'sim'" in missing.what
     assert "--served-model-name sim" in missing.fix
-    assert "`models` of the endpoint to what it serves: other" in missing.fix
+    assert "`models` of the endpoint to its own: other" in missing.fix
     assert "two clusters with `routes`" in missing.fix
 
 
@@ -323,7 +323,7 @@ async def test_declared_model_that_is_not_served() -> None:
     async with cluster({"a": ENGINE}) as site:
         endpoints = [{"id": "a", "url": site.urls["a"], "models": ["sim", "llama"]}]
         found = only(await visit(site.config(endpoints=endpoints)))
-    assert found.what == "does not serve the model 'llama', as `models` of the endpoint says"
+    assert found.what == "does not serve the model 'llama', which `models` of the endpoint names"
 
 
 async def test_duplicate_ids() -> None:

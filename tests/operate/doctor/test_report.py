@@ -89,8 +89,8 @@ def test_table_of_a_narrow_terminal() -> None:
 
 def test_verdict_when_all_is_well() -> None:
     """Says how much was looked at."""
-    assert summarize_report(DoctorReport.of_findings([GOOD])) == "Everything is well (1 check; -v lists them)."
-    assert summarize_report(DoctorReport.of_findings([GOOD]), verbose=True) == "Everything is well (1 check)."
+    assert summarize_report(DoctorReport.of_findings([GOOD])) == "All checks passed (1 check; -v lists them)."
+    assert summarize_report(DoctorReport.of_findings([GOOD]), verbose=True) == "All checks passed (1 check)."
 
 
 def test_what_is_well_is_folded() -> None:

@@ -58,7 +58,7 @@ async def test_its_data_parallel_ranks(events: EventSettings | None) -> None:
             replace(SGLANG, enable_cache_report=False),
             {},
             "prefix caching",
-            "does not say how much",
+            "does not report how much",
             "--enable-cache-report",
         ),
         (replace(SGLANG, kv_events=None), {}, "kv event sources", "publishes no KV events", '{"publisher": "zmq"'),

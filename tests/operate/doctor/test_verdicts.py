@@ -131,11 +131,15 @@ def test_events_that_name_other_things_than_what_is_reused() -> None:
         (observed(), Severity.OK, "blocks of 16 tokens, encoded as maps"),
         (observed(encoding="array"), Severity.OK, "encoded as arrays"),
         (observed(connected=False, mine=None), Severity.PROBLEM, "cannot subscribe to its KV events at tcp://"),
-        (observed(mine=None, batches=3), Severity.PROBLEM, "published no KV event of a prompt it computed (3 batches"),
+        (
+            observed(mine=None, batches=3),
+            Severity.PROBLEM,
+            "published no KV event of a prompt it computed (3 other batches",
+        ),
         (observed(malformed=2), Severity.PROBLEM, "2 KV events could not be read"),
         (observed(replays=False), Severity.WARNING, "replay socket tcp://127.0.0.1:5558 does not answer"),
         (observed(replays=None), Severity.WARNING, "offers no replay"),
-        (observed(mine=stored(block=8)), Severity.WARNING, "blocks of 8 tokens, its /metrics say 16"),
+        (observed(mine=stored(block=8)), Severity.WARNING, "blocks of 8 tokens, its /metrics report 16"),
         (observed(mine=stored(kind="mamba")), Severity.WARNING, "of the kind 'mamba'"),
     ],
 )
@@ -150,7 +154,7 @@ def test_kv_events_that_nothing_can_be_matched_with() -> None:
     """Neither the answer nor `/tokenize` told the prompt's ids."""
     seen = trial(ids=(), tokenized=ClientTimeout("late"), observed=(observed(mine=None),))
     assert [one.what for one in judge_events("e", seen)] == [
-        "KV events cannot be matched: nothing tells the prompt's tokens"
+        "KV events cannot be matched: the prompt's tokens are unknown"
     ]
 
 

@@ -91,7 +91,7 @@ def test_every_attempt_is_told_with_what_went_wrong() -> None:
     assert "Attempt 2, 500.0 ms after it was received: b" in text
     assert "and 3 more" in text
     assert "b, status 200, upstream_died, after 2 attempts" in text
-    assert "the engine did not say how much it had cached" in text
+    assert "the engine did not report its cached tokens" in text
     assert "would have cost" not in text
 
 

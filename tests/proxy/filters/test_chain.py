@@ -114,7 +114,7 @@ def problems_of(*specs: FilterSpec) -> list[str]:
         ),
         (
             [spec("end"), spec("tag")],
-            ["filters[0].end: answers by itself, so the filters after it are unreachable (put it last)"],
+            ["filters[0].end: is terminal, so the filters after it never run (put it last)"],
         ),
     ],
 )

@@ -84,7 +84,7 @@ async def test_events_by_group_predict_what_is_reused(server: Vllm, saw: Saw) ->
 
 
 async def test_what_is_predicted_without_events(server: Vllm, saw: Saw) -> None:
-    """By what was routed there: of the same prompts again it is right, of one that leaves them it is too much, once."""
+    """By routed requests: of the same prompts again it is right, of one that leaves them it is too much, once."""
     async with following(server.url, events=False) as (proxy, _):
         base = tokens_of(2000, seed="without events")
         await send(proxy, base)
