@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 #: From top to bottom, each room with what is in it. A room imports from those below it, annotations included; the root
 #: and the lab are both on top. One feature does not import another.
 ROOMS: Mapping[str, str] = {
-    "lab": "no request ever enters it: simulator, replay, planner, adviser, demo, policies published elsewhere",
+    "lab": "no request ever enters it: simulator, replay, planner, adviser, demo",
     "embed": "in other people's processes: transports for httpx",
     "features": "what can be left out, a module or a folder each",
     "operate": "run it: root of the settings, commands, admin listener, doctor, receipts, reload, catalogue of metrics",
