@@ -1,12 +1,12 @@
-"""Settings of what the `kvcache` filter does about caches: pin, compress, evict, transfer."""
+"""Settings of what the `kvcache` filter does about caches: pin, compress, evict."""
 
 from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from kvproxy.base.settings.model import Duration, Fraction, Model
 
@@ -96,32 +96,3 @@ class CacheStrategySettings(Model):
     """Where the provider cannot evict one prefix (LMCache's controller), clear the whole location instead."""
     disable_after: int = Field(default=5, ge=1)
     """An action without effect this many times in a row on one instance switches itself off there."""
-
-
-class TransferSettings(Model):
-    """Copying KV to where it will be needed: from a shared store into an instance's memory (LMCache's coordinator), or
-    from one instance to another (its controller, where the engines have P2P). Needs `lmcache_endpoint`."""
-
-    on_demand: bool = False
-    """To where a request goes: while the router queue holds it or, with `max_wait`, as part of the decision. Needs a
-    cluster with `queue`."""
-    max_wait: Duration = Field(default=0.0, ge=0, le=60)
-    """On demand: upper bound of a request's wait for its copy, which is never longer than the expected saving; 0: no
-    wait."""
-    at_once: int = Field(default=2, ge=1, le=64)
-    """Transfers under way at once, over all instances; further ones are not made."""
-    tokens_per_second: int = Field(default=50_000, ge=1)
-    """Budget of all instances together; 8,192 are 1 GB/s where a token's KV is 128 KiB."""
-    timeout: Duration = 2.0
-    """A transfer that is not over by then has failed."""
-    min_tokens: int = Field(default=1024, ge=1)
-    """Fewer tokens are not worth a transfer."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_what_went(cls, given: Any) -> Any:
-        """Refuse a removed setting with the reason."""
-        if isinstance(given, dict) and "ahead" in given:
-            why = "turns took 1.04 of the time without copies ahead of them; leave it out, or use on_demand"
-            raise ValueError(f"transfers.ahead is gone: {why}")
-        return given

@@ -30,8 +30,6 @@ from kvproxy.cache.overlap.sources import OverlapSources
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.features.transfers.on_demand import OnDemand
-from kvproxy.features.transfers.transfers import Transfers
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -111,8 +109,6 @@ class KvCache:
             clock=clock,
             rng=rng,
         )
-        self.on_demand: OnDemand | None = None
-        self._make_transfers(clock, rng)
         self.observers = CacheObservers(
             features,
             CacheParts(
@@ -131,21 +127,6 @@ class KvCache:
         )
         self.actions.on_tokens = self.observers.on_tokens
         self._running = AsyncExitStack()
-
-    def _make_transfers(self, clock: Clock, rng: random.Random) -> None:
-        """Make what copies KV before a request needs it."""
-        settings = self.settings
-        metrics = self._metrics
-        if settings.transfers.on_demand:
-            self.actions.transfers = Transfers(
-                settings,
-                overlap=self.overlap,
-                executor=self.actions.executor,
-                metrics=metrics,
-                clock=clock,
-                rng=rng,
-            )
-            self.on_demand = OnDemand(self.actions.transfers, self.overlap)
 
     async def __aenter__(self) -> Self:
         self.state.keep_only(self.clusters)

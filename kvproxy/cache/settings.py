@@ -11,7 +11,6 @@ from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.settings.model import Duration, Model, Size
 from kvproxy.cache.action_settings import (
     CacheStrategySettings,
-    TransferSettings,
 )
 from kvproxy.cluster.settings import EventSources
 
@@ -134,8 +133,6 @@ class KvCacheSettings(Model):
     """Asking the engine for token ids."""
     cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
-    transfers: TransferSettings = TransferSettings()
-    """KV copied to where it will be needed."""
     background: BackgroundSettings = BackgroundSettings()
     """The queue they run from."""
     retry: LookupRetrySettings = LookupRetrySettings()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.lmcache import LmcacheFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
@@ -137,6 +138,10 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
 
     def list_certificates(self, config: Config) -> Iterable[tuple[str, str]]:
         """Certificate files that it shows, by their places, for `kvproxy doctor`."""
+        return ()
+
+    def list_lmcache_checks(self, lmcache: LmcacheFacts) -> Sequence[Check]:
+        """Check of `kvproxy doctor` for LMCache, where one is configured."""
         return ()
 
     def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:

@@ -197,7 +197,7 @@ class CarriedRequest:
             raise refusal_reply(placement.refusal, outside)
         self._placement = placement
         self._hold(placement.cluster, pick)
-        await placement.await_copy(pick)
+        await placement.wait_to_send(pick)
         exchange.body = None
         asked = placement.make_question()
         self.listed = list_endpoints(cluster, asked, pick.endpoint, placer.clock(), most=placer.fallbacks)

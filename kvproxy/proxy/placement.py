@@ -16,7 +16,7 @@ from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import MAX_REMEMBERED, Exchange
-from kvproxy.proxy.request.observer import RequestObserver, notify
+from kvproxy.proxy.request.observer import RequestObserver, extend_question, notify, wait_to_send
 
 NO_ENDPOINTS: frozenset[EndpointId] = frozenset()
 
@@ -70,9 +70,8 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
     def decide(self, now: float) -> Decision[Endpoint] | Refusal:
         """Return where the request would go; nothing changes."""
         asked = self.make_question()
-        copier = self.exchange.copier
-        if copier is not None and not self.exchange.outcome.attempts:
-            asked = copier.offer(asked, now)
+        if "deciding" in self.exchange.hooks and not self.exchange.outcome.attempts:
+            asked = extend_question(self.exchange, asked, now)
         return self.cluster.decide(asked, now)
 
     def take(self, verdict: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
@@ -88,10 +87,9 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
         notify(RequestObserver.placed, self.exchange, verdict, now)
         return self.cluster.reserve(verdict, now)
 
-    async def await_copy(self, pick: Pick) -> None:
-        """Wait, within a bound, for the copy of KV that the request was placed with."""
-        copier = self.exchange.copier
-        if copier is not None and await copier.wait(self.exchange):
+    async def wait_to_send(self, pick: Pick) -> None:
+        """Wait for what observers do first, within their bounds."""
+        if "before_sending" in self.exchange.hooks and await wait_to_send(self.exchange):
             pick.begin(self.exchange.facts or NO_FACTS, self.cluster.speeds, self.clock())
 
     def note_attempt(self, pick: Pick) -> None:

@@ -71,4 +71,4 @@ def test_nothing_imports_a_feature_that_can_be_removed() -> None:
 
 
 #: Features that are not converted yet. Nothing is added here.
-WITHOUT_PAGE = {"transfers"}
+WITHOUT_PAGE = set[str]()

@@ -36,7 +36,7 @@ audit = logging.getLogger("kvproxy.audit")
 
 #: Worth another attempt after a pause; everything else would fail the same way.
 RETRIED = (ClientTimeout, ClientUnavailable, InstanceBusy, TooManyWaiting)
-#: Of a transfer, which is worth something now or not at all.
+#: Of an action that is worth something now or not at all.
 RETRIED_AT_ONCE = (InstanceBusy, TooManyWaiting)
 
 #: Called at the end of an action, dropped ones included: outcome (a metric label), amount, and seconds it took.
@@ -151,7 +151,7 @@ class ActionExecutor:
                 deadline_s=self._settings.background.job_timeout,
                 base_s=retry.base_backoff,
                 max_s=retry.max_backoff,
-                retry_on=RETRIED_AT_ONCE if action.kind is ActionKind.TRANSFER else RETRIED,
+                retry_on=RETRIED if action.timeout_s is None else RETRIED_AT_ONCE,
                 rng=self._rng,
                 clock=self._clock,
             )
@@ -169,14 +169,13 @@ class ActionExecutor:
         assert provider is not None
         known = action.prefix
         prefix = Prefix(array("I"), "") if known is None else Prefix(known.tokens, known.model, known.cache_salt)
-        limit_s = self._settings.transfers.timeout if action.kind is ActionKind.TRANSFER else None
 
         async def act() -> Effect:
             try:
-                async with asyncio.timeout(limit_s):
+                async with asyncio.timeout(action.timeout_s):
                     return await provider.act(action.kind, action.instance_id, prefix, source=action.source)
             except TimeoutError:
-                raise ClientTimeout(f"not over within {limit_s:g} s") from None
+                raise ClientTimeout(f"not over within {action.timeout_s:g} s") from None
 
         return lambda: self._breakers.call(action.kind, act)
 

@@ -41,6 +41,7 @@ class Action:
     reason: str
     score: float | None = None  # from 0, to be kept, to 1, to go first
     source: str = ""
+    timeout_s: float | None = None  # after which it is worth nothing; None: as other background work
     own: bool = False  # of this process alone: not claimed or counted by another one
 
 

@@ -38,7 +38,6 @@ from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.providers import ActionKind
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.features.transfers.transfers import Transfers
 
 #: Facts of a request, the longest message prefix of its prompt, the prompt's tokens, and the endpoint that computed it.
 OnTokens = Callable[[RequestFacts, KnownPrefix, TokenIds, Endpoint], None]
@@ -80,7 +79,7 @@ class StrategyRunner:
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )
         self._counts_uses = counts_uses
-        self.transfers: Transfers | None = None
+        self.added: dict[ActionKind, Strategy] = {}  # of features, by the kind of their actions
         self.on_tokens: Sequence[OnTokens] = ()  # of features, once a prompt's tokens are known
         self._tokens = tokens
         self._lookups = lookups
@@ -165,9 +164,8 @@ class StrategyRunner:
             ActionKind.DECOMPRESS: self.compress,
             ActionKind.EVICT: self.evict,
             ActionKind.CLEAR: self.evict,
-            ActionKind.TRANSFER: self.transfers,
         }
-        strategy = kinds[action.kind]
+        strategy = kinds.get(action.kind) or self.added.get(action.kind)
         if strategy is not None:
             strategy.done(action, now)
 

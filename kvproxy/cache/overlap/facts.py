@@ -22,7 +22,6 @@ from kvproxy.cache.prefix.token_memory import HashedTokens
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import NO_FACTS, OverlapFacts
-from kvproxy.proxy.request.exchange import TransferResult
 
 
 class RequestFacts(msgspec.Struct):
@@ -54,7 +53,6 @@ class RequestFacts(msgspec.Struct):
     lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
     holders_found: int | None = None  # by a lookup that answered in time
     entry: SpeculativeEntry | None = None  # entry in the approximate index
-    transfer: TransferResult | None = None  # of KV, before it goes there
 
     @property
     def hashes(self) -> array[int]:

@@ -30,6 +30,7 @@ from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import prefill_s
 from kvproxy.cluster.screening import Refusal
+from kvproxy.features.transfers.note import UNDER_WAY, TransferResult
 from kvproxy.features.transfers.planner import (
     NOT_HELD,
     STORE,
@@ -41,10 +42,17 @@ from kvproxy.features.transfers.planner import (
     refuse_none,
 )
 from kvproxy.features.transfers.transfers import STEP_TOKENS, Transfers
-from kvproxy.proxy.request.exchange import UNDER_WAY, TransferResult
 
 #: Least duration of a copy: a call to the service, and polling for its end.
 LATENCY_S = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class CopiedRequest:
+    """A request, and what became of its copy; None: it has none."""
+
+    facts: RequestFacts
+    result: TransferResult | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +61,7 @@ class Copy:
 
     tokens: int
     source: str  # as of TransferResult
-    requests: list[RequestFacts] = field(default_factory=list)
+    requests: list[CopiedRequest] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -79,9 +87,10 @@ class OnDemand:
         #: Waiting requests, by their copies: instance and digest of the copied prefix.
         self._waiting: dict[tuple[str, int], Copy] = {}
 
-    def plan(self, facts: RequestFacts, decision: Decision[Endpoint], now: float) -> None:
+    def plan(self, request: CopiedRequest, decision: Decision[Endpoint], now: float) -> None:
         """Plan a copy for a request in the router queue, with its present decision. A copy begins if that is then
         cheaper."""
+        facts = request.facts
         speeds = facts.cluster.speeds
         if speeds is None or not self._is_long(facts):
             return
@@ -93,14 +102,15 @@ class OnDemand:
         planned = facts.cluster.decide(offered, now)
         transfer = None if isinstance(planned, Refusal) else planner.find_transfer(planned)
         if transfer is not None:
-            self._begin(facts, transfer, speeds)
+            self._begin(request, transfer, speeds)
 
-    def offer(self, facts: RequestFacts, asked: PickRequest, now: float) -> tuple[PickRequest, str]:
+    def offer(self, request: CopiedRequest, asked: PickRequest, now: float) -> tuple[PickRequest, str]:
         """Return what is to be decided with what could be copied, and the limit that refuses a copy (a metric label) or
         ""."""
+        facts = request.facts
         cluster = facts.cluster
         speeds = cluster.speeds
-        if facts.transfer is not None or speeds is None or cluster.queue is None or not self._is_long(facts):
+        if request.result is not None or speeds is None or cluster.queue is None or not self._is_long(facts):
             return asked, ""
         refusals: list[str] = []
 
@@ -116,35 +126,36 @@ class OnDemand:
         """Count a request's refused copies."""
         self._transfers.metrics.refused.labels(reason).inc()
 
-    def begin(self, facts: RequestFacts, decision: Decision[Endpoint], now: float) -> Wait | None:
+    def begin(self, request: CopiedRequest, decision: Decision[Endpoint], now: float) -> Wait | None:
         """Begin the request's copy, if the decision was made with one."""
+        facts = request.facts
         transfer = self._planner.find_transfer(decision)
         speeds = facts.cluster.speeds
         here = decision.endpoint
         if speeds is None or facts.tokens is None:
             return None
         if transfer is None:
-            copy = self._join(facts, here)
+            copy = self._join(request, here)
             saved_s = 0.0 if copy is None else prefill_s(copy.tokens, 0, 0.0, speeds.seconds)
         else:
-            copy = self._begin(facts, transfer, speeds)
+            copy = self._begin(request, transfer, speeds)
             saved_s = own_s(facts.overlaps, here.id, speeds) - own_s(decision.request.facts, here.id, speeds)
         if copy is None:
             return None
         return Wait(copy, now + min(self._max_wait_s, saved_s * speeds.slowness(here.id, now)))
 
-    async def wait(self, facts: RequestFacts, wait: Wait) -> None:
+    async def wait(self, request: CopiedRequest, wait: Wait) -> None:
         """Wait for the copy, within the bound. Its tokens then count among the facts."""
         began = self._clock()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait.until - began):
                 await wait.copy.over.wait()
-        result = facts.transfer
+        result = request.result
         waited_s = self._clock() - began
         self._transfers.metrics.waits.observe(waited_s)
         if result is not None:
             result.waited_s = round(waited_s, 6)
-            self._count_moved(facts, result)
+            self._count_moved(request.facts, result)
 
     def _count_moved(self, facts: RequestFacts, result: TransferResult) -> None:
         provider = self._overlap.lookups.provider
@@ -157,15 +168,13 @@ class OnDemand:
         by_endpoint = {**facts.overlaps.by_endpoint, result.endpoint: overlap}
         facts.overlaps = msgspec.structs.replace(facts.overlaps, by_endpoint=by_endpoint)
 
-    def settle(self, facts: RequestFacts, unfinished: str) -> TransferResult | None:
-        """Return the request waits no longer: what became of its copy by then."""
-        result = facts.transfer
-        if result is not None:
-            if result.result == UNDER_WAY:
-                result.result = unfinished
-                for copy in self._waiting.values():
-                    copy.requests = [one for one in copy.requests if one is not facts]
-            self._transfers.metrics.on_demand.labels(result.result).inc()
+    def settle(self, request: CopiedRequest, result: TransferResult, unfinished: str) -> TransferResult:
+        """The request waits no longer: return what became of its copy by then."""
+        if result.result == UNDER_WAY:
+            result.result = unfinished
+            for copy in self._waiting.values():
+                copy.requests = [one for one in copy.requests if one is not request]
+        self._transfers.metrics.on_demand.labels(result.result).inc()
         return result
 
     def _is_long(self, facts: RequestFacts) -> bool:
@@ -208,8 +217,9 @@ class OnDemand:
                 stored[told.endpoint] = max(told.tokens, stored.get(told.endpoint, 0))
         return published, stored
 
-    def _begin(self, facts: RequestFacts, transfer: Transfer, speeds: SpeedModel) -> Copy | None:
+    def _begin(self, request: CopiedRequest, transfer: Transfer, speeds: SpeedModel) -> Copy | None:
         """Return the copy for this request, which may be under way already; None where a limit refuses it."""
+        facts = request.facts
         target = facts.cluster.find_endpoint(transfer.target)
         tokens = facts.tokens
         if target is None or tokens is None:
@@ -227,23 +237,23 @@ class OnDemand:
                 return None
             copy = self._waiting[key] = Copy(transfer.tokens, transfer.source or "shared")
             self._planner.links.reserve(transfer, transfer.over_at)
-        self._enrol(facts, copy, transfer.target)
+        self._enrol(request, copy, transfer.target)
         return copy
 
-    def _join(self, facts: RequestFacts, target: Endpoint) -> Copy | None:
+    def _join(self, request: CopiedRequest, target: Endpoint) -> Copy | None:
         """Return a copy of what the request begins with, too, that is under way to where it goes."""
-        tokens = facts.tokens
+        tokens = request.facts.tokens
         for (instance, digest), copy in self._waiting.items():
             if tokens is None or instance != target.instance_id or len(tokens) < copy.tokens:
                 continue
             if xxh3_64_intdigest(tokens[: copy.tokens].tobytes()) == digest:
-                self._enrol(facts, copy, target.id)
+                self._enrol(request, copy, target.id)
                 return copy
         return None
 
-    def _enrol(self, facts: RequestFacts, copy: Copy, target: EndpointId) -> None:
-        copy.requests.append(facts)
-        facts.transfer = TransferResult(target, copy.source, copy.tokens)
+    def _enrol(self, request: CopiedRequest, copy: Copy, target: EndpointId) -> None:
+        copy.requests.append(request)
+        request.result = TransferResult(target, copy.source, copy.tokens)
 
     def _instance_of(self, facts: RequestFacts, endpoint: EndpointId) -> str:
         source = facts.cluster.find_endpoint(endpoint)
@@ -254,9 +264,9 @@ class OnDemand:
         self._planner.links.release(transfer)
         copy = self._waiting.pop(key)
         copy.over.set()
-        for facts in copy.requests:
-            if facts.transfer is not None:
-                facts.transfer.result = result
-                facts.transfer.moved = tokens
+        for request in copy.requests:
+            if request.result is not None:
+                request.result.result = result
+                request.result.moved = tokens
             if tokens:
-                self._overlap.add_transferred(facts)
+                self._overlap.add_transferred(request.facts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from kvproxy.base.types import Clock
-from kvproxy.cache.action_settings import TransferSettings
+from kvproxy.features.transfers.settings import TransferSettings
 
 #: Weight of a new transfer's speed against earlier ones, and how long speeds are valid.
 _NEW = 0.3

@@ -6,22 +6,20 @@ On demand (on_demand.py), from a store that its instance reads or from another i
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from functools import partial
 
-from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import Clock, EndpointId
-from kvproxy.cache.actions.executor import ActionExecutor
+from kvproxy.base.settings.compose import part_of
+from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.actions.strategies import Action, PressureOf, Served
-from kvproxy.cache.overlap.sources import OverlapSources
+from kvproxy.cache.feature import CacheParts
 from kvproxy.cache.providers import ActionKind, Prefix
-from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import prefill_s
 from kvproxy.features.transfers.metrics import TransferMetrics
+from kvproxy.features.transfers.settings import TransferPlace
 from kvproxy.features.transfers.transfer_link import Link
 
 #: Sources within this many tokens of the longest are equally good.
@@ -34,23 +32,14 @@ OnTransferred = Callable[[str, int], None]
 class Transfers:
     """Made by the executor, under its rules."""
 
-    def __init__(
-        self,
-        settings: KvCacheSettings,
-        *,
-        overlap: OverlapSources,
-        executor: ActionExecutor,
-        metrics: Metrics,
-        clock: Clock,
-        rng: random.Random,
-    ) -> None:
-        self.settings = settings.transfers
-        self._overlap = overlap
-        self._executor = executor
-        self.metrics = metrics.group(TransferMetrics)
-        self.clock = clock
-        self.rng = rng
-        self.link = Link(settings.transfers, clock=clock)
+    def __init__(self, parts: CacheParts) -> None:
+        self.settings = part_of(parts.settings, TransferPlace).transfers
+        self._overlap = parts.overlap
+        self._executor = parts.actions.executor
+        self.metrics = parts.metrics.group(TransferMetrics)
+        self.clock = parts.clock
+        self.rng = parts.rng
+        self.link = Link(self.settings, clock=parts.clock)
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
         return []
@@ -75,7 +64,9 @@ class Transfers:
         if refused := self.link.why_refused(tokens, compute_s):
             self.metrics.refused.labels(refused).inc()
             return False
-        action = Action(ActionKind.TRANSFER, target.instance_id, prefix, reason, source=source)
+        action = Action(
+            ActionKind.TRANSFER, target.instance_id, prefix, reason, source=source, timeout_s=self.settings.timeout
+        )
         over = partial(self._over, target.id, prefix, action, on_over)
         if not self._executor.submit(action, self, over):
             return False

@@ -150,15 +150,6 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         for name in ("enable_pinning", "enable_compression", "enable_eviction"):
             if getattr(strategy, name):
                 yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
-        if settings.transfers.on_demand:
-            where = (*at, "transfers", "on_demand")
-            yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
-    if settings.transfers.on_demand and not any(one.queues for one in config.clusters.values()):
-        why = "no cluster has a queue, without which nothing is copied on demand"
-        hint = "leave `queue: {enabled: false}` out of a cluster with kv_aware"
-        yield error_at((*at, "transfers", "on_demand"), why, hint)
-    if settings.transfers.max_wait and not settings.transfers.on_demand:
-        yield warning_at((*at, "transfers", "max_wait"), "does nothing without on_demand")
     if settings.hot_max_records < strategy.hot_content_threshold:
         yield error_at(
             (*at, "hot_max_records"), "below cache_strategy.hot_content_threshold: nothing would ever be hot"

@@ -133,10 +133,7 @@ class ActionsCheck(LmcacheCheck):
     async def collect_findings(self) -> Sequence[Finding]:
         strategy = self.lmcache.settings.cache_strategy
         acts = strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction
-        lever = await self.lmcache.find_transfers()
-        transfers = self.lmcache.settings.transfers
-        told = [judge_transfers(self.where, lever, wanted=transfers.on_demand)]
-        return [*told, *(await self._judge_strategies(strategy) if acts else ())]
+        return await self._judge_strategies(strategy) if acts else ()
 
     async def _judge_strategies(self, strategy: CacheStrategySettings) -> Sequence[Finding]:
         kind = await self.lmcache.find_kind()
@@ -148,19 +145,6 @@ class ActionsCheck(LmcacheCheck):
             fix = "set `enable_compression: false`"
             found.append(warning(self.where, "the coordinator has no compression: that strategy does nothing", fix))
         return found or [ok(self.where, "supports the strategies")]
-
-
-def judge_transfers(where: str, lever: str, *, wanted: bool) -> Finding:
-    """`lever`: how KV can be copied between instances here; "": it cannot."""
-    if lever:
-        return ok(where, f"KV can be transferred: {lever}")
-    if not wanted:
-        return ok(where, "KV cannot be transferred: no store that instances share is known, and none reads another's")
-    fix = (
-        "coordinator: give the servers one --l2-adapter with `shared: true` and --coordinator-l2-event-reporting, or "
-        "--p2p-advertise-url; controller: enable_p2p at the engines; or leave out `transfers`"
-    )
-    return warning(where, "has nothing that KV could be transferred from: `transfers` does nothing", fix)
 
 
 def judge_strategies(where: str, strategy: CacheStrategySettings, *, evicts: bool) -> Iterator[Finding]:

@@ -114,7 +114,7 @@ class LmcacheFacts:
             return error.status != 404
         return True
 
-    async def find_transfers(self) -> str:
+    async def find_copying(self) -> str:
         """By which lever KV can be copied into an instance's memory; "": by none. Moves nothing."""
         if await self.find_kind() is ProviderName.COORDINATOR:
             peers = [one.instance_id for one in await self._coordinator.list_instances() if one.p2p_advertised_url]

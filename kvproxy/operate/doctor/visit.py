@@ -129,6 +129,8 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
         yield ServiceCheck(lmcache)
         yield InstancesCheck(deployment, lmcache, trial)
         yield ActionsCheck(lmcache)
+        for feature in installed(Feature):
+            yield from feature.list_lmcache_checks(lmcache)
 
 
 def _trials(deployment: Deployment) -> Iterator[Check]:

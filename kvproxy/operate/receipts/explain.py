@@ -178,11 +178,6 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     if receipt.cache_loss:
         how = _LOSSES.get(receipt.cache_loss, receipt.cache_loss)
         yield f"  it had lost its cache less than a minute before: {how}"
-    if (transfer := receipt.transfer) is not None:
-        route = f"to {transfer.endpoint} from {transfer.source}"
-        yield f"  before it was sent, {transfer.tokens} tokens were to be copied {route}:"
-        waited = f"; it waited {format_seconds(transfer.waited_s)} for them" if transfer.waited_s else ""
-        yield f"  {transfer.result}, {transfer.moved} tokens moved{waited}"
     for feature in installed(Feature):
         for line in feature.explain(receipt):
             yield f"  {line}"

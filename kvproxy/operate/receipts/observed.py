@@ -69,7 +69,7 @@ class AttemptLog(RequestObserver):
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Hand over the log; the receipt can be written."""
-        if exchange.copier is not None:  # the decision also considered prefixes that could have been copied
+        if "deciding" in exchange.hooks:  # the decision was made by more than the facts
             self.facts = exchange.facts or NO_FACTS
         if self._on_finished is not None:
             self._on_finished(exchange, self, now)

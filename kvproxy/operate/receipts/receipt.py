@@ -23,7 +23,6 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.policy import Overlap
 from kvproxy.cluster.routing.work import NO_WORK, Backlog, Features, features_of, seconds_of
 from kvproxy.proxy.feature import ProxyFeature
-from kvproxy.proxy.request.exchange import TransferResult
 
 VERSION = 1
 
@@ -102,7 +101,6 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     cache_loss: str = ""  # how the endpoint had lost its cache less than a minute before: restarted, cleared, ...
-    transfer: TransferResult | None = None  # of KV, before it went there
 
 
 _encoder = msgspec.json.Encoder()

@@ -88,7 +88,6 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         cached_tokens=outcome.cached_tokens,
         completion_tokens=outcome.completion_tokens,
         cache_loss=outcome.cache_loss,
-        transfer=outcome.transfer,
         **outcome.notes,
     )
 

@@ -26,7 +26,6 @@ from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
-from kvproxy.features.transfers.copy_watch import follow_copy
 from kvproxy.proxy.filter_settings import CachedTokens, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.router import RouterFilter
@@ -148,8 +147,6 @@ def use_facts(service: KvCache, facts: RequestFacts, exchange: Exchange, *, pref
     for make in service.observers.watches:
         if (observer := make(facts)) is not None:
             exchange.attach(observer)
-    if service.on_demand is not None:
-        follow_copy(service.on_demand, exchange, facts)
     exchange.observers += (learning,)
     exchange.hooks |= KvCacheLearning.hooks
 

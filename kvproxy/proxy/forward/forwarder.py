@@ -234,8 +234,8 @@ class Forwarding(Placement, kw_only=True):
         try:
             if "attempt_began" in self.exchange.hooks:
                 notify(RequestObserver.attempt_began, self.exchange, pick)
-            if self.exchange.copier is not None:
-                await self.await_copy(pick)
+            if "before_sending" in self.exchange.hooks:
+                await self.wait_to_send(pick)
             response, status, first = await self._asking.ask_engine(pick)
             delivery = self._delivery
             if delivery.downstream.status and (

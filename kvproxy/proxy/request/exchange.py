@@ -11,7 +11,7 @@ import msgspec
 from kvproxy.base.json_scan import Members
 from kvproxy.base.types import EndpointId, InferenceRequest
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
+from kvproxy.cluster.routing.policy import OverlapFacts
 
 SCOPE_KEY = "kvproxy"
 
@@ -58,36 +58,6 @@ class HasHooks(Protocol):
         ...
 
 
-#: Of a transfer that is not over.
-UNDER_WAY = "under_way"
-
-
-class TransferResult(msgspec.Struct, omit_defaults=True):
-    """KV was to be copied to an endpoint for the request, before it went there."""
-
-    endpoint: EndpointId
-    source: str  # an endpoint, or `shared`
-    tokens: int  # that were expected there
-    #: done, late (the request went first), left (its client did, or its endpoint became unhealthy), no_effect, timeout,
-    #: ... as for actions
-    result: str = UNDER_WAY
-    moved: int = 0
-    waited_s: float = 0.0  # by the request, for the copy alone
-
-
-class Copier(Protocol):
-    """Copies KV to a request's endpoint and lets the request wait for that; none of its methods raises."""
-
-    def offer(self, asked: PickRequest, now: float) -> PickRequest:
-        """Return what is to be decided, with what could be copied."""
-        ...
-
-    async def wait(self, exchange: Exchange) -> bool:
-        """For the copy that the request was placed with, within a bound. True: its place is to be counted by the facts
-        that the exchange has now, and from now on."""
-        ...
-
-
 class Outcome(msgspec.Struct, eq=False):
     """Outcome of a forwarded request; filled in by the router filter. (A struct, as the exchange: one is made in C.)"""
 
@@ -109,7 +79,6 @@ class Outcome(msgspec.Struct, eq=False):
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
     engine_priority: int | None = None  # number by which its engine orders it
     cache_loss: str = ""  # how the endpoint that answered had lost its cache shortly before
-    transfer: TransferResult | None = None  # of KV, before it went there
     local_reason: str = ""  # of a local reply: the `code` of its error, from a closed set
     notes: dict[str, msgspec.Struct] = {}  # of features, each a field of its receipt
 
@@ -168,7 +137,6 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     facts: OverlapFacts | None = None
     #: Refreshes facts and preference from local state; must not raise, block or wait.
     facts_source: Callable[[Exchange], None] | None = None
-    copier: Copier | None = None  # None: the request waits for no copy
     debug: bool = False  # the client requested x-kvproxy-decision
     trace_id: str = ""  # W3C, 32 hex digits; "" without `tracing`
     trace_parent: bytes = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import Any, ClassVar, TypeAlias, TypeVarTuple, Unpack
+from typing import Any, ClassVar, TypeAlias, TypeVarTuple, Unpack, cast
 
 from kvproxy.base.types import EndpointId, Headers
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
-from kvproxy.cluster.routing.policy import NO_FACTS, OverlapFacts
+from kvproxy.cluster.routing.policy import NO_FACTS, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.proxy.request.exchange import MAX_REMEMBERED, Exchange, Outcome, result_of
 
@@ -28,10 +28,12 @@ HOOKS = (
     "facts_began",
     "facts_known",
     "received",
+    "deciding",
     "queued",
     "placed",
     "refused",
     "attempt_began",
+    "before_sending",
     "attempt_failed",
     "first_byte",
     "finished",
@@ -75,6 +77,10 @@ class RequestObserver:
     def received(self, exchange: Exchange, now: float) -> None:
         """Note that the router begins with the request, which is read and will be routed."""
 
+    def deciding(self, exchange: Exchange, asked: PickRequest, now: float) -> PickRequest:
+        """Return the question of the first attempt with what it adds. Before each decision, so again after a wait."""
+        return asked
+
     def queued(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """Note that the request enters the router queue; its endpoint may have changed when its turn comes."""
 
@@ -86,6 +92,10 @@ class RequestObserver:
 
     def attempt_began(self, exchange: Exchange, pick: Pick) -> None:
         """Note that the request is about to be sent to the endpoint of its pick."""
+
+    async def before_sending(self, exchange: Exchange) -> bool:
+        """Wait, within a bound. True: the place is to be counted by the facts that the exchange has now."""
+        return False
 
     def attempt_failed(self, exchange: Exchange, reason: str, now: float) -> None:
         """Nothing of this attempt reached the client; another one may follow."""
@@ -120,6 +130,23 @@ def notify(hook: Callable[[RequestObserver, Exchange, Unpack[Ts]], None], exchan
                 getattr(observer, name)(exchange, *args)
             except Exception:
                 log.exception("an observer of requests failed: %s at `%s`", type(observer).__name__, name)
+
+
+def extend_question(exchange: Exchange, asked: PickRequest, now: float) -> PickRequest:
+    """Return the question with what observers add (`deciding`); one that fails adds nothing."""
+    for observer in exchange.observers:
+        if "deciding" in observer.hooks:
+            try:
+                asked = cast("RequestObserver", observer).deciding(exchange, asked, now)
+            except Exception:
+                log.exception("an observer of requests failed: %s at `deciding`", type(observer).__name__)
+    return asked
+
+
+async def wait_to_send(exchange: Exchange) -> bool:
+    """Wait for all observers that want that (`before_sending`); return whether one of them changed the facts."""
+    waits = [one for one in exchange.observers if "before_sending" in one.hooks]
+    return any([await cast("RequestObserver", one).before_sending(exchange) for one in waits])
 
 
 @dataclass(frozen=True, slots=True)

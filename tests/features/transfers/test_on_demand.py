@@ -13,10 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from kvproxy.features.transfers.copy_watch import CopyObserver
+from kvproxy.features.transfers.note import NOTE, TransferResult
 from kvproxy.features.transfers.on_demand import OnDemand
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.receipts.explain import explain_receipt
-from kvproxy.operate.receipts.receipt import Receipt, decode_receipt
+from kvproxy.operate.receipts.receipt import Receipt, decode_receipt, note_of
 from tests.cache.support import A, B, Fake, controller, copying, long_text, tokenize
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy
@@ -114,10 +116,11 @@ async def stage(
         async with running_proxy({"a": a, "b": b}, policy="kv_aware", queue={}, filters=filters, **more) as proxy:
             cluster, kv = proxy.proxy.clusters["default"], proxy.proxy.kvcache
             assert kv is not None
-            assert kv.on_demand is not None
+            copies = kv.observers.find(CopyObserver)
+            assert copies is not None
             await until(lambda: kv.overlap.lookups.possible)
             cluster.drain_endpoint(A)
-            staged = Stage(proxy, service, kv.on_demand, go_on, engines[1])
+            staged = Stage(proxy, service, copies.on_demand, go_on, engines[1])
             if busy:
                 staged.send(FILLER)
                 await until(lambda: staged.answers == 1)
@@ -147,8 +150,9 @@ async def test_a_request_that_waits_finds_the_copy(tmp_path: Path, caplog: pytes
     assert "source=a" in line
     receipt = receipts_of(path)[1300]
     assert receipt.facts[B].tokens == HELD
-    assert receipt.transfer is not None
-    assert (receipt.transfer.endpoint, receipt.transfer.source, receipt.transfer.result) == (B, A, "done")
+    note = note_of(receipt, NOTE, TransferResult)
+    assert note is not None
+    assert (note.endpoint, note.source, note.result) == (B, A, "done")
     assert "1280 tokens were to be copied to b from a" in explain_receipt(receipt)
 
 
@@ -330,9 +334,10 @@ async def test_a_request_waits_for_its_copy(tmp_path: Path) -> None:
         assert target.load.in_flight == 0
     (receipt,) = receipts_of(path).values()
     assert (receipt.facts[B].lower_tokens, receipt.facts[B].source) == (LONG_HELD, "lmcache_controller")
-    assert receipt.transfer is not None
-    assert (receipt.transfer.result, receipt.transfer.moved) == ("done", LONG_HELD)
-    assert receipt.transfer.waited_s > 0.0
+    note = note_of(receipt, NOTE, TransferResult)
+    assert note is not None
+    assert (note.result, note.moved) == ("done", LONG_HELD)
+    assert note.waited_s > 0.0
     assert "; it waited " in explain_receipt(receipt)
 
 

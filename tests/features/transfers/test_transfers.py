@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from kvproxy.base.types import InferenceRequest
-from kvproxy.cache.action_settings import TransferSettings
 from kvproxy.cache.actions.hotness import KnownPrefix
+from kvproxy.cache.providers import ActionKind
+from kvproxy.features.transfers.copy_watch import CopyObserver
 from kvproxy.features.transfers.planner import draw_source, find_holders
+from kvproxy.features.transfers.settings import TransferSettings
 from kvproxy.features.transfers.transfer_link import SPEED_AGE_S, Link
 from kvproxy.features.transfers.transfers import Transfers
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
@@ -59,8 +61,9 @@ async def prepared(
         }
         async with world({"a": engine(), "b": engine()}, clock=clock, **more) as service:
             await until(lambda: service.kv.overlap.lookups.possible)
-            transfers = service.kv.actions.transfers
-            assert transfers is not None
+            assert service.kv.observers.find(CopyObserver) is not None
+            transfers = service.kv.actions.added[ActionKind.TRANSFER]
+            assert isinstance(transfers, Transfers)
             yield service, transfers
 
 
@@ -208,7 +211,7 @@ async def test_a_controller_copies_from_the_instance_that_holds_it(p2p: bool, cl
 
 async def test_off_by_default(clock: FakeClock) -> None:
     async with world({"a": engine()}, clock=clock) as service:
-        assert service.kv.actions.transfers is None
+        assert service.kv.observers.find(CopyObserver) is None
 
 
 def test_it_needs_a_service_that_moves_kv() -> None:
