@@ -53,7 +53,6 @@ def test_every_feature_has_its_page_with_what_it_costs() -> None:
     missing = [
         f"{name}: {heading}"
         for name in SHIPPED
-        if name not in WITHOUT_PAGE
         for heading in wanted
         if heading.lower() not in (folder / name / "README.md").read_text().lower()
     ]
@@ -68,7 +67,3 @@ def test_nothing_imports_a_feature_that_can_be_removed() -> None:
     assert set(removable()) == there - {"__init__"} - NOT_YET
     arrows = (Path(__file__).parents[1] / "arrows_up.txt").read_text()
     assert not [name for name in removable() if f"-> kvproxy.features.{name}" in arrows]
-
-
-#: Features that are not converted yet. Nothing is added here.
-WITHOUT_PAGE = set[str]()

@@ -9,6 +9,7 @@ from functools import partial
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.pick import reserve, split_prompt
 from kvproxy.cluster.routing import selector
+from kvproxy.cluster.routing.copy_planner import Transfer, landed
 from kvproxy.cluster.routing.costs import least_own_s, wait_s
 from kvproxy.cluster.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.cluster.routing.engine_state import EngineState
@@ -18,7 +19,6 @@ from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.waiting_lines import AGEING, EPOCH_S, engine_priority
 from kvproxy.features.priority.engine_priority import ClusterPriority
-from kvproxy.features.transfers.planner import Transfer, landed
 from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.trace import Turn
 from kvproxy.lab.replay.transfers import SimTransfers

@@ -1,6 +1,6 @@
 """Transfers on demand, in a replay: links between the simulated engines, and the copies over them.
 
-A decision is made with what could be copied (features/transfers/planner.py). Is an engine chosen with a copy, both
+A decision is made with what could be copied (cluster/routing/copy_planner.py). Is an engine chosen with a copy, both
 links are reserved, the copy is made, and the request joins the engine with it; of what the source does not have after
 all nothing is copied, and the engine computes it. (A request that joins at once, beside a copy that should be over when
 its turn comes, does worse than one that waits, and than none that copies: an engine admits a request, and with that
@@ -16,10 +16,10 @@ from random import Random
 from typing import Any
 
 from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.copy_planner import LinkTerms, Transfer, TransferPlanner
 from kvproxy.cluster.routing.policy import Ledgered, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.selector import Decision, decide
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.features.transfers.planner import LinkTerms, Transfer, TransferPlanner
 from kvproxy.lab.simulator.engine import Engine
 
 

@@ -10,14 +10,7 @@ from random import Random
 import msgspec
 import pytest
 
-from kvproxy.cluster.routing.engine_state import EngineState
-from kvproxy.cluster.routing.kv_aware import KvAware
-from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
-from kvproxy.cluster.routing.selector import decide
-from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
-from kvproxy.cluster.routing.work import prefill_s
-from kvproxy.cluster.settings import PolicyName
-from kvproxy.features.transfers.planner import (
+from kvproxy.cluster.routing.copy_planner import (
     DISPLACES,
     LATE,
     LINK,
@@ -28,6 +21,13 @@ from kvproxy.features.transfers.planner import (
     Transfer,
     TransferPlanner,
 )
+from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.selector import decide
+from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.cluster.routing.work import prefill_s
+from kvproxy.cluster.settings import PolicyName
 from kvproxy.lab.replay.compare import PolicySpec, UnknownPolicy, play_policy
 from kvproxy.lab.replay.results import ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.lab.replay.router import LiveRequest, SimEndpoint, VirtualRouter
