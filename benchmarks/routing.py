@@ -37,7 +37,6 @@ DEPENDS_ON = (
     "kvproxy/lab/replay",
     "kvproxy/cache/prefix",
     "kvproxy/cache/indexes",
-    "kvproxy/cluster/routing/copy_planner.py",
     "kvproxy/features/published",
     "kvproxy/lab/simulator",
     *REFERENCE_DEPENDS_ON,
