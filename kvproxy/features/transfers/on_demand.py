@@ -169,7 +169,7 @@ class OnDemand:
         facts.overlaps = msgspec.structs.replace(facts.overlaps, by_endpoint=by_endpoint)
 
     def settle(self, request: CopiedRequest, result: TransferResult, unfinished: str) -> TransferResult:
-        """The request waits no longer: return what became of its copy by then."""
+        """Return the outcome of the copy, for which the request waits no longer."""
         if result.result == UNDER_WAY:
             result.result = unfinished
             for copy in self._waiting.values():
