@@ -1,13 +1,16 @@
 """Requests of others beside refused uploads, oversized heads and a rollout: `python -m benchmarks.kept_connections`.
 
 The engine answers embeddings with a head of 67 KB, and uploads at once without reading them. The clients keep their
-connections and count a failure when one ends without `connection: close` announced before: what resets them.
+connections, never repeat a request, and count a failure when a connection ends without `connection: close` announced
+before. In the rollout a second process listens on the same port (`listen.reuse_port`) before the first gets SIGTERM.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -23,8 +26,14 @@ from tests.support.process import KvproxyProcess, kvproxy_serve
 UPLOAD = b"x" * 3_000_000
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
 EMBED = json.dumps({"model": "m", "input": ["a"] * 600, "encoding_format": "bytes"}).encode()
-LIMIT_S = 15.0
-UPLOADS, NEIGHBOURS, EMBEDDINGS, ROLLOUT_CLIENTS = 200, 16, 600, 100
+LIMIT_S = 30.0
+UPLOADS = 200
+NEIGHBOURS = 16
+EMBEDDINGS = 600
+#: Clients of each language in the rollout.
+ROLLOUT_CLIENTS = 67
+#: Each language's clients run for so long, from when its program is up; the signal comes in the middle.
+ROLLOUT_S = 45.0
 _NODE = """
 const http = require('http');
 const agent = new http.Agent({keepAlive: true});
@@ -50,6 +59,60 @@ async function client() {
   }
 }
 Promise.all(Array.from({length: CLIENTS}, client)).then(() => { console.log(JSON.stringify(counts)); process.exit(); });
+"""
+_GO = """
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+)
+
+func main() {
+	transport := &http.Transport{MaxIdleConnsPerHost: CLIENTS}
+	client := &http.Client{Transport: transport}
+	counts := map[string]int{}
+	var guard sync.Mutex
+	var group sync.WaitGroup
+	stopAt := time.Now().Add(SECONDS * time.Second)
+	for i := 0; i < CLIENTS; i++ {
+		group.Add(1)
+		go func() {
+			defer group.Done()
+			for time.Now().Before(stopAt) {
+				// A body without GetBody: the library cannot repeat the request by itself.
+				body := io.MultiReader(bytes.NewReader([]byte(BODY)))
+				request, _ := http.NewRequest("POST", "http://127.0.0.1:PORT/v1/chat/completions", body)
+				request.ContentLength = int64(len(BODY))
+				request.Header.Set("content-type", "application/json")
+				result := ""
+				response, err := client.Do(request)
+				if err == nil {
+					_, err = io.Copy(io.Discard, response.Body)
+					response.Body.Close()
+					result = fmt.Sprint(response.StatusCode)
+				}
+				if err != nil {
+					parts := strings.Split(err.Error(), ": ")
+					result = parts[len(parts)-1]
+				}
+				guard.Lock()
+				counts[result]++
+				guard.Unlock()
+				time.Sleep(50 * time.Millisecond)
+			}
+		}()
+	}
+	group.Wait()
+	text, _ := json.Marshal(counts)
+	fmt.Println(string(text))
+}
 """
 
 
@@ -116,11 +179,12 @@ class Client:
 
 
 @asynccontextmanager
-async def proxy(engine_url: str, port: int) -> AsyncIterator[KvproxyProcess]:
+async def proxy(engine_url: str, port: int, *, more: str = "") -> AsyncIterator[KvproxyProcess]:
     """One kvproxy with the default settings."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
-        config.write_text(f"listen: 127.0.0.1:{port}\nadmin: {{enabled: false}}\nendpoints: {{a: '{engine_url}'}}\n")
+        listen = f"listen: {{host: 127.0.0.1, port: {port}{more}}}\n"
+        config.write_text(f"{listen}admin: {{enabled: false}}\nendpoints: {{a: '{engine_url}'}}\n")
         async with kvproxy_serve("--config", str(config)) as running:
             yield running
 
@@ -165,31 +229,55 @@ async def refusals(engine_url: str) -> dict[str, Counter[str]]:
     return found
 
 
-async def rollout(engine_url: str, seconds: float = 12.0) -> dict[str, Counter[str]]:
-    """Replace the process under 100 clients in Python and 100 in Node: SIGTERM, then a new one on the same port."""
+def programs(port: int, folder: Path) -> dict[str, tuple[str, ...]]:
+    """Clients of other languages that this machine can run, by name."""
+
+    def filled(script: str) -> str:
+        script = script.replace("SECONDS", f"{ROLLOUT_S:g}").replace("BODY", json.dumps(CHAT.decode()))
+        return script.replace("PORT", str(port)).replace("CLIENTS", str(ROLLOUT_CLIENTS))
+
+    found: dict[str, tuple[str, ...]] = {}
+    if shutil.which("node"):
+        found["Node"] = ("node", "-e", filled(_NODE))
+    if shutil.which("go"):
+        source = folder / "clients.go"
+        source.write_text(filled(_GO))
+        subprocess.run(["go", "build", "-o", str(folder / "clients"), str(source)], check=True)
+        found["Go"] = (str(folder / "clients"),)
+    return found
+
+
+async def rollout(engine_url: str) -> dict[str, Counter[str]]:
+    """Replace the process under clients in Python, Node and Go: a new one on the same port, then SIGTERM."""
     (port,) = free_ports(1)
-    found: dict[str, Counter[str]] = {"Python": Counter(), "Node": Counter()}
-    script = _NODE.replace("SECONDS", str(seconds)).replace("BODY", json.dumps(CHAT.decode()))
-    script = script.replace("PORT", str(port)).replace("CLIENTS", str(ROLLOUT_CLIENTS))
-    async with proxy(engine_url, port) as old:
-        node = await asyncio.create_subprocess_exec("node", "-e", script, stdout=asyncio.subprocess.PIPE)
-        until = asyncio.get_running_loop().time() + seconds
+    found: dict[str, Counter[str]] = {"Python": Counter()}
+    with tempfile.TemporaryDirectory() as folder:
+        commands = programs(port, Path(folder))
+        async with proxy(engine_url, port, more=", reuse_port: true") as old:
+            pipe = asyncio.subprocess.PIPE
+            others = {
+                name: await asyncio.create_subprocess_exec(*command, stdout=pipe) for name, command in commands.items()
+            }
+            until = asyncio.get_running_loop().time() + ROLLOUT_S
 
-        async def python() -> None:
-            client = Client(port, found["Python"])
-            while asyncio.get_running_loop().time() < until:
-                await client.ask("/v1/chat/completions", CHAT)
-                await asyncio.sleep(0.05)
-            client.close()
+            async def python() -> None:
+                client = Client(port, found["Python"])
+                while asyncio.get_running_loop().time() < until:
+                    await client.ask("/v1/chat/completions", CHAT)
+                    await asyncio.sleep(0.05)
+                client.close()
 
-        clients = [asyncio.create_task(python()) for _ in range(ROLLOUT_CLIENTS)]
-        await asyncio.sleep(seconds / 3)
-        old.terminate()
-        await asyncio.sleep(0.2)
-        async with proxy(engine_url, port):
-            await asyncio.gather(*clients)
-            output, _ = await node.communicate()
-    found["Node"].update(json.loads(output))
+            clients = [asyncio.create_task(python()) for _ in range(ROLLOUT_CLIENTS)]
+            await asyncio.sleep(ROLLOUT_S / 3)
+            async with proxy(engine_url, port, more=", reuse_port: true"):
+                left_s = until - asyncio.get_running_loop().time()
+                if left_s < ROLLOUT_S / 3:
+                    raise RuntimeError(f"the new process came up too late, {left_s:.0f} s before the end")
+                old.terminate()
+                await asyncio.gather(*clients)
+                for name, process in others.items():
+                    output, _ = await process.communicate()
+                    found[name] = Counter(json.loads(output))
     return found
 
 
@@ -197,7 +285,9 @@ async def main() -> None:
     async with serve(engine, drain_s=0.1, cut_grace_s=0.1) as url:
         refused = await refusals(url)
         sys.stdout.write(f"{refused}\n")
-        sections = {"Refused uploads and oversized heads": refused, "A rollout": await rollout(url)}
+        rolled = await rollout(url)
+    each = f"{ROLLOUT_CLIENTS} clients in each language"
+    sections = {"Refused uploads and oversized heads": refused, f"A rollout under {each}": rolled}
     lines = ["# Kept connections", "", (__doc__ or "").split("\n\n", 1)[1].strip(), ""]
     for title, rows in sections.items():
         lines += [f"## {title}", "", "| requests | results |", "|---|---|"]
