@@ -13,6 +13,7 @@ from kvproxy.lab.advise.advice import Advice, Fit, Gain, Ratio
 from kvproxy.lab.advise.adviser import PoolAdvice
 from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.traffic import Traffic
+from kvproxy.operate.receipts.receipt import describe_media, media_share
 
 _MARGIN = "    "
 
@@ -36,6 +37,7 @@ def _pool_dict(pool: PoolAdvice) -> dict[str, Any]:
         ],
         "requests": len(traffic.requests) if traffic else 0,
         "span_s": traffic.span_s if traffic else 0.0,
+        "media_share": media_share(traffic.receipts) if traffic else 0.0,
         "today": pool.today.describe() if pool.today else None,
         "model": None if fit is None else {**asdict(fit), "error": fit.error, "fits": fit.good},
         "advice": [_advice_dict(one) for one in pool.advice],
@@ -170,7 +172,9 @@ def _recorded(traffic: Traffic, now: float) -> str:
     ago_s = max(0.0, now - traffic.latest_at)
     ago = f"{ago_s / 86_400:.0f} days" if ago_s > 2 * 86_400 else f"{ago_s / 60:.0f} min"
     minutes = f"{traffic.span_s / 60:.0f} min"
-    return f"  recorded: {len(traffic.requests):,} answered requests in {minutes}, the last one {ago} ago"
+    media = describe_media(media_share(traffic.receipts))
+    recorded = f"  recorded: {len(traffic.requests):,} answered requests in {minutes}, the last one {ago} ago"
+    return f"{recorded}; {media}" if media else recorded
 
 
 def _bold(text: str, *, colour: bool) -> str:

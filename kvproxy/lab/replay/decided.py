@@ -20,7 +20,15 @@ from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.lab.replay.reports import Recorded, Review, Verdict, mean
 from kvproxy.lab.replay.results import percentile
 from kvproxy.operate.receipts.files import ReceiptReader
-from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, first_token_s, matched_tokens, own_work
+from kvproxy.operate.receipts.receipt import (
+    Attempt,
+    Receipt,
+    ReceiptCandidate,
+    first_token_s,
+    matched_tokens,
+    media_share,
+    own_work,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +235,15 @@ def _recorded(decisions: Sequence[RecordedDecision], expect: Expect) -> Recorded
     seen = [
         one.receipt.ttft_s - one.attempt.at_s for one in decisions if one.answered and one.receipt.ttft_s is not None
     ]
+    receipts = {id(one.receipt): one.receipt for one in decisions}.values()
     return Recorded(
         decisions=len(decisions),
-        requests=len({id(one.receipt) for one in decisions}),
+        requests=len(receipts),
         policies=tuple(sorted({one.attempt.policy for one in decisions})),
         ttft_mean_s=sum(expect(one, one.index) for one in decisions) / len(decisions),
         real_ttft_mean_s=mean(seen),
         hit_rate=matched / max(1, _prompt_tokens(decisions)),
+        media_share=media_share(receipts),
     )
 
 

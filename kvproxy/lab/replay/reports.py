@@ -21,6 +21,7 @@ from kvproxy.lab.replay.report import (
 from kvproxy.lab.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.lab.replay.settings import Pace
 from kvproxy.lab.replay.trace import Half, Trace
+from kvproxy.operate.receipts.receipt import describe_media
 
 ROW = "live"
 
@@ -146,6 +147,7 @@ class Recorded:
     ttft_mean_s: float
     real_ttft_mean_s: float | None
     hit_rate: float  # share of the prompt tokens that the chosen endpoints were estimated to hold
+    media_share: float = 0.0  # of the prompt tokens: pictures, audio and video
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,8 @@ class Review:
             f"{self.receipts}: {recorded.decisions} decisions of {recorded.requests} requests "
             f"by {', '.join(recorded.policies)}"
         )
+        if media := describe_media(recorded.media_share):
+            title += f"; {media}"
         if self.broken_lines:
             title += f"; {self.broken_lines} lines are no receipts"
         first = ["as recorded", "", "", "", "", f"{recorded.ttft_mean_s:.3f}", "", f"{recorded.hit_rate:.3f}"]

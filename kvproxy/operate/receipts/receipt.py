@@ -11,7 +11,7 @@ whichever is less. A prompt of a million blocks has some 200 depths."""
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from hashlib import blake2b
 from typing import TypeVar, cast
@@ -125,6 +125,17 @@ def note_of(receipt: Receipt, name: str, kind: type[N]) -> N | None:
 @cache
 def _decoder() -> msgspec.json.Decoder[Receipt]:
     return msgspec.json.Decoder(receipt_type())
+
+
+def media_share(receipts: Iterable[Receipt]) -> float:
+    """Return the share of the prompt tokens, as engines counted them, that are those of pictures, audio and video."""
+    counts = [(one.engine_media_tokens or 0, one.engine_prompt_tokens or 0) for one in receipts]
+    return sum(media for media, _ in counts) / max(1, sum(tokens for _, tokens in counts))
+
+
+def describe_media(share: float) -> str:
+    """Return the share of media for a summary of recorded requests; "" where there are none."""
+    return f"{share:.0%} of their prompt tokens are those of pictures, audio or video" if share else ""
 
 
 def encode_receipt(receipt: Receipt) -> bytes:

@@ -23,7 +23,7 @@ from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.flags import Setting
-from kvproxy.operate.receipts.receipt import encode_receipt
+from kvproxy.operate.receipts.receipt import decode_receipt, encode_receipt
 from tests.lab.advise.recorded import BEGAN, Chats, record
 
 FLEET = ReplayFleet(instances=2, capacity_tokens=200_000)
@@ -122,6 +122,15 @@ def test_a_line_that_is_no_receipt_is_passed_over(recorded: Path) -> None:
     assert "2 lines of the receipts cannot be read" in text
     assert pool.traffic is not None
     assert len(pool.traffic.requests) == 480
+
+
+def test_tokens_of_media_are_reported_apart(recorded: Path) -> None:
+    """Engines count them among the prompt's."""
+    lines = [decode_receipt(line) for line in recorded.read_bytes().splitlines()]
+    marked = [msgspec.structs.replace(one, engine_prompt_tokens=1000, engine_media_tokens=250) for one in lines]
+    recorded.write_bytes(b"".join(map(encode_receipt, marked)))
+    _, text = advise(recorded)
+    assert "25% of their prompt tokens are those of pictures, audio or video" in text
 
 
 def test_receipts_of_other_times_are_said_to_be_old(recorded: Path) -> None:

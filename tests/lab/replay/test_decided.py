@@ -139,6 +139,18 @@ def test_nothing_is_learned_before_it_was_seen() -> None:
     assert learned == [10.0, 20.0, 30.0]
 
 
+def test_tokens_of_media_are_reported_apart(tmp_path: Path) -> None:
+    """As engines counted them; a summary of text alone does not mention them."""
+    receipts = [
+        receipt(n, A, candidate(A), candidate(B), engine_prompt_tokens=1000, engine_media_tokens=250 * (n % 2))
+        for n in range(4)
+    ]
+    found = review(tmp_path, receipts, "kv_aware")
+    assert found.recorded.media_share == pytest.approx(0.125)
+    assert "12% of their prompt tokens are those of pictures, audio or video" in found.render_table()
+    assert "pictures" not in review(tmp_path, receipts[:1], "kv_aware").render_table()
+
+
 def test_the_first_so_many_requests(tmp_path: Path) -> None:
     """`--requests` bounds it; lines that are no receipts are counted."""
     path = tmp_path / "receipts.jsonl"
