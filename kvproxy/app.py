@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvproxy")
 
 
-#: A configuration as Python code has it: what was loaded, the path of a file, or the data that a file would hold.
+#: Configuration in Python code: a loaded one, the path of a file, or the data of a file.
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -85,9 +85,9 @@ class Proxy:
         self.clock = clock
         self.wall_clock = wall_clock
         self.recent = RecentDecisions()
-        self.findings: Sequence[OperatorFinding] = ()  # what the operator should know, shown on the live page
-        self.public_url = ""  # where clients connect, told by the listener
-        self.reloader: ConfigReloader | None = None  # reads the configuration again; None: there is no file
+        self.findings: Sequence[OperatorFinding] = ()  # findings for the operator, shown on the live page
+        self.public_url = ""  # URL for clients, set by the listener
+        self.reloader: ConfigReloader | None = None  # reloads the file; None: there is no file
         self.adviser: AdviceRuns | None = None  # likewise
         self.certificates = CertificateWatch(
             metrics=self.metrics, wall_clock=lambda: wall_clock().timestamp()
@@ -193,7 +193,7 @@ class Proxy:
         await self.certificates.look()
         after = Generation(config, self._shared, self._states)
         await self._reloader.begin_generation(after)
-        await asyncio.sleep(0)  # thousands of endpoints take long enough without what was built
+        await asyncio.sleep(0)  # thousands of endpoints take long enough without the build in the same turn
         return after
 
     def adopt(self, after: Generation) -> Reloaded:

@@ -25,7 +25,7 @@ from kvproxy.operate.commands.options import (
     parse_count,
 )
 
-_BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
+_BROKEN_PIPE = 141  # exit status of a program ended by SIGPIPE, as in shells
 
 _Commands = argparse._SubParsersAction
 
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{place}{problem.severity}: {text}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        # otherwise the interpreter reports an error at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except OSError as error:
         print(f"kvproxy: error: {describe_os_error(error)}", file=sys.stderr)
@@ -72,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        from kvproxy.base.settings.paths import closest_word  # heavy, and --help must be quick
+        from kvproxy.base.settings.paths import closest_word  # slow to import, and --help must be quick
 
         close = wrong and closest_word(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         super().error(f"{message}: did you mean {close!r}?" if close else message)
@@ -127,14 +128,14 @@ def _add_feature_command(commands: _Commands[argparse.ArgumentParser], added: Co
 def _add_init(commands: _Commands[argparse.ArgumentParser]) -> None:
     init = commands.add_parser(
         "init",
-        help="ask where the engines are, look at them, and write config.yaml",
-        description="Asks where the engines are (or takes --engine), looks at each, and writes a configuration.",
+        help="find out about the engines and write config.yaml",
+        description="Prompts for the engines (or takes --engine), queries each, and writes a configuration.",
     )
     init.add_argument("--engine", action="append", default=[], metavar="[ID=]URL", help="an engine; repeat for more")
     init.add_argument("--lmcache", metavar="URL", help="LMCache's controller or coordinator, where there is one")
-    init.add_argument("--listen", metavar="HOST:PORT", help="where clients connect (default 127.0.0.1:8888)")
+    init.add_argument("--listen", metavar="HOST:PORT", help="address for clients (default 127.0.0.1:8888)")
     init.add_argument("-o", "--output", metavar="FILE", default="config.yaml", help="file to write (%(default)s)")
-    init.add_argument("-y", "--yes", action="store_true", help="ask nothing: take what is given and the defaults")
+    init.add_argument("-y", "--yes", action="store_true", help="no prompts: use the given options and the defaults")
     init.add_argument("--force", action="store_true", help="replace the file if there is one")
     init.set_defaults(run="operate.commands.init:main")
 
@@ -166,7 +167,7 @@ def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
         "check",
         help="find every problem of a configuration at once",
         description="Prints every problem of a configuration as FILE:LINE:COLUMN: SEVERITY: PATH: WHAT, in the order "
-        "of the file. Asks no engine (`kvproxy doctor` does). Exit status: 0 good (warnings included), 1 errors.",
+        "of the file. Contacts no engine (`kvproxy doctor` does). Exit status: 0 good (warnings included), 1 errors.",
     )
     check.add_argument("file", nargs="?", metavar="FILE", help="else $KVPROXY_CONFIG or ./config.yaml")
     check.add_argument("--schema", action="store_true", help="print the JSON Schema of the native dialect instead")
@@ -177,7 +178,7 @@ def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="visit the engines and LMCache: what is wrong with the setup, and how to fix it",
+        help="check the engines and LMCache for faults in the setup, with fixes",
         description="Visits the configured engines and LMCache; sends each engine two or three requests of one token. "
         "Exit status: 0 fine, 1 problems, 2 warnings only (with --strict).",
     )
@@ -191,7 +192,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
         _add_traffic(doctor)
     advise = doctor.add_argument_group(
         "advice",
-        "instead of the visit: which settings would help the traffic that receipts recorded; nothing is changed",
+        "instead of the visit: settings that would help the traffic recorded in receipts; nothing is changed",
     )
     advise.add_argument(
         "--advise",
@@ -204,7 +205,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
         "--advise-budget",
         default="60s",
         metavar="DURATION",
-        help="for simulations; 0s: only what needs none (default %(default)s)",
+        help="for simulations; 0s: only advice without them (default %(default)s)",
     )
     advise.add_argument("--receipts", type=Path, metavar="FILE", help="else `receipts.path` of the configuration")
     doctor.set_defaults(run="operate.commands.doctor:main")
@@ -213,15 +214,15 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _add_traffic(doctor: argparse.ArgumentParser) -> None:
     traffic = doctor.add_argument_group(
         "traffic",
-        "instead of the visit: what breaks the prefixes of sessions that "
-        "return, from a running proxy, or from --receipts",
+        "instead of the visit: causes of broken prefixes of returning sessions, from a running proxy, or from "
+        "--receipts",
     )
     traffic.add_argument(
         "--traffic",
         dest="run",
         action="store_const",
         const="features.hygiene.command:main",
-        help="by cause, client and tenant, with what it cost",
+        help="by cause, client and tenant, with the cost",
     )
     add_admin_options(traffic)
 
@@ -230,18 +231,17 @@ def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     status = commands.add_parser("status", help="endpoints, routing and cache of a running proxy, in the terminal")
     add_admin_options(status)
     status.add_argument("--watch", action="store_true", help="every second, until Ctrl-C")
-    status.add_argument("--json", action="store_true", help="what /live answers, one JSON object a line")
+    status.add_argument("--json", action="store_true", help="the answer of /live, one JSON object per line")
     status.set_defaults(run="operate.commands.status:main")
 
 
 def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
     explain = commands.add_parser(
         "explain",
-        help="why a request went where it went",
-        description="Why a request went where it went: from its receipt, else from a running proxy, which remembers "
-        "the last 1,000.",
+        help="explain the routing of a request",
+        description="Explains a request's routing by its receipt, else by a running proxy, which keeps the last 1,000.",
     )
-    explain.add_argument("request_id", metavar="REQUEST_ID", help="x-request-id of the answer, or how it begins")
+    explain.add_argument("request_id", metavar="REQUEST_ID", help="x-request-id of the answer, or its beginning")
     explain.add_argument("--file", type=Path, help="receipts, rotated ones included (else ./receipts.jsonl)")
     add_admin_options(explain)
     explain.add_argument("--json", action="store_true", help="the receipt itself")
@@ -250,8 +250,8 @@ def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
     helps = {
-        "drain": "give an endpoint of a running proxy no new requests; it finishes those it has",
-        "undrain": "give a drained endpoint requests again",
+        "drain": "stop new requests to an endpoint of a running proxy; it finishes those it has",
+        "undrain": "resume traffic to a drained endpoint",
     }
     for name, text in helps.items():
         drain = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -264,7 +264,7 @@ def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_reload(commands: _Commands[argparse.ArgumentParser]) -> None:
-    text = "have a running proxy read its configuration file again"
+    text = "reload the configuration file of a running proxy"
     reload = commands.add_parser("reload", help=text, description=f"{text[0].upper()}{text[1:]}.")
     add_admin_options(reload)
     reload.set_defaults(run="operate.commands.operate:main_reload")
@@ -288,7 +288,7 @@ def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
     from kvproxy.lab.planner.options import add_arguments
 
-    plan = commands.add_parser("plan", help="how much KV a model keeps, what fits where, and what that is worth")
+    plan = commands.add_parser("plan", help="estimate KV cache size, tier capacity and expected hit rate")
     add_arguments(plan)
     plan.set_defaults(run="lab.planner.command:main")
 
@@ -298,7 +298,9 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo.add_argument(
         "--engine", dest="kind", choices=("vllm", "sglang"), default="vllm", help="their kind (default vllm)"
     )
-    demo.add_argument("--tiers", action="store_true", help="engines with host memory: what it is worth to know of it")
+    demo.add_argument(
+        "--tiers", action="store_true", help="engines with host memory: the benefit of tier-aware routing"
+    )
     demo.add_argument("--engines", type=parse_count, default=3, help="simulated engines (default 3)")
     demo.add_argument(
         "--ranks", type=parse_count, default=1, help="data-parallel ranks of each, of SGLang's (default 1)"
@@ -313,7 +315,7 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
     simulate = commands.add_parser(
         "simulate",
         help="simulated engines and LMCache alone, to try a configuration without a GPU",
-        description="Serves simulated engines, and LMCache and KV events if asked for, until Ctrl-C. Answers are made "
+        description="Serves simulated engines, and LMCache and KV events if requested, until Ctrl-C. Answers are made "
         "up; timing, caching and errors are those of real engines. With -c they stand in for the engines of a file.",
     )
     add_config_option(simulate)
@@ -323,7 +325,7 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
     simulate.add_argument(
         "--engine", dest="kind", choices=("vllm", "sglang"), default="vllm", help="their kind (default vllm)"
     )
-    simulate.add_argument("--engine-version", metavar="V", default="", help="that they report, as in 0.18.0")
+    simulate.add_argument("--engine-version", metavar="V", default="", help="reported version, as in 0.18.0")
     simulate.add_argument("--engines", type=parse_count, default=2, metavar="N", help="how many (default 2)")
     simulate.add_argument("--port", type=int, default=8000, help="of the first (default 8000); 0: free ones")
     simulate.add_argument("--model", default="sim", help="its name (default sim)")
@@ -337,7 +339,7 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
         type=_tokens,
         default=10_000,
         metavar="N",
-        help="prompt tokens computed a second (default 10000)",
+        help="prompt tokens computed per second (default 10000)",
     )
     simulate.add_argument(
         "--fault",

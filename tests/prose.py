@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -58,19 +58,27 @@ def pages() -> Iterator[tuple[str, str]]:
                 yield str(path.relative_to(ROOT)), sentence
 
 
+def find_broken(rule: str, found: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the sentences that break a rule, with their places."""
+    return [(place, sentence) for place, sentence in found if RULES[rule].search(sentence)]
+
+
 def main() -> None:
     """Print the shares, or with `--list` the sentences themselves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", choices=sorted(RULES))
     shown = parser.parse_args().list
-    for name, source in (("docstrings", docstrings), ("docs", pages)):
+    for name, source in SOURCES.items():
         found = list(source())
-        for rule, pattern in RULES.items():
-            wrong = [(place, sentence) for place, sentence in found if pattern.search(sentence)]
+        for rule in RULES:
+            wrong = find_broken(rule, found)
             print(f"{name}: {rule}: {len(wrong)} of {len(found)} sentences, {100 * len(wrong) / len(found):.1f} %")
             if shown == rule:
                 print(*(f"  {place}: {sentence}" for place, sentence in wrong), sep="\n")
 
+
+#: Texts that are counted, by name.
+SOURCES = {"docstrings": docstrings, "docs": pages}
 
 if __name__ == "__main__":
     main()

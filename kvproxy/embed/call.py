@@ -15,7 +15,7 @@ from kvproxy.base.types import CONNECTION, Headers
 
 log = logging.getLogger("kvproxy")
 
-#: Pieces of an answer that its reader has not taken; beyond that the engine's connection is read no further.
+#: Pieces of an answer that its reader has not taken; beyond this the engine's connection is paused.
 HIGH_WATER_BYTES = 64 * 1024
 _BROKEN_OFF = "the engine closed its connection before the answer was complete"
 
@@ -25,19 +25,19 @@ class Call(msgspec.Struct, eq=False):
     the client. Keeps no scope: that keeps the call."""
 
     loop: asyncio.AbstractEventLoop
-    _body: bytes | AsyncIterator[bytes]  # whole, or as the client's own code makes it
+    _body: bytes | AsyncIterator[bytes]  # whole, or as made by the client's own code
     writable: bool = True
     status: int = 0
     headers: Headers = []
     complete: bool = False  # the answer ended
-    left: bool = False  # nobody reads the answer any more
-    failure: Exception | None = None  # raised to the reader behind what came before it
+    left: bool = False  # the answer has no reader any more
+    failure: Exception | None = None  # raised to the reader behind the earlier pieces
     task: asyncio.Task[None] | None = None
     _body_given: bool = False
     _pieces: list[bytes] = []
     _held_bytes: int = 0
     _reader: asyncio.Future[None] | None = None  # waits for more of the answer
-    _writer: asyncio.Future[None] | None = None  # waits until the reader took some
+    _writer: asyncio.Future[None] | None = None  # waits for the reader to take pieces
     _gone: asyncio.Future[None] | None = None  # waits for the reader to leave
     _on_disconnect: Callable[[], None] | None = None
 

@@ -21,10 +21,10 @@ from kvproxy.proxy.request.usage import read_response_id, read_usage
 
 log = logging.getLogger("kvproxy.kvcache")
 
-#: Where the app may say which endpoint it used; else the response's `x-kvproxy-endpoint` header says it.
+#: State key where the app may name the endpoint it used; else the response's `x-kvproxy-endpoint` header counts.
 SERVED_KEY = "llm_served_endpoint_id"
 _SERVED_HEADER = b"x-kvproxy-endpoint"
-#: Whose first event counts the prompt, or names the response.
+#: APIs whose first event counts the prompt, or names the response.
 _SAID_FIRST = frozenset({RequestKind.MESSAGES, RequestKind.RESPONSES})
 _TAIL_BYTES = 16 * 1024
 _KEPT_BYTES = 256 * 1024  # of a piece of the answer
@@ -48,12 +48,12 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
 
     cluster: Cluster
     clock: Clock
-    state: MutableMapping[str, Any]  # of the scope, which the app may write to
-    exchange: Exchange | None = None  # once its body was read: facts are in it
+    state: MutableMapping[str, Any]  # of the scope; the app may write to it
+    exchange: Exchange | None = None  # set once its body was read, with the facts
     pick: Pick | None = None
     over: bool = False
-    _outcome: AttemptOutcome = AttemptOutcome.CANCELLED  # until an answer says otherwise
-    _named: str = ""  # by the response's header
+    _outcome: AttemptOutcome = AttemptOutcome.CANCELLED  # until an answer arrives
+    _named: str = ""  # from the response's header
     _first: bytes = b""
     _previous: bytes = b""
     _last: bytes = b""
@@ -64,7 +64,7 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
         if exchange.facts is not None and exchange.inference is not None:
             exchange.attach(self)
 
-    # what the app asks and reports
+    # calls of the app
 
     def matches(self) -> Mapping[str, int]:
         """Tokens of the prompt by endpoint, of those that hold any and answer."""
@@ -124,7 +124,7 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
         elif endpoint is not None:
             self.cluster.verdicts.record_outcome(endpoint.engine, AttemptOutcome.FAILURE, self.clock())
 
-    # what the answer says
+    # from the answer
 
     def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
         exchange.outcome.status = status

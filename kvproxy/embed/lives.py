@@ -23,7 +23,7 @@ T = TypeVar("T")
 _END_S = 5.0
 
 _all_lives: weakref.WeakSet[Lives] = weakref.WeakSet()
-#: What a forked child has of its parent: sockets and event loops that are not its own, and must not be closed there.
+#: A forked child's copies of its parent's sockets and event loops, which must not be closed there.
 _inherited: list[object] = []
 
 
@@ -152,7 +152,7 @@ def _end_background(which: Background) -> None:
     for each in ends:
         try:
             each.result(_END_S / len(ends))
-        except Exception:  # noqa: BLE001 - the process ends; nobody could act on it
+        except Exception:  # noqa: BLE001 - the process ends, and the error has no reader
             continue
     which.loop.call_soon_threadsafe(which.loop.stop)
 

@@ -41,15 +41,15 @@ log = logging.getLogger("kvproxy.kvcache")
 
 M = TypeVar("M", bound=Model)
 
-#: Where a request's HostedRequest is.
+#: State key of a request's HostedRequest.
 HOSTED_KEY = "kvproxy_request"
-#: Where the scope of the server is within that of our filters.
+#: Key of the server's scope within that of our filters.
 _OUTER = "kvproxy.outer"
 _OWN_KEYS = (SERVED_KEY, STATE_KEY, HOSTED_KEY)
-#: After a start that failed, requests pass without facts for so long before the next try.
+#: Time after a failed start in which requests pass without facts.
 RETRY_S = 60.0
 
-#: Those that run: two with equal endpoints learn apart.
+#: Running ones: two with equal endpoints learn separately.
 _running: weakref.WeakSet[KVCacheMiddleware] = weakref.WeakSet()
 
 
@@ -162,14 +162,14 @@ class KVCacheMiddleware:
         self._make_service = functools.partial(
             KvCache, settings, clusters={name: self._cluster}, metrics=self.metrics, clock=clock, rng=rng
         )
-        #: That of the latest start; what was learned goes on in the next.
+        #: The service of the latest start; its learned state goes on in the next.
         self.service = self._make_service()
         inner: ASGIApp = self._host
         for make in reversed(filters):
             inner = make(inner)
         self._behind = inner
         self._lives: dict[asyncio.AbstractEventLoop, _Life] = {}
-        self._started = False  # the service above is used up
+        self._started = False  # the service above cannot be started again
         self._retry_at = float("-inf")
         self._counts = dict.fromkeys(("requests", "unread", "unknown", "preferred"), 0)
         self._no_asyncio = False
@@ -255,7 +255,7 @@ class KVCacheMiddleware:
             del scope["state"][STATE_KEY]
             announce(scope, usable, header=self._header)
         self._counts["unknown" if usable is None else "preferred"] += 1
-        exchange.body = None  # the app has it: held once is enough
+        exchange.body = None  # the app has it: one copy is enough
 
     async def _host(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the app with the scope of its server. Its own kvproxy filters, if it has any, begin with an exchange of
@@ -324,7 +324,7 @@ class KVCacheMiddleware:
         if life.filters is not None:
             return
         life.ended = False
-        # Tasks of its own keep no context of the request that happened to start it.
+        # Its own tasks do not inherit the context of the request that happened to start it.
         starting = asyncio.get_running_loop().create_task(self._start_service(life), context=contextvars.Context())
         await starting
 
@@ -341,7 +341,7 @@ class KVCacheMiddleware:
         same = [other for other in _running if other is not self and other.runs_in(loop) and other.urls == self.urls]
         if same:
             log.warning(
-                "[kvcache] %d middlewares run with the same endpoints and learn apart: wrap the outermost app once",
+                "[kvcache] %d middlewares run with equal endpoints and learn separately: wrap the outermost app once",
                 len(same) + 1,
             )
         _running.add(self)
@@ -416,11 +416,11 @@ class _Life:
     __slots__ = ("changing", "ended", "filters", "holders", "service")
 
     def __init__(self) -> None:
-        self.changing = asyncio.Lock()  # it starts, or ends
+        self.changing = asyncio.Lock()  # held while it starts or ends
         self.service: KvCache | None = None
         self.filters: ASGIApp | None = None
-        self.holders = 0  # lifespans and `async with` that it ends with
-        self.ended = False  # on purpose: a late request does not start it again
+        self.holders = 0  # lifespans and `async with` blocks; it ends with the last
+        self.ended = False  # ended on purpose: a late request does not start it again
 
 
 def _checked(

@@ -12,7 +12,7 @@ from kvproxy.base.types import RequestKind
 
 log = logging.getLogger("kvproxy.kvcache")
 
-#: Ends of paths, by their last part; the longest that fits.
+#: Suffixes of paths, by their last part; the longest match counts.
 _ENDS: Mapping[str, tuple[tuple[str, RequestKind], ...]] = {
     "completions": (("/chat/completions", RequestKind.CHAT), ("/completions", RequestKind.COMPLETION)),
     "responses": (("/v1/responses", RequestKind.RESPONSES),),
@@ -48,9 +48,7 @@ class CoveredPaths:
         kind = self._named.get(path.removeprefix(scope.get("root_path", "")))
         if kind is None and not self.missed and kind_of_end(path) is not None:
             self.missed = path[:200]
-            log.warning(
-                "[kvcache] POST %s looks like inference and is not among `paths`: it passes without facts", path
-            )
+            log.warning("[kvcache] POST %s looks like inference but is not in `paths`: it passes without facts", path)
         return kind
 
 
@@ -61,7 +59,7 @@ def _read(paths: Mapping[str, str] | Iterable[str]) -> dict[str, RequestKind]:
     for path, kind in given.items():
         known = _KINDS.get(kind) if isinstance(kind, str) else kind
         if known is None:
-            problems.append(Problem(f"paths.{path}", "of what kind is it?", f"{{path: one of {', '.join(_KINDS)}}}"))
+            problems.append(Problem(f"paths.{path}", "unknown kind", f"{{path: one of {', '.join(_KINDS)}}}"))
         else:
             found[path] = known
     if problems:

@@ -18,10 +18,10 @@ from kvproxy.proxy.external import rank_headers
 from kvproxy.proxy.request.error_reply import LocalReply
 
 _CHAT = "/v1/chat/completions"
-#: Of a request whose end is never reported.
+#: Lease of a request whose end is never reported.
 _LEASE_S = 3600.0
 _SESSION = b"x-session-id"
-#: Counts failures that the app reported.
+#: Reason label of failures reported by the app.
 _REPORTED = "reported"
 
 
@@ -117,7 +117,7 @@ class PlacedRequest:
         self._headers = list(headers)
         self._tenant = tenant
         self._carried: CarriedRequest
-        #: What to send: the body as it was given, with the engine's name for the model if a route has another.
+        #: Body to send: as given, with the engine's name for the model if a route has another.
         self.body = body
         self._over = False
 

@@ -20,7 +20,7 @@ from kvproxy.embed.call import Call
 from kvproxy.embed.lives import Background, Life, Lives, background
 from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
 
-#: What httpx's own transport would raise, by the reason of the proxy's answer in its place.
+#: Errors that httpx's own transport would raise, by the reason of the proxy's answer.
 _RAISED: Mapping[str, type[httpx.TransportError]] = {
     "connect_error": httpx.ConnectError,
     "no_file_descriptors": httpx.ConnectError,
@@ -122,7 +122,7 @@ class _SyncAnswer(httpx.SyncByteStream):
         while not call.complete:
             if piece := self._there.run(call.next_piece(self._read_s)):
                 yield piece
-        if piece := call.take():  # nothing is added any more
+        if piece := call.take():  # no more pieces will come
             yield piece
 
     def close(self) -> None:
