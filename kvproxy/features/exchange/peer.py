@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ ASKS = 3
 #: Heartbeats in a row that are trusted against earlier messages; batches this far ahead of one are not the peer's own.
 _BEATS = 2
 _FAR = 1000
+#: A heartbeat is late by no more; an older one was sent by another clock, and counts.
+_STALE_S = 60.0
 #: Window of completeness.
 WINDOW_S = 60.0
 
@@ -57,6 +60,7 @@ class Peer:
         self._was_told = was_told
         self._next: int | None = None  # number of the next batch; None: earlier ones unknown
         self._held: dict[int, tuple[Batch, int]] = {}
+        self._said_s = -math.inf  # its clock, at the latest of its messages
         self._full = False  # a batch found no room: missing ones are not requested one by one
         self._asked_at: float | None = None
         self._asks = self._summed = 0  # so often; the last batch of which sums are known already
@@ -89,12 +93,13 @@ class Peer:
     def _take_batch(self, batch: Batch, size_bytes: int, now: float) -> None:
         """Whenever it comes: loads count at once, deltas in their order and once."""
         late_s = self.lag.observe(batch.sent_s, now)
-        self.heard.load(batch.loads, batch.seq, now - late_s)
         if self._next is None and batch.seq == 1:
             self._next = 1
         if self._next is not None and batch.seq < self._next:
             self.duplicates += 1
-        elif self._next == batch.seq:
+            return
+        self.heard.load(batch.loads, batch.seq, now - late_s)
+        if self._next == batch.seq:
             self._apply(batch, now)
             self._go_on(now)
         else:
@@ -104,6 +109,10 @@ class Peer:
 
     def beat(self, beat: Beat, now: float) -> None:
         """Handle a heartbeat, which shows its last batch: the end of the stream may have been lost."""
+        if not 0 <= self._said_s - beat.sent_s < _STALE_S:
+            self._said_s = beat.sent_s
+        elif self._next is None or beat.seq + 1 < self._next:
+            return  # a later message of the peer overtook it
         self.blocks = beat.blocks
         self.joining = beat.joining
         self.beat_sent_s = beat.sent_s
@@ -206,12 +215,15 @@ class Peer:
 
     def _apply(self, batch: Batch, now: float) -> None:
         self._next = batch.seq + 1
+        self._said_s = batch.sent_s
         known = _SUMS if batch.seq <= self._summed else ()
         self.heard.apply((one for one in batch.deltas if not isinstance(one, known)), now)
 
     def _go_on(self, now: float) -> None:
         while self._next is not None and self._next in self._held:
-            self._apply(self._take_held(self._next), now)
+            batch = self._take_held(self._next)
+            self.heard.load(batch.loads, batch.seq, now)  # again: an earlier one may have come after it
+            self._apply(batch, now)
         if self._held:
             self._miss(now)
         elif self._next is not None and not self._unsure:

@@ -9,7 +9,7 @@ from random import Random
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
@@ -315,6 +315,10 @@ class Fates:
 
 
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(["begin", "end", "fail", "flush", "deliver", "beat"])))
+@example(1307, ["beat", "begin", "beat", "end", "flush", "begin", "deliver"])  # a heartbeat after later batches
+@example(80, ["beat", "begin", "begin", "beat", "begin", "begin", "deliver"])  # several
+@example(4213203, ["end", "beat", "beat", "begin", "flush", *["begin"] * 6, "deliver"])  # the first ones
+@example(3515323257, ["flush", "beat", "begin", "flush", "begin", "deliver"])  # doubled ones, of one instant
 def test_any_loss_disorder_and_doubling_ends_in_one_state(seed: int, steps: list[str]) -> None:
     """Once messages arrive again, all count the same load and hold the same prompts, whatever happened."""
     bus, random = Bus(), Random(seed)
