@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import httpx
@@ -19,9 +19,13 @@ from kvproxy.base.errors import (
     FirstByteTimeout,
     IdleTimeout,
     NotSupported,
+    PoolFull,
     Refused,
+    UnsafeRequest,
     UpstreamError,
 )
+from kvproxy.base.upstream.response import UpstreamResponse
+from kvproxy.base.upstream.transport import PooledClient
 
 T = TypeVar("T")
 
@@ -31,7 +35,7 @@ MAX_ERROR_BYTES = 64 * 1024
 #: Objects and lists of an answer: to make more takes some milliseconds, however small they are.
 MAX_VALUES = 16_384
 
-_TIMEOUTS = (TimeoutError, httpx.TimeoutException, ConnectTimeout, FirstByteTimeout, IdleTimeout)
+_TIMEOUTS = (TimeoutError, httpx.TimeoutException, ConnectTimeout, FirstByteTimeout, IdleTimeout, PoolFull)
 
 
 def failure(error: Exception) -> str:
@@ -54,7 +58,7 @@ class Api:
         self._service = service
         self._secret = "" if authorization is None else authorization.partition(" ")[2] or authorization
         # No compression, and nothing is unpacked: a bounded body must not become an unbounded one.
-        self._headers = {"accept-encoding": "identity"}
+        self._headers = {"accept": "*/*", "accept-encoding": "identity"}
         if authorization is not None:
             self._headers["authorization"] = authorization
 
@@ -78,16 +82,19 @@ class Api:
         """Return the body of a 2xx answer; raises ClientError for everything else. Cancellation passes through."""
         headers = self._headers if body is None else {**self._headers, "content-type": "application/json"}
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._http.stream(
+            async with asyncio.timeout(timeout_s):
+                if isinstance(self._http, PooledClient) and "@" not in self._base:  # no name and password in it
+                    pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+                    url = self._base + path
+                    answer = await self._http.pooled.fetch(method.encode(), url, pairs, body, timeout_s=timeout_s)
+                    return await self._read_pooled(answer, path, max_bytes)
+                async with self._http.stream(
                     method, self._base + path, content=body, headers=headers, timeout=httpx.Timeout(timeout_s)
-                ) as response,
-            ):
-                return await self._read(response, path, max_bytes)
+                ) as response:
+                    return await self._read(response, path, max_bytes)
         except _TIMEOUTS as error:
             raise ClientTimeout(f"{self._service} {path}: no answer within {timeout_s:g} s") from error
-        except (httpx.TransportError, UpstreamError) as error:
+        except (httpx.TransportError, UpstreamError, UnsafeRequest) as error:
             raise ClientUnavailable(f"{self._service} {path}: {failure(error)}") from error
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise BadResponse(f"{self._service} {path}: {type(error).__name__}") from error
@@ -113,17 +120,32 @@ class Api:
             raise BadResponse(f"{self._service} {path}: {_decode_text(error)}") from error
 
     async def _read(self, response: httpx.Response, path: str, max_bytes: int) -> bytes:
-        coding = response.headers.get("content-encoding", "").strip().lower()
+        coding = response.headers.get("content-encoding", "")
+        return await self._bounded_body(response.status_code, coding, response.aiter_bytes(), path, max_bytes)
+
+    async def _read_pooled(self, response: UpstreamResponse, path: str, max_bytes: int) -> bytes:
+        try:
+            coding = dict(response.headers).get(b"content-encoding", b"").decode("latin-1")
+            return await self._bounded_body(response.status, coding, _chunks_of(response), path, max_bytes)
+        finally:
+            if not response.complete:
+                response.abort()
+
+    async def _bounded_body(
+        self, status: int, coding: str, chunks: AsyncIterator[bytes], path: str, max_bytes: int
+    ) -> bytes:
+        """Return the body of a 2xx answer; raises ClientError for every other one."""
+        coding = coding.strip().lower()
         packed = coding not in ("", "identity")
-        if response.is_success:
+        if 200 <= status < 300:
             if packed:
                 raise BadResponse(f"{self._service} {path}: answer in content-encoding {coding[:20]!r}, not asked for")
-            body = await _bounded(response, max_bytes)
+            body = await _bounded(chunks, max_bytes)
             if body is None:
                 raise BadResponse(f"{self._service} {path}: answer over {max_bytes} bytes")
             return body
-        text = None if packed else await _bounded(response, MAX_ERROR_BYTES)
-        raise self._refusal(path, response.status_code, text or b"")
+        text = None if packed else await _bounded(chunks, MAX_ERROR_BYTES)
+        raise self._refusal(path, status, text or b"")
 
     def _refusal(self, path: str, status: int, body: bytes) -> Refused:
         text = error_text(body, secret=self._secret)
@@ -134,17 +156,22 @@ class Api:
         return (NotSupported if missing else Refused)(message, status=status)
 
 
-async def _bounded(response: httpx.Response, max_bytes: int) -> bytes | None:
+async def _chunks_of(response: UpstreamResponse) -> AsyncIterator[bytes]:
+    while chunk := await response.next_chunk():
+        yield chunk
+
+
+async def _bounded(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes | None:
     """Return the body, which is in no coding, or None when it is longer than `max_bytes`; then the rest stays
     unread."""
-    chunks: list[bytes] = []
+    read: list[bytes] = []
     size = 0
-    async for chunk in response.aiter_bytes():
+    async for chunk in chunks:
         size += len(chunk)
         if size > max_bytes:
             return None
-        chunks.append(chunk)
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        read.append(chunk)
+    return read[0] if len(read) == 1 else b"".join(read)
 
 
 def _decode_text(error: Exception) -> str:

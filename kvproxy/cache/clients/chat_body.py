@@ -150,16 +150,19 @@ def count_text_parts(parts: Sequence[bytes]) -> int:
             continue
         try:
             message = _message(part)
-            if message.type not in _ITEMS or not all(map(_is_text, (message.content, message.output))):
+            if message.type not in _ITEMS:
                 return index
+            for content in (message.content, message.output):
+                if bytes(content).startswith(b"[") and not _is_text(content):
+                    return index
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return index
     return len(parts)
 
 
 def _is_text(content: msgspec.Raw) -> bool:
-    """Return a string, or a list of parts that are text or hold such a list themselves (what a tool answers)."""
-    outer = _parts_of(content)
+    """Return True for a list of parts that are text or hold such a list themselves (what a tool answers)."""
+    outer = _parts(content)
     inner = [part for one in outer for part in _parts_of(one.content)]
     return all(part.type in _TEXTS for part in (*outer, *inner)) and not any(_parts_of(part.content) for part in inner)
 

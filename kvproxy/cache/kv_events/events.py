@@ -121,8 +121,9 @@ def slice_events(events: Iterable[KvEvent | Effort], max_blocks: int) -> Iterato
                 batch = []
                 spent = 0
             continue
-        for piece in _pieces(event, max_blocks):
-            cost = max(1, piece.blocks)
+        blocks = event.blocks
+        for piece in (event,) if blocks <= max_blocks else _pieces(event, max_blocks):
+            cost = max(1, blocks if piece is event else piece.blocks)
             if batch and spent + cost > max_blocks:
                 yield batch, spent
                 batch = []
@@ -134,9 +135,8 @@ def slice_events(events: Iterable[KvEvent | Effort], max_blocks: int) -> Iterato
 
 
 def _pieces(event: KvEvent, size: int) -> Iterator[KvEvent]:
-    if event.blocks <= size:
-        yield event
-    elif isinstance(event, BlockRemoved):
+    """Cut an event of more than `size` blocks."""
+    if isinstance(event, BlockRemoved):
         for start in range(0, event.blocks, size):
             yield replace(event, block_hashes=event.block_hashes[start : start + size])
     elif isinstance(event, BlockStored) and event.uniform:

@@ -288,9 +288,10 @@ class StreamFollower:
         for piece, cost in slice_events(batch.steps(skipped), self._slice_blocks):
             self._apply(piece)
             self._meter.count_events(piece)
-            if any(isinstance(event, AllBlocksCleared) for event in piece):
-                self._missing = None
-                self.wants_retry = False
+            for event in piece:
+                if isinstance(event, AllBlocksCleared):
+                    self._missing = None
+                    self.wants_retry = False
             await self._breathe(cost)
         if skipped.counts["malformed"]:
             self._missing = StreamReason.MALFORMED

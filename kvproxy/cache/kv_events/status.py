@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproxy.base.metrics.collectors import CounterCell
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored, KvEvent, Skipped
@@ -167,6 +168,7 @@ class StreamMeter:
         self._endpoint = endpoint
         self._rank = str(dp_rank)
         self._wall_clock = wall_clock
+        self._batches: dict[str, CounterCell] = {}  # by outcome
         self._stored = metrics.group(KvEventMetrics).blocks.labels(endpoint, "stored")
         self._removed = metrics.group(KvEventMetrics).blocks.labels(endpoint, "removed")
         self._behind = metrics.group(KvEventMetrics).behind.labels(endpoint)
@@ -174,12 +176,18 @@ class StreamMeter:
 
     def count_batch(self, outcome: str) -> None:
         """One batch: applied, replayed, duplicate or malformed."""
-        self._metrics.group(KvEventMetrics).batches.labels(self._endpoint, outcome).inc()
+        cell = self._batches.get(outcome)
+        if cell is None:
+            cell = self._batches[outcome] = self._metrics.group(KvEventMetrics).batches.labels(self._endpoint, outcome)
+        cell.value += 1.0
 
     def count_events(self, events: Sequence[KvEvent]) -> None:
         """Events that were applied."""
-        self._stored.inc(sum(event.blocks for event in events if isinstance(event, BlockStored)))
-        self._removed.inc(sum(event.blocks for event in events if isinstance(event, BlockRemoved)))
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._stored.value += len(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                self._removed.value += len(event.block_hashes)
 
     def count_skipped(self, skipped: Skipped) -> None:
         """Events that could not be used."""

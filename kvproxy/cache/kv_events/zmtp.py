@@ -255,7 +255,7 @@ class ZmtpConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or self.lost or transport.is_closing():
             return
-        pause = self._buffer.complete and not self._memory.has_room(held)
+        pause = not self._memory.has_room(held) and self._buffer.complete
         if pause != self._paused:
             self._paused = pause
             (transport.pause_reading if pause else transport.resume_reading)()

@@ -146,3 +146,22 @@ async def test_a_client_is_one_for_each_way_to_verify() -> None:
         await clients.aclose()
         assert plain.is_closed
         assert clients.client(named).is_closed
+
+
+async def test_a_request_past_httpx() -> None:
+    """Goes to the same place, with the fields it was given, the host and a length."""
+    async with scripted(answer(OK)) as upstream, UpstreamPool() as pool:
+        transport = PoolTransport(pool)
+        for _ in range(2):
+            response = await transport.fetch(
+                b"POST", f"{upstream.origin}/v1/x?a=b%20c", [(b"x-thing", b"1")], b"{}", timeout_s=60.0
+            )
+            assert response.status == 200
+            while await response.next_chunk():
+                continue
+        assert pool.open == 1
+        first, second = upstream.peers[0].requests
+        assert first == second
+        assert first.startswith(b"POST /v1/x?a=b%20c HTTP/1.1\r\n")
+        assert b"x-thing: 1\r\n" in first
+        assert first.endswith(b"\r\n\r\n{}")
