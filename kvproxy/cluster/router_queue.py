@@ -91,6 +91,8 @@ class RouterQueue:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._load_decreased = asyncio.Event()
+        #: An endpoint has less to do than before: the turn of a waiting request may have come.
+        self.on_load_decrease = self._load_decreased.set
         self._closed = False
         self._cluster = cluster
         self._name = f"router/{cluster}"
@@ -183,10 +185,6 @@ class RouterQueue:
         """There may be an endpoint now."""
         if self._candidates("", self._clock()):
             self._without_endpoint.let_in()
-
-    def on_load_decrease(self) -> None:
-        """Wake the queue: an endpoint's load has decreased."""
-        self._load_decreased.set()
 
     def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel, *, awaits: bool) -> None:
         """Other bounds, and maybe other speeds. Requests go on waiting, by the new ones."""

@@ -102,7 +102,7 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
         outcome.pick_reason = decision.reason
         if len(decision.candidates) <= MAX_REMEMBERED:
             outcome.candidates = decision.candidates
-            outcome.costs = decision.costs
+            outcome.costs = () if decision.choice is None else decision.choice.costs
 
     def _decide_again(self, now: float) -> Decision[Endpoint] | Refusal:
         """Decide by fresh facts: during a wait, others with the same prompt may have been placed."""

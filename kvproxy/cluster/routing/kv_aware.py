@@ -150,7 +150,13 @@ class KvAware(Policy):
             here = held[index]
             elsewhere = max([*held[:index], *held[index + 1 :]], default=0)
         reason = "overlap" if here and here >= elsewhere else "load" if elsewhere else "no_overlap"
-        own = owns[index] if not facts.hot_tokens else own_s(facts, pool.ids[index], self.speeds)
+        own = owns[index]
+        if facts.hot_tokens:
+            overlap = facts.by_endpoint.get(pool.ids[index])
+            onboarding_s = 0.0
+            if overlap is not None and overlap.lower:
+                onboarding_s = onboarding_s_of(overlap, facts.prompt_tokens, pool.ids[index], self.speeds)
+            own = prefill_s(facts.prompt_tokens - here, here, onboarding_s, self.speeds.seconds)
         bound = here > elsewhere and is_bound(own, facts, elsewhere, len(owns), seconds)
         return _CostedChoice(index, reason, costs, own_s=own, bound=bound, speeds=speeds, arrivals=arrivals)
 

@@ -419,8 +419,10 @@ class EndpointLoad:
             if len(self._pending) == 1:  # exactly the remainder, without a new sum
                 (self._work,) = self._pending.values()
                 self._head = self._work
-            else:
+            elif self._pending:
                 self._work = difference(self._work, work)
+            else:
+                self._work = NO_WORK
             if self.watch is not None:
                 self._prefilled = sum_of(self._prefilled, work)
                 self.watch.load_changed()

@@ -260,8 +260,11 @@ class SpeedModel:
 
     def _move_factor(self, endpoint: EndpointId, factor: float, ratio: float, now: float) -> None:
         """One step of the endpoint's log factor towards this sample's `ratio`, faster while it is new."""
-        known = self._take_out(endpoint)
-        samples = 0 if known is None else known.samples
+        known = self._factors.pop(endpoint, None)
+        samples = 0
+        if known is not None:
+            samples = known.samples
+            self._logs -= known.log
         log = math.log(factor)
         residual = max(-1.0, min(1.0, math.log(ratio) - log))
         log += max(self._gain, 1 / (samples + 6)) * residual

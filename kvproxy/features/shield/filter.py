@@ -89,13 +89,6 @@ class ShieldFilter(Step):
             return None if _is_form(scope["headers"]) else self._read(exchange, downstream, rules)
         return None if _is_harmless(body, exchange) else self._examine(exchange, downstream, body, rules)
 
-    def after(self, exchange: Exchange, downstream: Downstream) -> None:
-        """Release the memory of a body that was read here."""
-        held = exchange.held_bytes
-        exchange.held_bytes = 0
-        if held:
-            self._reader.release(held)
-
     def _replace_id(self, exchange: Exchange, downstream: Downstream) -> None:
         """Engines key what belongs to a request by its id: the client's own could be another client's too."""
         headers: Headers = downstream.scope["headers"]
@@ -122,6 +115,7 @@ class ShieldFilter(Step):
             self._reader.accept_body(body)
         exchange.body = downstream.replayed = body
         exchange.held_bytes += len(body)
+        exchange.release = self._reader.release
         if not _is_harmless(body, exchange):
             await self._examine(exchange, downstream, body, rules)
 

@@ -60,13 +60,6 @@ class InferenceRequestFilter(Step):
         self._reader.accept_body(body)
         return self._parse(exchange, downstream, body, None if encoded else kind, caller)
 
-    def after(self, exchange: Exchange, downstream: Downstream) -> None:
-        """Release the memory of the body."""
-        held = exchange.held_bytes
-        exchange.held_bytes = 0
-        if held:
-            self._reader.release(held)
-
     async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, caller: Caller) -> None:
         body = await self._reader.read(downstream.receive)
         waits = self._parse(exchange, downstream, body, kind, caller)
@@ -78,6 +71,7 @@ class InferenceRequestFilter(Step):
     ) -> Awaitable[None] | None:
         exchange.body = body
         exchange.held_bytes += len(body)
+        exchange.release = self._reader.release
         downstream.replayed = body
         if kind is None:
             return None

@@ -130,6 +130,9 @@ class StepRun:
                         after(exchange, downstream)
                     except Exception:
                         logger.exception("a filter failed after a request: %s", type(self.steps[at]).__name__)
+            if exchange.held_bytes and exchange.release is not None:
+                exchange.release(exchange.held_bytes)
+                exchange.held_bytes = 0
             if "ended" in exchange.hooks:
                 downstream.end(crash or "")
 

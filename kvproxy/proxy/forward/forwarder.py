@@ -96,8 +96,6 @@ class Delivery(msgspec.Struct, eq=False):
 
     def headers_of(self, pick: Pick, response: UpstreamResponse) -> Headers:
         """Return the fields of this engine's response as the client gets them."""
-        if self.passed is response:
-            return self.passed_headers
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self.debug:
             headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self.exchange.facts).encode()))
@@ -442,7 +440,9 @@ class Forwarding(Placement, kw_only=True):
         relay = Relay(self.exchange, response, self._delivery.downstream, self._asking.method == b"POST", count)
         if begins_later:
             relay.on_event = functools.partial(self._note_first_token, pick)
-        error = await relay.run(self._delivery.headers_of(pick, response), first)
+        delivery = self._delivery
+        headers = delivery.passed_headers if delivery.passed is response else delivery.headers_of(pick, response)
+        error = await relay.run(headers, first)
         now = self._shared.clock()
         succeeded = error is None and response.status < 400
         verdict = AttemptOutcome.SUCCESS if succeeded else verdict_on(response.status, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 
@@ -51,9 +52,8 @@ _CONTAINERS = (b"{", b"[")
 Rename = Callable[[str], str]
 
 
-def may_name_media(text: bytes) -> bool:
-    """Return False for a text that surely has no such member; nearly all have none."""
-    return has_quoted(_named, text)
+#: Returns False for a text that surely has no such member; nearly all have none.
+may_name_media = partial(has_quoted, _named)
 
 
 def may_message_name_media(message: bytes) -> bool:

@@ -125,6 +125,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     own_priority: int | None = None  # a trusted client's priority in its body
     body: bytes | None = None  # the whole body once inference_request read it
     held_bytes: int = 0  # bytes of it counted in the total of all requests
+    release: Callable[[int], None] | None = None  # gives these back, when the filters are through
     received_bytes: int = 0  # of the body, from the client
     inference: InferenceRequest | None = None
     members: Members | None = None  # of a scanned body: members that are read, guarded, salted or examined

@@ -117,8 +117,8 @@ class _Answer(msgspec.Struct):
         said = self.usage or self.meta_info
         if said is None or self.index is not None:
             return None
-        if said.cached() is None:
-            said.cached_tokens = self._cached_elsewhere()
+        cached = said.cached()
+        said.cached_tokens = self._cached_elsewhere() if cached is None else cached
         if said.prompt_tokens is None and said.completion_tokens is None:
             return None if said.input_tokens is None and said.output_tokens is None else said
         return said
@@ -263,14 +263,15 @@ def _sum(counts: Iterable[int | None]) -> int:
 
 
 def _merge(last: _Usage, first: _Usage) -> Usage:
-    cached = last.cached()
+    """Of both `cached_tokens` is what `counts` found, wherever it stood."""
+    cached = last.cached_tokens
     if last.prompt_tokens is not None and first is _NOTHING:  # OpenAI's format, the usual one
         whole = last.prompt_tokens
         cached = whole if cached is not None and cached > whole else cached
         details = last.prompt_tokens_details
         media = None if details is None or details.multimodal_tokens is None else _most(details.media(), whole)
         return Usage(whole, cached, last.completion_tokens, media)
-    cached = _either(cached, first.cached())
+    cached = _either(cached, first.cached_tokens)
     completion = _either(last.completion_tokens, _either(last.output_tokens, first.output_tokens))
     prompt = _either(last.prompt(), first.prompt())
     return Usage(prompt, _most(cached, prompt), completion, _most(_either(last.media(), first.media()), prompt))
