@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+
+from kvproxy.features import SHIPPED
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvproxy"
@@ -36,6 +39,11 @@ ARROWS = Path(__file__).with_name("arrows_up.txt")
 
 #: The simulated engines stand in for other programs: they share words with the proxy, not code.
 SIMULATOR_MAY_IMPORT = ("kvproxy.lab.simulator", "kvproxy.cache.prefix", "kvproxy.base.types", "kvproxy.base.errors")
+
+#: Names of features that are words of their own in every room.
+ORDINARY = frozenset({"exchange", "ledger", "normalize", "priority", "published", "shield", "workers"})
+#: `file name` where a room below names a feature. Nothing is added here.
+NAMED = Path(__file__).with_name("features_named.txt")
 
 HEADINGS = ("What it does", "Contracts", "How to add one")
 
@@ -98,6 +106,23 @@ def arrows_up() -> list[str]:
     """Each as `importer -> imported`."""
     pairs = ((module, target) for module, targets in _graph().items() for target in targets)
     return sorted(f"{module} -> {target}" for module, target in pairs if _runs_up(module, target))
+
+
+def features_named() -> list[str]:
+    """Files of the rooms below the features with the feature that their code or text names."""
+    names = set(SHIPPED) - ORDINARY
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0]
+        if room in ROOMS and HEIGHT[room] < HEIGHT["features"]:
+            words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+", path.read_text())}
+            found |= {f"{path.relative_to(PACKAGE)} {name}" for name in words & names}
+    return sorted(found)
+
+
+def test_rooms_name_no_feature() -> None:
+    """No word of a feature beyond those known, and words that are gone are taken off the list."""
+    assert features_named() == NAMED.read_text().splitlines()
 
 
 def test_every_file_is_in_a_room() -> None:
@@ -226,10 +251,12 @@ def write_table() -> None:
 
 
 def shorten_list() -> None:
-    """Takes arrows that are gone off the list; the first time it is all there are."""
+    """Takes arrows and names that are gone off the lists; the first time they have all there are."""
     known = set(ARROWS.read_text().splitlines()) if ARROWS.exists() else None
     left = [arrow for arrow in arrows_up() if known is None or arrow in known]
     ARROWS.write_text("".join(f"{arrow}\n" for arrow in left))
+    named = set(NAMED.read_text().splitlines()) if NAMED.exists() else None
+    NAMED.write_text("".join(f"{one}\n" for one in features_named() if named is None or one in named))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.endpoint import Endpoint
 
-#: Answers of the admin listener that features add keys to: `cache` of `/live`, `/cache/status` and `/cache/leases`.
-View = Literal["live", "status", "leases"]
+#: Answers of the admin listener that get keys of features: `cache` of `/live`, `/cache/status`, the list of pins.
+View = Literal["live", "status", "pins"]
 
 
 class CacheNeeds(NamedTuple):

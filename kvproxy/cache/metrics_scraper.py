@@ -31,7 +31,7 @@ MAX_CONCURRENT = 16
 #: A reading older than this many intervals (and a while) no longer counts.
 _STALE_INTERVALS = 3
 _STALE_S = 5.0
-#: Rounds without a reading still forget endpoints that left and renew leases.
+#: Rounds without a reading still forget endpoints that left and renew pins.
 WITHOUT_READING_S = 5.0
 
 

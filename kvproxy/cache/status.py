@@ -83,7 +83,7 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
     return sorted(found, key=lambda one: -float(str(one["for_s"])))
 
 
-def leases(service: KvCache, now: float) -> list[dict[str, object]]:
+def pins(service: KvCache, now: float) -> list[dict[str, object]]:
     """Return running pins of hot prefixes."""
     pin = service.actions.pin
     if pin is None:
@@ -92,13 +92,13 @@ def leases(service: KvCache, now: float) -> list[dict[str, object]]:
     return [
         {
             "instance": instance,
-            "prefix": lease.prefix.name,
-            "model": lease.prefix.model,
-            "tokens": lease.tokens,
-            "age_s": now - lease.pinned_at,
-            "lapses_in_s": None if lasts_s is None else lasts_s - (now - lease.pinned_at),
+            "prefix": one.prefix.name,
+            "model": one.prefix.model,
+            "tokens": one.tokens,
+            "age_s": now - one.pinned_at,
+            "lapses_in_s": None if lasts_s is None else lasts_s - (now - one.pinned_at),
         }
-        for (instance, _), lease in pin.leases(now).items()
+        for (instance, _), one in pin.pins(now).items()
     ]
 
 

@@ -218,7 +218,7 @@ class EndpointSettings(Model):
     engine_priority_order: PriorityOrder | None = None
     """As the cluster's, for this engine alone; unset: the cluster's."""
     ready: bool = True
-    """False: it takes no new requests and finishes those it has. Set by sources such as Kubernetes for a pod that is no
+    """False: it takes no new requests and finishes those it has. Set by sources of endpoints, for a pod that is no
     longer ready."""
     labels: Mapping[str, str] = Field(default_factory=dict)
     """Free text for people; shown in status."""

@@ -18,7 +18,7 @@ from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.proxy.metrics import RequestMetrics
 
 QUEUE = "picks"
-#: Bound on reservations at once; a caller that never settles cannot take more until its leases run out.
+#: Bound on reservations at once; a caller that never settles cannot take more until its places lapse.
 MAX_RESERVATIONS = 10_000
 
 

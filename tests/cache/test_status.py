@@ -12,12 +12,12 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.action_settings import CacheStrategySettings
 from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
-from kvproxy.cache.actions.strategies import Lease
+from kvproxy.cache.actions.strategies import HotPin
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cache.overlap.gauges import index_worth
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cache.status import SLICE_RUNS, cache_status, hot_prefixes, leases, troubles
+from kvproxy.cache.status import SLICE_RUNS, cache_status, hot_prefixes, pins, troubles
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from tests.support.clock import FakeClock
@@ -98,9 +98,9 @@ def test_counted_pins_do_not_lapse(clock: FakeClock) -> None:
     hotness = Hotness(window_s=1.0, max_records=1, max_keys=1)
     [prefix] = hotness.count_use([5], model="m", cache_salt="", instance="i", now=clock())
     assert isinstance(prefix, KnownPrefix)
-    pin._leases["i", 5] = Lease(prefix, 32, clock())
+    pin._pins["i", 5] = HotPin(prefix, 32, clock())
     pin.counted = True
-    [lease] = leases(service, clock() + 1000.0)
+    [lease] = pins(service, clock() + 1000.0)
     assert (lease["tokens"], lease["age_s"], lease["lapses_in_s"]) == (32, 1000.0, None)
 
 

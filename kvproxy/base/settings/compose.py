@@ -1,6 +1,6 @@
 """Models of the core with the fields that installed features add to them, and how code reads these fields.
 
-A feature adds fields by a model of its own that has them: `class LeasePlace(Model): leases: LeaseSettings`. The model
+A feature adds fields by a model of its own that has them: `class GreetingPlace(Model): greeting: str = ""`. The model
 that a file is decoded into inherits from it and from the core's, so `isinstance` and the types show which fields exist.
 Each is made once for a process: models of two classes are never equal, and a reload would find everything changed."""
 

@@ -23,7 +23,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"
 EndpointName = Annotated[
     str, StringConstraints(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")
 ]
-"""Also a Kubernetes name (253 characters) with an address or a rank."""
+"""Also a DNS name (253 characters) with an address or a rank."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 

@@ -112,7 +112,7 @@ class ColdPrefixes:
 
 
 @dataclass(slots=True)
-class Lease:
+class HotPin:
     """Tokens that are not evicted at one instance until the pin lapses."""
 
     prefix: KnownPrefix
@@ -132,13 +132,13 @@ class ActionRecord:
 
     def __init__(self, priorities: dict[int, Priority] | None = None) -> None:
         self.priorities = {} if priorities is None else priorities
-        self.leases: dict[tuple[str, int], Lease] = {}  # by instance and prefix key, as the next
+        self.pins: dict[tuple[str, int], HotPin] = {}  # by instance and prefix key, as the next
         self.compressed: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_REMEMBERED)
         self.cleared_at: dict[str, float] = {}
         self.short: set[str] = set()  # instances short of memory, until they are well below the threshold
 
     def keep_only(self, instances: Collection[str]) -> None:
-        """Forget when all others were cleared, and how full they are; leases lapse by themselves."""
+        """Forget when all others were cleared, and how full they are; pins lapse by themselves."""
         self.short.intersection_update(instances)
         for instance in self.cleared_at.keys() - set(instances):
             del self.cleared_at[instance]
@@ -146,7 +146,7 @@ class ActionRecord:
 
 class Pin:
     """`counted`: the service counts pins and keeps them until they are taken back, so a renewal sends nothing and a
-    lease that ends does."""
+    pin that ends does."""
 
     def __init__(
         self,
@@ -159,15 +159,15 @@ class Pin:
         self.counted = counted
         self._settings = settings
         self._hotness = hotness
-        self._leases = (record or ActionRecord()).leases
+        self._pins = (record or ActionRecord()).pins
 
-    def leases(self, now: float) -> dict[tuple[str, int], Lease]:
-        """Return running leases by instance and prefix key."""
-        return {where: lease for where, lease in self._leases.items() if not self._lapsed(lease, now)}
+    def pins(self, now: float) -> dict[tuple[str, int], HotPin]:
+        """Return running pins by instance and prefix key."""
+        return {where: one for where, one in self._pins.items() if not self._lapsed(one, now)}
 
     def heads(self, now: float) -> set[int]:
-        """Heads of everything under a lease."""
-        return {lease.prefix.head for lease in self.leases(now).values()}
+        """Heads of everything that is pinned."""
+        return {pin.prefix.head for pin in self.pins(now).values()}
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
         instance = self._settings.pin_instance_id or served.instance_id
@@ -175,51 +175,51 @@ class Pin:
         if longest is None:
             return []
         taken.add(longest.head)
-        lease = self._leases.get((instance, longest.key))
-        if lease is not None and not self._lapsed(lease, now) and not self._due(lease, now):
+        pin = self._pins.get((instance, longest.key))
+        if pin is not None and not self._lapsed(pin, now) and not self._due(pin, now):
             return []
         if self._held_tokens(instance, longest.key, now) + len(longest.tokens) > self._settings.pin_max_tokens:
             return []
-        return [Action(ActionKind.PIN, instance, longest, "hot" if lease is None else "renewal")]
+        return [Action(ActionKind.PIN, instance, longest, "hot" if pin is None else "renewal")]
 
     def tick(self, now: float) -> list[Action]:
         """Renewals that no request brings about, and the end of counted pins that are hot no more."""
         actions = []
-        for (instance, key), lease in list(self._leases.items()):
-            hot = self._hot(lease.prefix, now)
-            if hot and self._due(lease, now) and not self._lapsed(lease, now):
+        for (instance, key), pin in list(self._pins.items()):
+            hot = self._hot(pin.prefix, now)
+            if hot and self._due(pin, now) and not self._lapsed(pin, now):
                 if self.counted:
-                    lease.pinned_at = now
-                elif lease.prefix.tokens:  # else another proxy pinned it, and renews it
-                    actions.append(Action(ActionKind.PIN, instance, lease.prefix, "renewal"))
-            elif self.counted and not hot and self._due(lease, now) and lease.prefix.tokens:
-                lease.pinned_at = now  # undone once, also where the service of an earlier configuration still runs
-                actions.append(Action(ActionKind.UNPIN, instance, lease.prefix, "cold"))
-            elif not self.counted and self._lapsed(lease, now):
-                del self._leases[instance, key]
+                    pin.pinned_at = now
+                elif pin.prefix.tokens:  # else another proxy pinned it, and renews it
+                    actions.append(Action(ActionKind.PIN, instance, pin.prefix, "renewal"))
+            elif self.counted and not hot and self._due(pin, now) and pin.prefix.tokens:
+                pin.pinned_at = now  # undone once, also where the service of an earlier configuration still runs
+                actions.append(Action(ActionKind.UNPIN, instance, pin.prefix, "cold"))
+            elif not self.counted and self._lapsed(pin, now):
+                del self._pins[instance, key]
         return actions
 
     def done(self, action: Action, now: float) -> None:
         assert action.prefix is not None
         where = (action.instance_id, action.prefix.key)
         if action.kind is ActionKind.UNPIN:
-            self._leases.pop(where, None)
+            self._pins.pop(where, None)
         else:
-            self._leases[where] = Lease(action.prefix, len(action.prefix.tokens), now)
+            self._pins[where] = HotPin(action.prefix, len(action.prefix.tokens), now)
 
     def _hot(self, prefix: KnownPrefix, now: float) -> bool:
         return self._hotness.count_recent_uses(prefix, now) >= self._settings.hot_content_threshold
 
-    def _due(self, lease: Lease, now: float) -> bool:
-        return now - lease.pinned_at >= self._settings.pin_renewal
+    def _due(self, pin: HotPin, now: float) -> bool:
+        return now - pin.pinned_at >= self._settings.pin_renewal
 
-    def _lapsed(self, lease: Lease, now: float) -> bool:
-        return not self.counted and now - lease.pinned_at >= self._settings.pin_lease
+    def _lapsed(self, pin: HotPin, now: float) -> bool:
+        return not self.counted and now - pin.pinned_at >= self._settings.pin_lease
 
     def _held_tokens(self, instance: str, besides: int, now: float) -> int:
-        """Tokens under lease at the instance, but for those of one prefix."""
-        running = self.leases(now).items()
-        return sum(lease.tokens for (where, key), lease in running if where == instance and key != besides)
+        """Tokens pinned at the instance, but for those of one prefix."""
+        running = self.pins(now).items()
+        return sum(pin.tokens for (where, key), pin in running if where == instance and key != besides)
 
 
 #: Message prefixes looked up of one prompt besides its first ones, the longest: earlier turns end in one of them.

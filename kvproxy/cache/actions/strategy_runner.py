@@ -144,7 +144,7 @@ class StrategyRunner:
         ]
 
     def tick(self, instances: Iterable[str]) -> None:
-        """Between requests: forget instances other than these and those that settings name, and renew leases that are
+        """Between requests: forget instances other than these and those that settings name, and renew pins that are
         due."""
         there = {*instances, *self._stated}
         self.executor.keep_only(there)

@@ -223,8 +223,8 @@ class _Validation(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    """The error bodies of vLLM, SGLang and Kubernetes (flat), FastAPI, etcd and the LMCache coordinator; of FastAPI's
-    422 everything but `input`."""
+    """The error bodies of vLLM and SGLang (flat), FastAPI, gRPC gateways and the LMCache coordinator; of FastAPI's 422
+    everything but `input`."""
 
     error: _OpenAIError | str = ""
     detail: list[_Validation] | str = ""

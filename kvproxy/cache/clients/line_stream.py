@@ -1,4 +1,4 @@
-"""An answer without end: JSON objects one a line, as the watches of Kubernetes and etcd send them."""
+"""An answer without end: JSON objects one a line, as APIs with a watch send them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LMCache controller (0.3.0 to 0.5.x) and stand-ins of Pixiu's shape, over HTTP."""
+"""The LMCache controller (0.3.0 to 0.5.x) and stand-ins for it, over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of the LMCache controller in every shape its versions (and Pixiu's stand-in) send. Pure."""
+"""Answers of the LMCache controller in every shape its versions (and stand-ins for it) send. Pure."""
 
 from __future__ import annotations
 
@@ -89,15 +89,15 @@ class KeyStats:
     instances: tuple[InstanceKeys, ...] = ()
 
 
-class _PixiuPlace(msgspec.Struct):
+class _NumberedPlace(msgspec.Struct):
     location: str = msgspec.field(name="0")
     tokens: _Tokens = msgspec.field(name="1")
 
 
 class WireLookup(msgspec.Struct):
-    """`layout_info` values: `[location, tokens]`, or Pixiu's `{"0": location, "1": tokens}`."""
+    """`layout_info` values: `[location, tokens]`, or a stand-in's `{"0": location, "1": tokens}`."""
 
-    layout_info: Annotated[dict[str, tuple[str, _Tokens] | _PixiuPlace], msgspec.Meta(max_length=MAX_HOLDERS)]
+    layout_info: Annotated[dict[str, tuple[str, _Tokens] | _NumberedPlace], msgspec.Meta(max_length=MAX_HOLDERS)]
     event_id: str = ""
 
     def read_holders(self) -> tuple[Holder, ...]:

@@ -32,7 +32,7 @@ log = logging.getLogger("kvproxy.kvcache")
 
 OPERATION = "lookup"
 _WARNED = 256
-#: How long, and for how many beginnings of prompts, transfers are kept; full memory may have lost them by then.
+#: How long, and for how many beginnings of prompts, copies are kept; full memory may have lost them by then.
 _TRANSFERRED_S = 60.0
 _TRANSFERRED = 10_000
 

@@ -182,7 +182,7 @@ class OverlapSources:
         self._assess(facts)
 
     def add_transferred(self, facts: RequestFacts) -> None:
-        """Add the tokens that transfers brought of its prompt, before a lookup's answer about the same endpoints."""
+        """Add the tokens that copies brought of its prompt, before a lookup's answer about the same endpoints."""
         if facts.tokens is None or self.lookups.provider is None:
             return
         holders = self.lookups.find_transferred(Prefix(facts.tokens, facts.model, facts.request.cache_salt or ""))

@@ -1,4 +1,4 @@
-"""Transfers on demand: where a request may go together with KV that lies elsewhere. The proxy and replays ask this.
+"""Copies on demand: where a request may go together with KV that lies elsewhere. The proxy and replays ask this.
 
 Part of the decision: for each endpoint, the prompt's longest published beginning anywhere is offered as if it were
 there, at the price of waiting for the links of both ends and of the copy itself. Beginning the copy reserves them.
@@ -91,7 +91,7 @@ class Links:
             self.out[transfer.source] = over_at
 
     def release(self, transfer: Transfer) -> None:
-        """Release the links of a transfer that ended sooner or later than estimated; later transfers keep theirs."""
+        """Release the links of a transfer that ended sooner or later than estimated; later ones keep theirs."""
         for links, endpoint in ((self.into, transfer.target), (self.out, transfer.source)):
             if links.get(endpoint) == transfer.over_at:
                 del links[endpoint]

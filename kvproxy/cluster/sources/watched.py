@@ -1,4 +1,4 @@
-"""Collections that are listed once and then watched: what both Kubernetes and etcd offer."""
+"""Collections that are listed once and then watched: what orchestrators and stores of keys offer."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _deltas(world: World, now: float) -> Iterator[Delta]:
     for limit, table in world.limits.items():
         yield from _spent(limit, table.missing(now))
     if world.actions is not None and world.actions.pin is not None:
-        for (instance, _), lease in world.actions.pin.leases(now).items():
+        for (instance, _), lease in world.actions.pin.pins(now).items():
             yield acted(Action(ActionKind.PIN, instance, lease.prefix, "pinned"), now - lease.pinned_at)
 
 

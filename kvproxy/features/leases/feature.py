@@ -76,7 +76,7 @@ class Leases(Feature):
         if not isinstance(observer, Leasing):
             return {"promises": None}
         book = observer.book
-        if view == "leases":
+        if view == "pins":
             return {"promises": book.describe(observer.settings, now)}
         numbers = {"prompts": len(book.leases), "tokens": sum(book.tenant_tokens.values())}
         return {"promises": {**numbers, "kept": book.results["kept"], "broken": book.results["broken"]}}

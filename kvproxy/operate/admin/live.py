@@ -15,7 +15,7 @@ from starlette.routing import Route
 from kvproxy import __version__
 from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
-from kvproxy.cache.status import hot_prefixes, leases, running_jobs
+from kvproxy.cache.status import hot_prefixes, pins, running_jobs
 from kvproxy.cluster.endpoint import TAKING
 from kvproxy.operate.admin.clusters import describe_endpoint, describe_routing
 from kvproxy.operate.admin.config_file import describe_file
@@ -186,7 +186,7 @@ class LiveView:
         return {
             "running": running_jobs(kvcache),
             "waiting": kvcache.actions.jobs.waiting,
-            "leases": len(leases(kvcache, now)),
+            "leases": len(pins(kvcache, now)),
             "breakers": kvcache.breakers.states(),
             "hot": self._hot,
             **kvcache.observers.describe("live", now),

@@ -19,7 +19,7 @@ from kvproxy.cache.actions.strategies import MAX_PRIORITIES
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.service import KvCache
-from kvproxy.cache.status import cache_status, hot_prefixes, leases
+from kvproxy.cache.status import cache_status, hot_prefixes, pins
 from kvproxy.operate.admin.history import count_by_label
 from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_limit, reply_json
@@ -169,8 +169,8 @@ class CacheRoutes:
     async def _leases(self, request: Request) -> Response:
         service = self._service()
         now = self._operated.clock()
-        described = service.observers.describe("leases", now)
-        return reply_json({"leases": leases(service, now), **described})
+        described = service.observers.describe("pins", now)
+        return reply_json({"leases": pins(service, now), **described})
 
     async def _priorities(self, request: Request) -> Response:
         limit = read_limit(request, default=20, most=MAX_LIMIT)

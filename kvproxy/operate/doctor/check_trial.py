@@ -203,7 +203,7 @@ class ClockCheck(EngineCheck):
         if abs(skew_s) <= _TOLERATED_S:
             return [ok(self.where, "its clock agrees with ours")]
         what = f"its clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} ours"
-        return [warning(self.where, what, "run NTP on both hosts: event lag, leases and logs are compared by clock")]
+        return [warning(self.where, what, "run NTP on both hosts: event lag, pins and logs are compared by clock")]
 
     async def _event_skew_s(self) -> float | None:
         try:

@@ -46,7 +46,7 @@ from kvproxy.proxy.forward.request_body import START_BYTES
 from kvproxy.proxy.request.body import BodyUnchecked
 from kvproxy.proxy.request.exchange import Exchange, TopNames
 
-#: Fields no client may set: transfers of KV (vLLM) or encoder caches, the data-parallel rank, and keys of cached media
+#: Fields no client may set: copies of KV (vLLM) or encoder caches, the data-parallel rank, and keys of cached media
 #: (SGLang).
 CONTROL_FIELDS = frozenset(
     {

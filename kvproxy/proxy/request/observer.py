@@ -1,7 +1,7 @@
 """The one way to watch a request: a base class with a hook for each stage, the call of a hook, and the observer that
 keeps the latest requests.
 
-Metrics, kvcache learning, receipts, tracing and rate limits are observers, too.
+Metrics, kvcache learning, receipts, spans and rate limits are observers, too.
 """
 
 from __future__ import annotations

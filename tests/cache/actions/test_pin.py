@@ -47,7 +47,7 @@ def test_leases_of_hot_prefixes_are_renewed_between_requests() -> None:
     renewals = pin.tick(250.0)
     assert [one.kind for one in renewals] == [ActionKind.PIN]
     pinned(pin, renewals, 250.0)
-    assert list(pin.leases(400.0)) == [("a", 1)]
+    assert list(pin.pins(400.0)) == [("a", 1)]
 
 
 def test_a_lease_that_is_not_hot_any_more_lapses_and_is_forgotten() -> None:
@@ -55,7 +55,7 @@ def test_a_lease_that_is_not_hot_any_more_lapses_and_is_forgotten() -> None:
     pin = Pin(strategy(pin_lease=300, pin_renewal=240), known)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
     assert pin.tick(301.0) == []
-    assert not pin.leases(301.0)
+    assert not pin.pins(301.0)
     assert not pin.heads(301.0)
 
 
@@ -65,9 +65,9 @@ def test_lapsed_leases_do_not_pile_up() -> None:
     pin = Pin(strategy(pin_lease=300, pin_renewal=240), known, record)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
     pin.tick(299.0)
-    assert list(record.leases) == [("a", 1)]
+    assert list(record.pins) == [("a", 1)]
     pin.tick(300.0)
-    assert not record.leases
+    assert not record.pins
 
 
 def test_the_budget_of_an_instance_is_kept() -> None:
@@ -76,7 +76,7 @@ def test_the_budget_of_an_instance_is_kept() -> None:
     pin = Pin(strategy(pin_max_tokens=1200), known)
     for key in (1, 2, 3):
         pinned(pin, pin.plan(serve(known, key, times=2), PRESSURE, set(), 0.0), 0.0)
-    assert len(pin.leases(0.0)) == 2
+    assert len(pin.pins(0.0)) == 2
     assert len(pin.plan(serve(known, 3, instance="b"), PRESSURE, set(), 0.0)) == 1
 
 
@@ -127,7 +127,7 @@ def test_counted_pins_are_renewed_without_a_call_and_taken_back() -> None:
     (unpin,) = pin.tick(500.0)
     assert unpin.kind is ActionKind.UNPIN
     pin.done(unpin, 500.0)
-    assert not pin.leases(500.0)
+    assert not pin.pins(500.0)
     assert pin.tick(1000.0) == []
 
 
@@ -142,4 +142,4 @@ def test_a_later_strategy_goes_on_with_the_leases_there_are() -> None:
     assert unpin.kind is ActionKind.UNPIN
     assert before.tick(500.0) == []
     after.done(unpin, 500.0)
-    assert not before.leases(500.0)
+    assert not before.pins(500.0)

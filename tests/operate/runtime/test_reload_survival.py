@@ -14,7 +14,7 @@ from starlette.types import Send
 from kvproxy.app import Proxy
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.service import KvCache
-from kvproxy.cache.status import leases
+from kvproxy.cache.status import pins
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routing.kv_aware import KvAware
@@ -165,7 +165,7 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             answer = await running.client.post("/v1/chat/completions", json=body)
             went = endpoint(running, answer.headers["x-kvproxy-endpoint"])
             await until(lambda: local.precise.count_rows(went.id) > 0)
-            await until(lambda: len(leases(before, running.proxy.clock())) == 1)
+            await until(lambda: len(pins(before, running.proxy.clock())) == 1)
             rows, followed = local.precise.count_rows(went.id), streams.streams(went)
             await reload(running, place.engines, changes, filters=filters)
             assert service(running) is before
@@ -173,7 +173,7 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             assert streams.streams(went) == followed
             await streams.follow_endpoints()
             assert streams.streams(went) == followed
-            assert len(leases(before, running.proxy.clock())) == 1
+            assert len(pins(before, running.proxy.clock())) == 1
 
 
 async def test_pins_when_other_settings_of_the_cache_change() -> None:
@@ -192,11 +192,11 @@ async def test_pins_when_other_settings_of_the_cache_change() -> None:
         before = service(running)
         body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
         await running.client.post("/v1/chat/completions", json=body)
-        await until(lambda: len(leases(before, running.proxy.clock())) == 1)
-        (lease,) = leases(before, running.proxy.clock())
+        await until(lambda: len(pins(before, running.proxy.clock())) == 1)
+        (lease,) = pins(before, running.proxy.clock())
         await reload(running, place.engines, {}, filters=filters(place.lmcache, min_matched_tokens=7))
         assert service(running) is not before
-        (kept,) = leases(service(running), running.proxy.clock())
+        (kept,) = pins(service(running), running.proxy.clock())
         assert kept["prefix"] == lease["prefix"]
 
 
