@@ -119,5 +119,5 @@ async def test_a_service_that_fails_is_a_trouble(clock: FakeClock) -> None:
     (trouble,) = troubles(service)
     assert (trouble["kind"], trouble["what"], trouble["for_s"]) == ("service", "lookup", 12.0)
     assert trouble["last_error"] == "lmcache controller /lookup: ConnectError"
-    assert "routed by what was routed" in str(trouble["meaning"])
+    assert "routed by the approximate index" in str(trouble["meaning"])
     assert cache_status(service)["troubles"] == [trouble]
