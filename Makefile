@@ -11,7 +11,7 @@ ARGS   ?=
 # Tests start kvproxy hundreds of times: without bytecode each process compiles all of it anew, and so does each collection.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo docs test test-loaded test-real test-compat test-services check format lock bench coverage test-browser test-removal dist binary test-packaging clean
+.PHONY: help demo docs test test-loaded test-real test-compat test-services test-hosts check format lock bench coverage test-browser test-removal dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -39,6 +39,10 @@ test-compat: $(DEV) ## vLLM's own API tests, straight to a real vLLM and through
 test-services: $(DEV) ## against real servers (redis, nats, etcd, Envoy), which it installs where it can; else skips with a word
 	@$(BIN)/python -m tests.services.install
 	$(BIN)/python -m pytest -m services -p no:xdist -rs tests/services $(ARGS)
+
+test-hosts: $(DEV) ## the embedded forms in other frameworks and servers, in LiteLLM and in Ray Serve, which it installs
+	@$(PIP) --group hosts
+	$(BIN)/python -m pytest -m hosts -p no:xdist -rs tests/hosts $(ARGS)
 
 test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
 	@$(PIP) --group browser

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -12,12 +12,14 @@ import msgspec
 from kvproxy.app import ConfigLike, Proxy
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.embed.lives import Lives
 from kvproxy.proxy.carried import CarriedRequest, Placer
 from kvproxy.proxy.external import rank_headers
 from kvproxy.proxy.request.error_reply import LocalReply
 
 _CHAT = "/v1/chat/completions"
+_CLUSTER = "default"
 #: Lease of a request whose end is never reported.
 _LEASE_S = 3600.0
 _SESSION = b"x-session-id"
@@ -71,6 +73,15 @@ class Router:
     async def __aexit__(self, *_: object) -> None:
         await self._lives.end()
 
+    def add_endpoint(self, name: str, url: str, *, models: Sequence[str] = (), cluster: str = _CLUSTER) -> None:
+        """Add an endpoint while it runs. Raises ValueError for a URL that is none, LookupError for no such cluster."""
+        settings = EndpointSettings(id=name, url=url, models=tuple(models))
+        self.proxy.clusters[cluster].add_endpoint(settings)
+
+    def remove_endpoint(self, name: str, *, cluster: str = _CLUSTER) -> None:
+        """Place nothing there any more; it finishes what it has. Raises LookupError for no such cluster."""
+        self.proxy.clusters[cluster].remove_endpoint(EndpointId(name))
+
     def place(
         self,
         body: bytes | Mapping[str, Any],
@@ -79,18 +90,22 @@ class Router:
         session: str = "",
         tenant: str = "",
         headers: Mapping[str, str] | None = None,
+        exclude: Collection[str] = (),
+        sees_first_token: bool = True,
     ) -> PlacedRequest:
         """Return a context manager that places the request and holds its place until it is over.
 
         `body` is what the engine will be sent at `path`, as bytes or as data. `session` names the conversation;
         `tenant` is who asked, for fair turns in the queue; `headers` are the client's, of which those that name
-        sessions and a priority are read. Entering it raises NoEndpoint.
+        sessions and a priority are read. It goes to no endpoint in `exclude`. `sees_first_token`: False for a caller
+        that cannot report the first token of a stream. Entering it raises NoEndpoint.
         """
         content = bytes(body) if isinstance(body, bytes | bytearray) else msgspec.json.encode(body)
         fields = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
         if session:
             fields.append((_SESSION, session.encode("latin-1", "replace")))
-        return PlacedRequest(self, content, path, fields, tenant)
+        barred = frozenset(EndpointId(name) for name in exclude)
+        return PlacedRequest(self, content, path, fields, tenant, barred, sees_first_token=sees_first_token)
 
     async def _placer(self) -> Placer:
         life = self._lives.of_running_loop()
@@ -110,12 +125,22 @@ class PlacedRequest:
     """
 
     def __init__(
-        self, router: Router, body: bytes, path: str, headers: Sequence[tuple[bytes, bytes]], tenant: str
+        self,
+        router: Router,
+        body: bytes,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        tenant: str,
+        exclude: frozenset[EndpointId],
+        *,
+        sees_first_token: bool,
     ) -> None:
         self._router = router
         self._path = path
         self._headers = list(headers)
         self._tenant = tenant
+        self._exclude = exclude
+        self._sees_first_token = sees_first_token
         self._carried: CarriedRequest
         #: Body to send: as given, with the engine's name for the model if a route has another.
         self.body = body
@@ -126,7 +151,7 @@ class PlacedRequest:
         self._carried = carried = placer.begin("POST", self._path, self._headers)
         carried.exchange.tenant = self._tenant
         try:
-            replaced = await carried.place(self.body, sees_answer=True)
+            replaced = await carried.place(self.body, exclude=self._exclude, sees_answer=self._sees_first_token)
         except LocalReply as why:
             carried.refused(why)
             raise NoEndpoint(why) from None
@@ -139,9 +164,7 @@ class PlacedRequest:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        if not self._over:
-            self._over = True
-            self._carried.left()
+        self.leave()
 
     @property
     def endpoint(self) -> EndpointId:
@@ -192,6 +215,24 @@ class PlacedRequest:
         carried.exchange.outcome.end = "upstream_died"
         carried.held.pick.endpoint.metrics.attempt_failure(_REPORTED)
         carried.settle(AttemptOutcome.FAILURE)
+
+    def move_to(self, name: str) -> None:
+        """It went to this endpoint instead: the load follows, if the endpoint may take it."""
+        carried = self._carried
+        if self._over or carried.held is None or carried.held.pick.endpoint.id == name:
+            return
+        cluster = carried.held.cluster
+        carried.settle(AttemptOutcome.CANCELLED)
+        for endpoint in cluster.find_named(EndpointId(name)):
+            carried.move_to(endpoint, carried.placer.clock())
+            carried.listed = [endpoint]
+            return
+
+    def leave(self) -> None:
+        """Give the place back: nothing is reported about the engine."""
+        if not self._over:
+            self._over = True
+            self._carried.left()
 
     async def again(self) -> EndpointId:
         """Return another endpoint, after a failure. Raises NoEndpoint if every one was tried."""

@@ -108,12 +108,18 @@ class CarriedRequest:
         return self._kind is not None
 
     async def place(
-        self, body: bytes | None, *, subset: frozenset[str] | None = None, sees_answer: bool = False
+        self,
+        body: bytes | None,
+        *,
+        subset: frozenset[str] | None = None,
+        exclude: frozenset[EndpointId] = NO_ENDPOINTS,
+        sees_answer: bool = False,
     ) -> bytes | None:
         """Decide, and reserve the place; `listed` has it. Returns the body that replaces the client's, if any.
 
-        `subset`: only these addresses; `sees_answer`: the pieces of the answer will be reported. Raises LocalReply if
-        no endpoint may take it."""
+        `subset`: only these addresses; `exclude`: not these endpoints; `sees_answer`: the pieces of the answer are
+        reported as they come. Raises LocalReply where no endpoint may take it.
+        """
         exchange = self.exchange
         placer = self.placer
         await self._read(body)
@@ -130,7 +136,7 @@ class CarriedRequest:
         if placer.policy_header:
             exchange.policy = chosen_policy(self._headers, placer.policy_header, target.cluster)
         await self._know(target)
-        await self._decide(target, outside_subset(subset, target.cluster))
+        await self._decide(target, outside_subset(subset, target.cluster) | exclude)
         if not target.upstream_model or body is None or inference is None:
             return None
         return await with_model(body, target.upstream_model, named=model, pace=placer.pace)

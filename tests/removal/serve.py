@@ -59,7 +59,7 @@ async def _ask(client: httpx.AsyncClient, proxy: Proxy) -> None:
 
 def _import_all() -> None:
     for module in pkgutil.walk_packages(kvproxy.__path__, "kvproxy."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith(("__main__", ".ray", ".litellm")):  # of packages that are not there
             importlib.import_module(module.name)
 
 

@@ -1,0 +1,88 @@
+"""LiteLLM's Router with the choice of its deployments by cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvproxy.testing import simulated_engines
+from tests.support.until import until
+
+pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("default")]
+litellm = pytest.importorskip("litellm", reason="make test-hosts installs it", exc_type=ImportError)
+
+
+def router_of(endpoints: dict[str, str]) -> Any:
+    """One group of deployments."""
+    return litellm.Router(
+        model_list=[
+            {
+                "model_name": "m",
+                "litellm_params": {"model": "hosted_vllm/sim", "api_base": f"{url}/v1", "api_key": "x"},
+                "model_info": {"id": name},
+            }
+            for name, url in endpoints.items()
+        ]
+    )
+
+
+@pytest.fixture
+def routing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The callback, installed for one test."""
+    from kvproxy.litellm import KVCacheRouting
+
+    made = KVCacheRouting()
+    monkeypatch.setattr(litellm, "callbacks", [made])
+    return made
+
+
+def in_flight(routing: Any) -> int:
+    return sum(each.load.in_flight for each in routing._router.proxy.clusters["default"].endpoints)
+
+
+async def test_deployments_are_chosen_by_cache(routing: Any) -> None:
+    """In one event loop: LiteLLM reports the end of requests from the first loop it ran in."""
+    await later_turns_find_their_prefix(routing)
+    await a_stream_gives_its_place_back_at_its_end(routing)
+    await a_deployment_that_fails_is_left_to_litellms_retries(routing)
+
+
+async def later_turns_find_their_prefix(routing: Any) -> None:
+    """Six sessions of four turns on four engines: all turns but the first come to where their session was."""
+    async with simulated_engines(4) as endpoints:
+        router = router_of(endpoints)
+        sessions = [[{"role": "user", "content": f"session {n} " + "long beginning " * 300}] for n in range(6)]
+        cached = 0
+        prompts = 0
+        for turn in range(4):
+            for session in sessions:
+                answer = await router.acompletion(model="m", messages=session, max_tokens=8)
+                if turn:
+                    prompts += answer.usage.prompt_tokens
+                    cached += answer.usage.prompt_tokens_details.cached_tokens
+                session.append({"role": "assistant", "content": answer.choices[0].message.content})
+                session.append({"role": "user", "content": "go on"})
+        assert cached > 0.9 * prompts
+        await until(lambda: in_flight(routing) == 0, within_s=20)
+
+
+async def a_stream_gives_its_place_back_at_its_end(routing: Any) -> None:
+    async with simulated_engines(2) as endpoints:
+        router = router_of(endpoints)
+        messages = [{"role": "user", "content": "long beginning " * 100}]
+        stream = await router.acompletion(model="m", messages=messages, max_tokens=8, stream=True)
+        assert in_flight(routing) == 1
+        async for _ in stream:
+            pass
+        await until(lambda: in_flight(routing) == 0, within_s=20)
+
+
+async def a_deployment_that_fails_is_left_to_litellms_retries(routing: Any) -> None:
+    async with simulated_engines(1) as endpoints:
+        router = router_of({**endpoints, "dead": "http://127.0.0.1:9"})
+        for turn in range(6):
+            messages = [{"role": "user", "content": f"{turn} " + "long beginning " * 50}]
+            answer = await router.acompletion(model="m", messages=messages, max_tokens=2)
+            assert answer.choices
+        await until(lambda: in_flight(routing) == 0, within_s=20)
