@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "10"  # a busy machine: Ray would take another replica
 ray = pytest.importorskip("ray", reason="make test-hosts installs it", exc_type=ImportError)
 
 
