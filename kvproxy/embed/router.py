@@ -217,7 +217,7 @@ class PlacedRequest:
         carried.settle(AttemptOutcome.FAILURE)
 
     def move_to(self, name: str) -> None:
-        """It went to this endpoint instead: the load follows, if the endpoint may take it."""
+        """Follow a request that went to this endpoint instead, if the endpoint may take it."""
         carried = self._carried
         if self._over or carried.held is None or carried.held.pick.endpoint.id == name:
             return

@@ -298,7 +298,7 @@ async def test_it_ends_with_the_last_that_holds_it() -> None:
 async def test_two_with_the_same_endpoints_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     one, two = (KVCacheMiddleware(Starlette(), endpoints=ENGINES) for _ in range(2))
     async with one, two:
-        assert "2 middlewares run with the same endpoints" in caplog.text
+        assert "2 middlewares run with equal endpoints" in caplog.text
 
 
 async def test_its_tasks_keep_nothing_of_the_request_that_started_it() -> None:
