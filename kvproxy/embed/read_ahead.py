@@ -115,6 +115,7 @@ class ReadAhead(InferenceRequestFilter):
         size = len(message.get("body", b""))
         self._held.hold_bytes(size)
         exchange.held_bytes += size
+        exchange.release = self._held.give_back
 
 
 class _Collected(msgspec.Struct, eq=False):
