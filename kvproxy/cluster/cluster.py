@@ -19,7 +19,7 @@ from kvproxy.cluster.adapters import Adapters, KnownAdapters
 from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
-from kvproxy.cluster.feature import ClusterFeature, ClusterObserver
+from kvproxy.cluster.feature import ClusterFeature, ClusterObserver, ClusterTools, RequestAddition
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import Pick, expected_first_token_at, reserve
 from kvproxy.cluster.policies import PolicySet
@@ -30,11 +30,11 @@ from kvproxy.cluster.routing.engine_samples import Reading
 from kvproxy.cluster.routing.policy import PickRequest, Policy
 from kvproxy.cluster.routing.selector import PANIC, Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.urgency import utc_seconds
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.cluster.sources.entries import LeftOut, Refuse
 from kvproxy.cluster.verdicts import Verdicts
-from kvproxy.features.priority.engine_priority import ClusterPriority, utc_seconds
 
 log = logging.getLogger(__name__)
 
@@ -93,15 +93,12 @@ class Cluster:
         self._shown = False
         self._hiding: set[Endpoint] = set()  # with requests in flight whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
-        #: Priority of its requests, where their engines get one.
-        self.priority = ClusterPriority(
-            ageing=settings.queue.ageing, speeds=lambda: self.speeds, clock=clock, wall_clock=wall_clock
-        )
-        #: Whether any engine gets a priority: a client's own is then not passed on as it is.
-        self.tells_priority = False
+        #: A number that its engines get with requests, in place of a client's own; None: none.
+        self.addition: RequestAddition | None = None
         #: Queue of requests; None: none waits.
         self.queue: RouterQueue | None = None
-        found = (feature.observe_cluster(self) for feature in installed(ClusterFeature))
+        tools = ClusterTools(metrics, clock, wall_clock, rng)
+        found = (feature.observe_cluster(self, tools) for feature in installed(ClusterFeature))
         self.observers: Sequence[ClusterObserver] = [one for one in found if one is not None]
         self._on_placed = [one.placed for one in self.observers if type(one).placed is not ClusterObserver.placed]
         self._arrange_queue()
@@ -188,7 +185,6 @@ class Cluster:
         self.settings = settings
         self.verdicts.settings = settings.health
         self.policies = PolicySet(self.name, settings, metrics=self._metrics, rng=self._rng, earlier=self.policies)
-        self.priority.ageing = settings.queue.ageing
         for endpoint in self._members.all_endpoints():
             endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
             if endpoint.load.on_sample is not None:
@@ -325,7 +321,8 @@ class Cluster:
     def forget_process(self, engine: Engine) -> None:
         """Reset the verdicts on an engine's priority and ranks after it restarted."""
         for endpoint in self.of_engine(engine):
-            endpoint.priority.forget_verdict()
+            for observer in endpoint.observers:
+                observer.process_replaced()
         self.ranks.forget_refusals(engine)
         engine.adapters.forget_loaded()
 
@@ -354,7 +351,7 @@ class Cluster:
     def _follow(self) -> None:
         self.adapters.keep_engines(engine.adapters for engine in self.engines)
         self._screening.screen_endpoints(self.endpoints)
-        self.tells_priority = any(not endpoint.priority.off for endpoint in self.endpoints)
+        self.addition = next((found for one in self.observers if (found := one.addition) is not None), None)
         self._prober.probe_engines(self.engines)
         self.verdicts.give_back_all()
         if self.queue is not None:
@@ -415,10 +412,10 @@ class Cluster:
             cluster=self.name,
             metrics=self._metrics,
             clock=self._clock,
-            payoff=self.priority.payoff,
-            rng=self._rng,
             on_change=self._screening.invalidate,
         )
+        observers = (one.observe_endpoint(endpoint, config) for one in self.observers)
+        endpoint.attach(observer for observer in observers if observer is not None)
         if self._shown:
             endpoint.show(self._metrics)
         endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 from kvproxy.base.metrics.bounds import BoundMetrics
@@ -11,13 +10,12 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.breaker import BreakerState
 from kvproxy.base.types import Clock
 from kvproxy.cluster.endpoint_metrics import EndpointMetrics
+from kvproxy.cluster.endpoint_observer import EndpointObserver
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.metrics import EndpointStateMetrics
 from kvproxy.cluster.routing.engine_samples import EndedWork
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
-from kvproxy.features.priority.engine_priority import EndpointPriority
-from kvproxy.features.priority.priority_trial import PriorityPayoff
 
 
 class Condition(StrEnum):
@@ -57,6 +55,7 @@ class Endpoint:
         "configured_weight",
         "ended",
         "engine",
+        "followers",
         "health",
         "id",
         "instance_id",
@@ -66,8 +65,8 @@ class Endpoint:
         "max_in_flight",
         "metrics",
         "models",
+        "observers",
         "origin",
-        "priority",
         "rank",
         "reads_shared_kv",
         "ready",
@@ -87,8 +86,6 @@ class Endpoint:
         cluster: str,
         metrics: Metrics,
         clock: Clock,
-        payoff: PriorityPayoff,
-        rng: random.Random,
         on_change: Callable[[], None],
     ) -> None:
         self.id = engine.endpoint_id(rank)
@@ -107,8 +104,9 @@ class Endpoint:
         self.metrics = EndpointMetrics(metrics, cluster, self.id)
         self._clock = clock
         self._shown = False
-        #: Whether its engine gets a priority, and what effect that has.
-        self.priority = EndpointPriority(config, settings, load=self.load, payoff=payoff, rng=rng)
+        #: Of features, and those among them that follow requests.
+        self.observers: tuple[EndpointObserver, ...] = ()
+        self.followers: tuple[EndpointObserver, ...] = ()
         self.configure(config, settings)
 
     def __repr__(self) -> str:
@@ -127,10 +125,21 @@ class Endpoint:
         self.authorization = self.engine.authorization
         self.labels = dict(config.labels)
         self.retry = config.retry
-        self.priority.configure(config, settings)
-        if self._shown:
-            self.metrics.show_priority(self.priority)
+        for observer in self.observers:
+            observer.configure(config, settings)
+        self._list_followers()
         self._on_change()
+
+    def attach(self, observers: Iterable[EndpointObserver]) -> None:
+        """These observe it from now on."""
+        self.observers += tuple(observers)
+        self._list_followers()
+
+    def _list_followers(self) -> None:
+        self.followers = tuple(one for one in self.observers if one.follows_requests)
+        if self._shown and not self.metrics.closed:
+            for observer in self.observers:
+                observer.show()
 
     @property
     def draining(self) -> bool:
@@ -208,13 +217,8 @@ class Endpoint:
             "probes_in_doubt": self.health.failed_probes,
             "ejected_for_s": max(0.0, self.health.ejected_until - now),
             "breaker": self.breaker.state.value,
-            "engine_priority": self.priority.status(now),
+            **{key: value for observer in self.observers for key, value in observer.describe(now).items()},
         }
-
-    def refused_priority(self) -> None:
-        """Its engine took a request without a `priority` that it had refused with one."""
-        self.priority.record_refusal()
-        self.metrics.engine_priority("refused")
 
     def show(self, metrics: Metrics) -> None:
         """Bind the gauges to this endpoint. Idempotent; does nothing once it is gone."""
@@ -233,4 +237,5 @@ class Endpoint:
         name = f"{self.metrics.cluster}/{self.id}"
         is_open = metrics.group(BoundMetrics).breaker_state
         self.metrics.bind_gauge(is_open, lambda: breaker.state is not BreakerState.CLOSED, name)
-        self.metrics.show_priority(self.priority)
+        for observer in self.observers:
+            observer.show()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from prometheus_client import Gauge
 
 from kvproxy.base.metrics.collectors import Counter, CounterCell, Histogram, HistogramCell
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.metrics import EndpointRequestMetrics, EndpointStateMetrics, EnginePriorityMetrics
-from kvproxy.features.priority.engine_priority import EndpointPriority, PriorityState
+from kvproxy.cluster.metrics import EndpointRequestMetrics, EndpointStateMetrics
 
 #: Models counted one by one on one endpoint; further ones are counted together.
 MAX_MODELS = 16
@@ -44,7 +42,6 @@ class EndpointMetrics:
         self._latencies: dict[str, Latency] = {}
         self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
         self.closed = False  # its series are removed
-        self._priority_shown = False
         self.last_failure = ""  # reason of the last failed attempt; "": none failed yet
         self.last_probe = ""  # outcome of the last probe
 
@@ -77,33 +74,26 @@ class EndpointMetrics:
     def attempt_failure(self, reason: str) -> None:
         """Count a failed attempt; `reason` as UpstreamError names it."""
         self.last_failure = reason
-        self._count(self._metrics.group(EndpointRequestMetrics).attempt_failures, reason)
+        self.count(self._metrics.group(EndpointRequestMetrics).attempt_failures, reason)
 
     def count_ejection(self, reason: str) -> None:
         """Count an ejection."""
-        self._count(self._metrics.group(EndpointStateMetrics).ejections, reason)
+        self.count(self._metrics.group(EndpointStateMetrics).ejections, reason)
 
     def count_probe(self, outcome: str) -> None:
         """Count an active probe."""
         self.last_probe = outcome
-        self._count(self._metrics.group(EndpointStateMetrics).probes, outcome)
-
-    def engine_priority(self, outcome: str) -> None:
-        """Count a request with `priority`, or the engine's refusal of it."""
-        self._count(self._metrics.group(EnginePriorityMetrics).engine_priority_requests, outcome)
+        self.count(self._metrics.group(EndpointStateMetrics).probes, outcome)
 
     def rank_refused(self, refusal: str) -> None:
         """Count a rank number that the engine refused; `refusal` is the reaction."""
-        self._count(self._metrics.group(EndpointStateMetrics).rank_refusals, refusal)
+        self.count(self._metrics.group(EndpointStateMetrics).rank_refusals, refusal)
 
-    def show_priority(self, priority: EndpointPriority) -> None:
-        """Bind the gauges to this state, if engines get a priority at all. Idempotent."""
-        if priority.off or self._priority_shown or self.closed:
-            return
-        self._priority_shown = True
-        gauge = self._metrics.group(EnginePriorityMetrics).engine_priority_state
-        for state in PriorityState:
-            self.bind_gauge(gauge, partial(priority.is_in, state), *self._labels, state.value)
+    def count(self, counter: Counter, label: str) -> None:
+        """Count in a series of this endpoint with one label more; nothing once closed."""
+        tally = self._tally(counter, label)
+        if tally is not None:
+            tally.inc()
 
     def bind_gauge(self, gauge: Gauge, read: Callable[[], float], *labels: str) -> None:
         """Read a gauge of this endpoint at scrape time; `labels` where they are not cluster and endpoint."""
@@ -120,11 +110,6 @@ class EndpointMetrics:
         self._children.clear()
         self._answers.clear()
         self._latencies.clear()
-
-    def _count(self, counter: Counter, label: str) -> None:
-        tally = self._tally(counter, label)
-        if tally is not None:
-            tally.inc()
 
     def _tally(self, counter: Counter, label: str) -> CounterCell | None:
         """Return the series, made when there is none yet; None once closed."""

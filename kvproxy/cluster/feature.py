@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvproxy.base.feature import BaseFeature
 from kvproxy.base.installed import installed
@@ -14,18 +14,70 @@ if TYPE_CHECKING:
     from kvproxy.base.types import Clock, EndpointId, LowerTokens, Sleep
     from kvproxy.cluster.discovery_settings import DiscoverySettings
     from kvproxy.cluster.endpoint import Endpoint
+    from kvproxy.cluster.endpoint_observer import EndpointObserver
+    from kvproxy.cluster.pick import Pick
     from kvproxy.cluster.router_queue import RouterQueue
     from kvproxy.cluster.routing.load import Reservation
-    from kvproxy.cluster.routing.policy import Policy
+    from kvproxy.cluster.routing.policy import OverlapFacts, Policy
     from kvproxy.cluster.routing.selector import Decision
     from kvproxy.cluster.routing.speeds import SpeedModel
     from kvproxy.cluster.routing.work import Features
-    from kvproxy.cluster.settings import ClusterSettings, PolicyName
+    from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, PolicyName
     from kvproxy.cluster.sources.protocols import WatchedDiscovery
+
+
+class ClusterTools(NamedTuple):
+    """Surroundings of a cluster."""
+
+    metrics: Metrics
+    clock: Clock
+    wall_clock: Clock
+    rng: Random
+
+
+class NumberedRequest(NamedTuple):
+    """What is known of a request that may be sent with a number."""
+
+    facts: OverlapFacts
+    received_at: float
+    level: int  # of its class, larger first
+    own: int | None  # what a trusted client put into the member
+    tenant: str
+
+
+class RequestAddition(Protocol):
+    """A number that engines of a cluster get in a member of the body. A client's own member is cut out, and an engine
+    that refuses the member is asked once more without."""
+
+    #: Name of the member, name of the note on the outcome, and statuses of engines that refuse the member.
+    member: str
+    note: str
+    refusals: frozenset[int]
+
+    def choose_number(self, pick: Pick, asked: NumberedRequest) -> int | None:
+        """Return the number; None: this request goes without."""
+        ...
+
+    def is_named(self, error: bytes) -> bool:
+        """Return whether an engine's error may be about the member."""
+        ...
+
+    def record_refusal(self, endpoint: Endpoint) -> None:
+        """Note that the engine took a request without the member that it had refused with the member."""
+        ...
 
 
 class ClusterObserver:
     """Observes one cluster as long as it lives; hooks that a class does not override are not called."""
+
+    @property
+    def addition(self) -> RequestAddition | None:
+        """Return what requests are sent with, by endpoints and settings; read when these change."""
+        return None
+
+    def observe_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> EndpointObserver | None:
+        """Return its observer of an endpoint, which is being made; None: it has none."""
+        return None
 
     def placed(self, reservation: Reservation, speeds: SpeedModel, now: float) -> None:
         """React to a placed request in a cluster with learned speeds. Called in the turn of the decision: no wait."""
@@ -99,7 +151,7 @@ class ClusterFeature(BaseFeature):
         """Return its policies by name."""
         return {}
 
-    def observe_cluster(self, cluster: ObservedCluster) -> ClusterObserver | None:
+    def observe_cluster(self, cluster: ObservedCluster, tools: ClusterTools) -> ClusterObserver | None:
         """Its observer of this cluster, which is being made; None: it has none."""
         return None
 

@@ -108,8 +108,9 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.load.first_token(self.reservation, now)
         if self.placement is not None:
             self.placement.first_token(now)
-        if not (self.reservation.hidden or self.endpoint.priority.off):
-            self.endpoint.priority.first_token(self, self.reservation.started_at, now)
+        if self.endpoint.followers and not self.reservation.hidden:
+            for follower in self.endpoint.followers:
+                follower.first_token(self, self.reservation.started_at, now)
         if self.picker.queue is not None:
             self.picker.queue.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
@@ -148,8 +149,8 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.load.release(self.reservation, now)
         if self.placement is not None:
             self.placement.end()
-        if not self.endpoint.priority.off:
-            self.endpoint.priority.forget_request(self)
+        for follower in self.endpoint.followers:
+            follower.request_over(self)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
         if outcome is AttemptOutcome.SUCCESS:  # the common case: no verdict changes

@@ -8,6 +8,7 @@ SHIPPED = (
     "normalize",
     "autoscaling",
     "shadow",
+    "priority",
     "kubernetes",
     "etcd",
     "pixiu",

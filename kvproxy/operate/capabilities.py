@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from kvproxy.base.installed import installed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing.registry import policy_types
-from kvproxy.cluster.settings import AUTO, ClusterSettings, EnginePriorityMode
+from kvproxy.cluster.settings import AUTO, ClusterSettings
+from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.deployment import find_kvcache_settings
 from kvproxy.operate.feature import OFF, ON, Capability, Feature
@@ -26,11 +27,13 @@ class SeenEngines:
     endpoints: int
     publishing: int  # engines with KV events
     ranks: int  # endpoints that are single data-parallel ranks
-    priority_sent: int  # endpoints that get a priority now
 
 
-def list_capabilities(config: Config, seen: SeenEngines | None = None) -> list[Capability]:
-    """Return all of them in a fixed order; without `seen` what only a running proxy finds out is left open."""
+def list_capabilities(
+    config: Config, seen: SeenEngines | None = None, operated: AdminTarget | None = None
+) -> list[Capability]:
+    """Return all of them in a fixed order; without `seen` and `operated` what only a running proxy finds
+    out is left open."""
     kvcache = find_kvcache_settings(config)
     found: list[Capability] = []
     for name, cluster in config.clusters.items():
@@ -38,12 +41,11 @@ def list_capabilities(config: Config, seen: SeenEngines | None = None) -> list[C
         found += [Capability(f"{prefix}router queue", *_describe_queue(cluster))]
     clusters = tuple(config.clusters.values())
     found += [
-        Capability("engine priority", *_describe_priority(clusters, seen)),
         Capability("data-parallel ranks", *_describe_ranks(clusters, seen)),
         Capability("KV events", *_describe_events(kvcache, clusters, seen)),
     ]
     found += _describe_cache(kvcache)
-    return found + [one for feature in installed(Feature) for one in feature.list_capabilities(config)]
+    return found + [one for feature in installed(Feature) for one in feature.list_capabilities(config, operated)]
 
 
 def format_capabilities(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -56,18 +58,6 @@ def _describe_queue(cluster: ClusterSettings) -> tuple[str, str]:
     if cluster.queue.enabled != AUTO:
         return (ON, "`queue`") if cluster.queues else (OFF, "`queue.enabled: false`")
     return (ON, "auto: with kv_aware") if cluster.queues else (OFF, f"auto: only with kv_aware, not {cluster.policy}")
-
-
-def _describe_priority(clusters: tuple[ClusterSettings, ...], seen: SeenEngines | None) -> tuple[str, str]:
-    own = (one.engine_priority for cluster in clusters for one in cluster.endpoints)
-    modes = {*(cluster.engine_priority for cluster in clusters), *(one for one in own if one is not None)}
-    modes.discard(EnginePriorityMode.OFF)
-    if not modes:
-        return OFF, "`engine_priority: off`, the default"
-    mode = "/".join(sorted(modes))
-    if seen is None:
-        return ON, f"`engine_priority: {mode}`"
-    return ON, f"`engine_priority: {mode}`, sent to {_count(seen.priority_sent, seen)} now"
 
 
 def _describe_ranks(clusters: tuple[ClusterSettings, ...], seen: SeenEngines | None) -> tuple[str, str]:

@@ -116,8 +116,8 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         """Return the current findings for the live page. A `Trouble` has its own rank and patience."""
         return ()
 
-    def list_capabilities(self, config: Config) -> Sequence[Capability]:
-        """Rows that show whether it is on."""
+    def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
+        """Rows that show whether it is on; `operated` is the running proxy, if there is one."""
         return ()
 
     def list_admin_routes(self, operated: AdminTarget, audit: Audit) -> Sequence[Route]:

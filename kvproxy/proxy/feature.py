@@ -9,7 +9,6 @@ from kvproxy.base.errors import Severity
 from kvproxy.base.feature import BaseFeature
 
 if TYPE_CHECKING:
-    from msgspec import Struct
     from starlette.types import ASGIApp
 
     from kvproxy.base.settings.model import Model
@@ -36,6 +35,6 @@ class ProxyFeature(BaseFeature):
         """Return the filter around `inner`. Raises ConfigError, with paths relative to its settings."""
         raise NotImplementedError(name)
 
-    def list_notes(self) -> Mapping[str, type[Struct]]:
+    def list_notes(self) -> Mapping[str, type]:
         """Return the notes it leaves in `Outcome.notes`, by name: each is a field of receipts."""
         return {}

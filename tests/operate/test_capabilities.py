@@ -17,8 +17,8 @@ from kvproxy.operate.config.load import load_config
 from tests.operate.admin.support import admin_of, proxy_of
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
-SEEN = SeenEngines(4, publishing=3, ranks=2, priority_sent=1)
-PUBLISHING_NONE = SeenEngines(4, publishing=0, ranks=0, priority_sent=0)
+SEEN = SeenEngines(4, publishing=3, ranks=2)
+PUBLISHING_NONE = SeenEngines(4, publishing=0, ranks=0)
 
 
 def kvcache(**settings: Any) -> dict[str, Any]:
@@ -32,15 +32,6 @@ def kvcache(**settings: Any) -> dict[str, Any]:
         ({"policy": "random"}, None, "router queue", "off", "auto: only with kv_aware, not random"),
         ({"queue": {}}, None, "router queue", "on", "`queue`"),
         ({"queue": {"enabled": False}}, None, "router queue", "off", "`queue.enabled: false`"),
-        ({}, None, "engine priority", "off", "`engine_priority: off`, the default"),
-        ({"engine_priority": "auto"}, None, "engine priority", "on", "`engine_priority: auto`"),
-        (
-            {"engine_priority": "on"},
-            SEEN,
-            "engine priority",
-            "on",
-            "`engine_priority: on`, sent to 1 of 4 endpoints now",
-        ),
         ({}, None, "data-parallel ranks", "on", "where an engine has several"),
         ({}, SEEN, "data-parallel ranks", "on", "2 of 4 endpoints are ranks"),
         ({}, PUBLISHING_NONE, "data-parallel ranks", "off", "no engine shows several"),

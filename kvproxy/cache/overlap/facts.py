@@ -83,4 +83,4 @@ class Result(msgspec.Struct):
     response_id: str = ""  # by which another request may go on from this one
     request_id: str = ""
     tenant: str = ""
-    notes: dict[str, msgspec.Struct] = {}  # of features on its outcome
+    notes: dict[str, object] = {}  # of features on its outcome

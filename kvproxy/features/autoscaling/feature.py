@@ -12,7 +12,7 @@ from kvproxy.operate.feature import Feature
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup, Metrics
     from kvproxy.base.types import Clock
-    from kvproxy.cluster.feature import ClusterObserver, ListClusters, ObservedCluster
+    from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
 
 
 class AutoscalingFeature(Feature):
@@ -27,7 +27,7 @@ class AutoscalingFeature(Feature):
 
         return (ScalingMetrics,)
 
-    def observe_cluster(self, cluster: ObservedCluster) -> ClusterObserver:
+    def observe_cluster(self, cluster: ObservedCluster, tools: ClusterTools) -> ClusterObserver:
         """Observe the demand on this cluster."""
         from kvproxy.features.autoscaling.scaling import Autoscaling
 

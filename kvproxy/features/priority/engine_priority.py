@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from enum import StrEnum
+from functools import partial
 
-from kvproxy.base.types import Clock, EndpointId
-from kvproxy.cluster.routing.costs import own_s
+from kvproxy.base.metrics.groups import Metrics
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.endpoint_observer import EndpointObserver
+from kvproxy.cluster.feature import ClusterObserver, ClusterTools, NumberedRequest, ObservedCluster
+from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.load import EndpointLoad
-from kvproxy.cluster.routing.policy import OverlapFacts
-from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.cluster.routing.waiting_lines import EPOCH_S, LEVEL_S, TenantTurns, engine_priority, urgency_s
+from kvproxy.cluster.routing.urgency import UrgencyScale
+from kvproxy.cluster.routing.waiting_lines import engine_priority
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
+from kvproxy.features.priority.metrics import EnginePriorityMetrics
 from kvproxy.features.priority.priority_trial import PriorityPayoff, PriorityTrial, Verdict
+from kvproxy.proxy.placement import MAX_PRIORITY
 
+#: Of the number on the outcome of a request.
+NOTE = "engine_priority"
 #: Requests without a first token from which a request takes part in the experiment, itself among them.
 _PENDING = 4
 #: Least number of waiting requests that can be ordered; after this long without, no request waits in an engine.
@@ -24,11 +30,6 @@ _WAITING = 2
 _NOTHING_WAITS_S = 60.0
 #: When an engine that ignored the number is tried again: requests may have waited in front of its scheduler.
 _ASK_AGAIN_S = 1800.0
-
-
-def utc_seconds() -> float:
-    """Wall-clock seconds since 1970."""
-    return datetime.now(UTC).timestamp()
 
 
 class PriorityState(StrEnum):
@@ -41,10 +42,24 @@ class PriorityState(StrEnum):
     DOES_NOT_PAY = "does_not_pay"  # it obeys, and p99 was measured to pay more than the mean gains
 
 
-class EndpointPriority:
+class EndpointPriority(EndpointObserver):
     """One engine: whether it is sent the number, and the experiment that reports whether it heeds it."""
 
-    __slots__ = ("_ignored_at", "_load", "_payoff", "_refused", "_rng", "_trial", "_waited_at", "mode", "off", "order")
+    __slots__ = (
+        "_endpoint",
+        "_ignored_at",
+        "_load",
+        "_metrics",
+        "_payoff",
+        "_refused",
+        "_rng",
+        "_shown",
+        "_trial",
+        "_waited_at",
+        "mode",
+        "off",
+        "order",
+    )
 
     def __init__(
         self,
@@ -54,7 +69,12 @@ class EndpointPriority:
         load: EndpointLoad,
         payoff: PriorityPayoff,
         rng: random.Random,
+        endpoint: Endpoint | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
+        self._endpoint = endpoint  # None: nothing is counted
+        self._metrics = None if metrics is None else metrics.group(EnginePriorityMetrics)
+        self._shown = False
         self._load = load
         self._payoff = payoff  # of all engines of the cluster
         self._rng = rng
@@ -62,12 +82,17 @@ class EndpointPriority:
         self._trial = PriorityTrial(rng)
         self._ignored_at = -math.inf  # time of that verdict
         self.configure(settings, cluster)
-        self.forget_verdict()
+        self.process_replaced()
 
-    def configure(self, settings: EndpointSettings, cluster: ClusterSettings) -> None:
+    @property
+    def follows_requests(self) -> bool:
+        """Return True if the engine gets a priority."""
+        return not self.off
+
+    def configure(self, config: EndpointSettings, settings: ClusterSettings) -> None:
         """Apply the configuration; findings about the engine stay."""
-        self.mode = settings.engine_priority or cluster.engine_priority
-        self.order = settings.engine_priority_order or cluster.engine_priority_order
+        self.mode = config.engine_priority or settings.engine_priority
+        self.order = config.engine_priority_order or settings.engine_priority_order
         self.off = self.mode is EnginePriorityMode.OFF  # no number is sent and no effect looked for
         if self.off:
             self._trial.drop_pair()
@@ -131,25 +156,42 @@ class EndpointPriority:
         elif verdict is Verdict.OBEYS and self.mode is EnginePriorityMode.AUTO and self.waits(now):
             self._payoff.observe_wait(placed_at, now - placed_at)
 
-    def forget_request(self, request: object) -> None:
+    def request_over(self, request: object) -> None:
         """Forget a finished request on this engine."""
         self._trial.ended(request)
 
     def record_refusal(self) -> None:
         """Record that the engine refuses a request with the number, but takes the same one without."""
         self._refused = True
+        self.count("refused")
 
-    def forget_verdict(self) -> None:
+    def count(self, outcome: str) -> None:
+        """Count a request that was sent with the number, or refused for it."""
+        if self._endpoint is not None and self._metrics is not None:
+            self._endpoint.metrics.count(self._metrics.engine_priority_requests, outcome)
+
+    def show(self) -> None:
+        """Bind the gauges, if the engine is told a priority at all. Idempotent."""
+        endpoint = self._endpoint
+        if self.off or self._shown or endpoint is None or self._metrics is None:
+            return
+        self._shown = True
+        gauge = self._metrics.engine_priority_state
+        for state in PriorityState:
+            labels = (endpoint.metrics.cluster, str(endpoint.id), state.value)
+            endpoint.metrics.bind_gauge(gauge, partial(self.is_in, state), *labels)
+
+    def process_replaced(self) -> None:
         """Another process, maybe with other flags: nothing is known of it."""
         self._refused = False
         self._trial = PriorityTrial(self._rng)
 
-    def status(self, now: float) -> dict[str, object] | None:
-        """For people; None where it is off."""
+    def describe(self, now: float) -> Mapping[str, object]:
+        """Return what is known, for people; None where it is off."""
         if self.off:
-            return None
+            return {"engine_priority": None}
         trial = self._trial
-        return {
+        status = {
             "mode": self.mode.value,
             "order": self.order.value,
             "state": self.state.value,
@@ -161,43 +203,77 @@ class EndpointPriority:
             "mean_ratio": self._payoff.mean_ratio,
             "p99_ratio": self._payoff.p99_ratio,
         }
+        return {"engine_priority": status}
 
 
-class ClusterPriority:
-    """The urgency of one cluster's requests, in seconds: own work at the learned speed, arrival, class and tenant."""
+class ClusterPriority(ClusterObserver):
+    """One cluster: the numbers that its engines get, and what they make of them."""
 
-    def __init__(
-        self, *, ageing: float, speeds: Callable[[], SpeedModel | None], clock: Clock, wall_clock: Clock = utc_seconds
-    ) -> None:
-        self.ageing = ageing
-        self._speeds = speeds
-        self.clock = clock
-        self._wall_clock = wall_clock
-        self._turns = TenantTurns()
+    member = "priority"
+    note = NOTE
+    #: vLLM where it is not enabled, schemas that know no such field, SGLang with `--abort-on-priority-when-disabled`.
+    refusals = frozenset({400, 422, 503})
+
+    def __init__(self, cluster: ObservedCluster, tools: ClusterTools) -> None:
+        self._cluster = cluster
+        self._tools = tools
         self.payoff = PriorityPayoff()
+        self._scale = UrgencyScale(
+            ageing=lambda: cluster.settings.queue.ageing,
+            speeds=lambda: cluster.speeds,
+            wall_clock=tools.wall_clock,
+        )
 
-    def urgency_s(
-        self,
-        facts: OverlapFacts,
-        endpoint: EndpointId,
-        *,
-        received_at: float,
-        now: float,
-        level: int = 0,
-        tenant: str = "",
-        endpoints: int = 1,
-    ) -> float:
-        """Of a request that was received at that time of the clock and goes to `endpoint`, one of so many; the work is
-        counted as granted to its tenant. `level`: of its class, larger first."""
-        speeds = self._speeds()
-        own = 0.0
-        slowness = 1.0
-        if speeds is not None:
-            own = own_s(facts, endpoint, speeds)
-            slowness = speeds.slowness(endpoint, now)
-        class_s = level * LEVEL_S
-        if tenant:
-            class_s -= self._turns.behind_s(tenant, endpoints, now)
-            self._turns.grant_work(tenant, own, now)
-        arrived = self._wall_clock() - EPOCH_S - (now - received_at)
-        return urgency_s(own, arrived, slowness=slowness, ageing=self.ageing, class_s=class_s)
+    @property
+    def addition(self) -> ClusterPriority | None:
+        """Return it while any engine gets a priority."""
+        told = (priority_of(endpoint) for endpoint in self._cluster.endpoints)
+        return self if any(one is not None and not one.off for one in told) else None
+
+    def observe_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> EndpointPriority:
+        """Observe the effect of the number on this engine."""
+        return EndpointPriority(
+            config,
+            self._cluster.settings,
+            load=endpoint.load,
+            payoff=self.payoff,
+            rng=self._tools.rng,
+            endpoint=endpoint,
+            metrics=self._tools.metrics,
+        )
+
+    def choose_number(self, pick: Pick, asked: NumberedRequest) -> int | None:
+        """Return the urgency as the engine takes it; None where it is sent none now."""
+        told = priority_of(pick.endpoint)
+        now = self._tools.clock()
+        if told is None or not told.sends(now):
+            return None
+        level = asked.level
+        if own := asked.own:
+            own = own if told.order is PriorityOrder.HIGHEST_FIRST else -own
+            level += max(-MAX_PRIORITY, min(MAX_PRIORITY, own))
+        urgency = self._scale.urgency_s(
+            asked.facts,
+            pick.endpoint.id,
+            received_at=asked.received_at,
+            now=now,
+            level=level,
+            tenant=asked.tenant,
+            endpoints=len(self._cluster.endpoints),
+        )
+        told.count("sent")
+        return told.number(urgency, pick, now, hidden=pick.reservation.hidden)
+
+    def is_named(self, error: bytes) -> bool:
+        """Return whether an engine's error may be about the field."""
+        return b"priority" in error.lower()
+
+    def record_refusal(self, endpoint: Endpoint) -> None:
+        """Send this engine no number from now on."""
+        if (told := priority_of(endpoint)) is not None:
+            told.record_refusal()
+
+
+def priority_of(endpoint: Endpoint) -> EndpointPriority | None:
+    """Return what is known of the endpoint's engine."""
+    return next((one for one in endpoint.observers if isinstance(one, EndpointPriority)), None)

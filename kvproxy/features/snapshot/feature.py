@@ -16,6 +16,7 @@ from kvproxy.operate.feature import OFF, ON, Capability, Feature, find_filters
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.cache.feature import CacheObserver, CacheParts, View
+    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.merge import Rule
 
@@ -63,7 +64,7 @@ class Snapshot(Feature):
 
         return {"snapshot": observer.status() if isinstance(observer, WarmRestart) else None}
 
-    def list_capabilities(self, config: Config) -> Sequence[Capability]:
+    def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return whether there is a path."""
         found = [spec.settings for spec in config.filters if isinstance(spec.settings, KvCacheSettings)]
         if not any(one.enabled for one in found):

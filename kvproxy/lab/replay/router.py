@@ -17,8 +17,8 @@ from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
 from kvproxy.cluster.routing.load import EndpointLoad, Reservation
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.routing.urgency import UrgencyScale
 from kvproxy.cluster.routing.waiting_lines import AGEING, EPOCH_S, engine_priority
-from kvproxy.features.priority.engine_priority import ClusterPriority
 from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.trace import Turn
 from kvproxy.lab.replay.transfers import SimTransfers
@@ -107,10 +107,9 @@ class VirtualRouter:
         self._speeds = policy.speeds if queue is not None else None
         self._now = 0.0
         self._priority = (
-            ClusterPriority(
-                ageing=AGEING,
+            UrgencyScale(
+                ageing=lambda: AGEING,
                 speeds=lambda: policy.speeds,
-                clock=lambda: self._now,
                 wall_clock=lambda: EPOCH_S + self._now,
             )
             if priority

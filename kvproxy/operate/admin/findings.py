@@ -14,8 +14,6 @@ from kvproxy.cache.overlap.kv_event_streams import EventStreams
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
-from kvproxy.cluster.settings import EnginePriorityMode
-from kvproxy.features.priority.engine_priority import PriorityState
 from kvproxy.operate.admin.operated import ConfigFinding
 
 #: Findings named one by one; further ones in a cluster are one finding.
@@ -67,11 +65,6 @@ _FIX = (
     "stream answers, or let the kvcache filter read the engines' own counters: engine_metrics_interval above 0, "
     "SGLang with --enable-metrics and without other clients"
 )
-_UNHEEDED = {
-    PriorityState.IGNORES: "the order in which engines admit does not show it",
-    PriorityState.REFUSED: "engines refuse the field, so it is not sent",
-}
-_START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-priority-scheduling), or set it to auto"
 
 
 def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
@@ -83,16 +76,6 @@ def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
         believed = "all speeds are the defaults" if speeds.learning else "learned differences between engines fade"
         what = f"no sample of the engines' speeds in {speeds.requests_without_sample:,} requests: {believed}"
         yield ConfigFinding("warning", f"clusters.{name}", what, _FIX)
-
-
-def find_unheeded_priority(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """Return a finding for every cluster whose engines get a priority by `on` and do not obey it."""
-    for name, cluster in clusters.items():
-        told = [one for one in cluster.endpoints if one.priority.mode is EnginePriorityMode.ON]
-        for state, what in _UNHEEDED.items():
-            if unheeding := [one for one in told if one.priority.state is state]:
-                text = f"engine_priority is on, and {what} ({list_names(unheeding)})"
-                yield ConfigFinding("warning", f"clusters.{name}", text, _START_WITH)
 
 
 def find_unsteered_ranks(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:

@@ -123,7 +123,9 @@ class LiveView:
             "clusters": {name: _counts(*found) for name, found in count_by_cluster(minute).items()},
             "history": _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
             "routing": {name: describe_routing(one, now) for name, one in operated.clusters.items()},
-            "capabilities": [asdict(one) for one in list_capabilities(operated.config, _count_engines(operated, now))],
+            "capabilities": [
+                asdict(one) for one in list_capabilities(operated.config, _count_engines(operated), operated)
+            ],
             "cache": self._cache(now),
             "decisions": list_decisions(operated, DECISIONS),
             "failed_decisions": list_decisions(operated, DECISIONS, result=FAILED),
@@ -199,14 +201,13 @@ class LiveView:
             self._hot = await hot_prefixes(kvcache, HOT)
 
 
-def _count_engines(operated: AdminTarget, now: float) -> SeenEngines:
+def _count_engines(operated: AdminTarget) -> SeenEngines:
     endpoints = [one for cluster in operated.clusters.values() for one in cluster.endpoints]
     streams = None if operated.kvcache is None else operated.kvcache.overlap.streams
     return SeenEngines(
         len(endpoints),
         publishing=0 if streams is None else sum(bool(streams.publishes(one)) for one in endpoints),
         ranks=sum(one.rank is not None for one in endpoints),
-        priority_sent=sum(one.priority.sends(now) for one in endpoints),
     )
 
 

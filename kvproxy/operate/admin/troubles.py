@@ -17,7 +17,6 @@ from kvproxy.operate.admin.findings import (
     find_certificate_findings,
     find_engine_findings,
     find_lost_adapters,
-    find_unheeded_priority,
     find_unlearned,
     find_unsteered_ranks,
     list_names,
@@ -29,7 +28,7 @@ from kvproxy.proxy.request.observer import FailureTally, Tally
 
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"
-_ONE_A_PLACE = ("alarm", "speeds", "priority", "ranks", "adapters", "certificates")
+_ONE_A_PLACE = ("alarm", "speeds", "ranks", "adapters", "certificates")
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
 
 
@@ -88,11 +87,9 @@ class Troubles:
         kvcache = self._operated.kvcache
         alarms: Sequence[OperatorFinding] = () if kvcache is None else kvcache.state.predictions.raised_alarms()
         unknown = find_unlearned(self._operated.clusters)
-        unheeded = find_unheeded_priority(self._operated.clusters)
         for kind, found in (
             ("alarm", alarms),
             ("speeds", unknown),
-            ("priority", unheeded),
             ("ranks", find_unsteered_ranks(self._operated.clusters)),
             ("adapters", find_lost_adapters(self._operated.clusters)),
             ("certificates", find_certificate_findings(self._operated.certificates)),

@@ -16,7 +16,6 @@ from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics, KvEventMetrics
 from kvproxy.cluster.metrics import (
     EndpointRequestMetrics,
     EndpointStateMetrics,
-    EnginePriorityMetrics,
     RoutingMetrics,
     SpeedMetrics,
 )
@@ -31,7 +30,6 @@ CORE: Sequence[type[MetricGroup]] = (
     CacheUseMetrics,
     SpeedMetrics,
     EndpointStateMetrics,
-    EnginePriorityMetrics,
     ConnectionMetrics,
     CertificateMetrics,
     KvEventMetrics,

@@ -23,7 +23,8 @@ _HEADER = ("", "endpoint", "cost", "wait", "prefill", "cached", "known from", "i
 
 def explain_receipt(receipt: Receipt) -> str:
     """Several lines for a terminal."""
-    return "\n".join([*_heading(receipt), *_decisions(receipt), "", *_outcome(receipt)])
+    notes = (f"  {line}" for feature in installed(Feature) for line in feature.explain(receipt))
+    return "\n".join([*_heading(receipt), *_decisions(receipt), "", *_outcome(receipt), *notes])
 
 
 def explain_decision(decision: Mapping[str, Any]) -> str:
@@ -165,8 +166,6 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
         first += f" ({format_seconds(receipt.ttft_s - receipt.attempts[-1].at_s)} after the decision)"
     tokens = "" if receipt.completion_tokens is None else f", {receipt.completion_tokens} tokens generated"
     yield f"  {first}, over after {format_seconds(receipt.duration_s)}{tokens}"
-    if receipt.engine_priority is not None:
-        yield _told(receipt.engine_priority)
     if receipt.engine_media_tokens:
         yield f"  {receipt.engine_media_tokens} of its prompt's tokens are those of pictures, audio or video"
     if receipt.cached_tokens is None:
@@ -178,9 +177,6 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     if receipt.cache_loss:
         how = _LOSSES.get(receipt.cache_loss, receipt.cache_loss)
         yield f"  it had lost its cache less than a minute before: {how}"
-    for feature in installed(Feature):
-        for line in feature.explain(receipt):
-            yield f"  {line}"
 
 
 _LOSSES = {
@@ -189,12 +185,6 @@ _LOSSES = {
     "forgot": "it reused nothing of a prompt sent shortly before",
     "asleep": "it was put to sleep",
 }
-
-
-def _told(priority: int) -> str:
-    order = "lowest" if priority >= 0 else "highest"
-    made_of = "its prefill there, when it came, its class and its tenant's turn"
-    return f"  sent with priority {priority} ({made_of}; the engine admits the {order} first)"
 
 
 def _prefill_s(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> float | None:

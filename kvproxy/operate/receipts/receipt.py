@@ -26,7 +26,7 @@ from kvproxy.proxy.feature import ProxyFeature
 
 VERSION = 1
 
-N = TypeVar("N", bound=msgspec.Struct)
+N = TypeVar("N")
 
 
 class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
@@ -95,7 +95,6 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     endpoint: EndpointId | None = None  # the endpoint that answered, or failed last
     status: int = 0
     ttft_s: float | None = None
-    engine_priority: int | None = None  # number by which the engine ordered it, in milliseconds
     engine_prompt_tokens: int | None = None
     engine_media_tokens: int | None = None  # of these: pictures, audio and video; None: not reported
     cached_tokens: int | None = None

@@ -82,7 +82,6 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         endpoint=outcome.endpoint,
         status=outcome.status,
         ttft_s=None if outcome.ttft_s is None else _rounded(outcome.ttft_s),
-        engine_priority=outcome.engine_priority,
         engine_prompt_tokens=outcome.prompt_tokens,
         engine_media_tokens=outcome.media_tokens,
         cached_tokens=outcome.cached_tokens,

@@ -244,7 +244,7 @@ class RouterFilter:
                 raise LocalReply(404, "unknown_model", f"The model `{model[:200]}` does not exist.")
             raise LocalReply(404, "no_route", "No route leads there.")
         exchange.outcome.cluster = target.cluster.name
-        exchange.tells_priority = target.cluster.tells_priority
+        exchange.addition = target.cluster.addition
         if parts.policy_header:
             exchange.policy = chosen_policy(scope["headers"], parts.policy_header, target.cluster)
         return target

@@ -1,4 +1,4 @@
-"""One attempt's question to an engine: what is added for it (its credential, the rank, a priority), and asked again
+"""One attempt's question to an engine: what is added for it (its credential, the rank, a number), and asked again
 without what it refuses."""
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import msgspec
 from kvproxy.base.types import EndpointId, RequestKind
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.feature import NumberedRequest, RequestAddition
 from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.policy import NO_FACTS
-from kvproxy.cluster.settings import PriorityOrder
 from kvproxy.proxy.forward.answer import read_beginning, read_short
 from kvproxy.proxy.forward.headers import RequestHead
 from kvproxy.proxy.forward.request_body import RequestBody
-from kvproxy.proxy.placement import MAX_PRIORITY, priority_of
+from kvproxy.proxy.placement import priority_of
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import ERROR_MARK
 
@@ -34,16 +34,13 @@ _WITH_FIELD = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.R
 #: the reason.
 _NO_SUCH_RANK = re.compile(rb"data.parallel.rank|dp.rank|engine-core error", re.IGNORECASE)
 
-#: Statuses of engines that refuse a `priority`: vLLM where it is not enabled, schemas without the field, SGLang with
-#: `--abort-on-priority-when-disabled`.
-_REFUSING_PRIORITY = frozenset({400, 422, 503})
-_ORDERED = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.MESSAGES, RequestKind.RESPONSES})
-_PRIORITY_MEMBER = b'"priority":%d,'
+#: APIs whose bodies are read as a JSON object.
+_NUMBERED = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.MESSAGES, RequestKind.RESPONSES})
 
 
 class Asking(msgspec.Struct, eq=False):
-    """State shared by all attempts of one request. If an engine refuses an optional field (a `priority`, the
-    data-parallel rank), the request is sent again without it at once."""
+    """State shared by all attempts of one request. If an engine refuses an optional field (a number, the data-parallel
+    rank), the request is sent again without it at once."""
 
     exchange: Exchange
     pool: UpstreamPool
@@ -107,27 +104,48 @@ class Asking(msgspec.Struct, eq=False):
         whole = self.body.whole
         if whole is None:
             return self._send(pick, head, self.body.take())
-        if self.exchange.tells_priority:
-            start, at = with_priority(whole, self.exchange, self.cluster, pick, level=self.level)
-            if start:
-                return self._ask_with_priority(pick, head, whole, start, at, member)
+        addition = self.exchange.addition
+        if addition is not None:
+            number = self._choose_number(addition, pick)
+            if number is not None:
+                numbered = b'"%b":%d,' % (addition.member.encode(), number)
+                return self._ask_with_number(addition, pick, head, whole, numbered, member)
         start, rest = in_front(whole, member) if member else (b"", whole)
         return self._send(pick, head, rest, start=start)
 
-    async def _ask_with_priority(
-        self, pick: Pick, head: RequestHead, whole: bytes, start: bytes, at: int, member: bytes
+    def _choose_number(self, addition: RequestAddition, pick: Pick) -> int | None:
+        """Return the number that the request goes with, noted on its outcome; None: it goes without.
+
+        The body is a JSON object without such a member of its own: what was parsed as a request has at least one
+        member, and the guard has cut a client's own.
+        """
+        exchange = self.exchange
+        exchange.outcome.notes.pop(addition.note, None)  # an earlier attempt's
+        inference = exchange.inference
+        if inference is None or inference.kind not in _NUMBERED or not (inference.model or inference.prompt.parts):
+            return None
+        facts = exchange.facts or NO_FACTS
+        asked = NumberedRequest(facts, exchange.received_at, self.level, exchange.own_number, exchange.tenant)
+        number = addition.choose_number(pick, asked)
+        if number is not None:
+            exchange.outcome.notes[addition.note] = number
+        return number
+
+    async def _ask_with_number(
+        self, addition: RequestAddition, pick: Pick, head: RequestHead, whole: bytes, numbered: bytes, member: bytes
     ) -> Answer:
-        response, status, first = await self._send(pick, head, memoryview(whole)[at:], start=start + member)
-        if status not in _REFUSING_PRIORITY:
+        start, rest = in_front(whole, numbered + member)
+        response, status, first = await self._send(pick, head, rest, start=start)
+        if status not in addition.refusals:
             return response, status, first
-        first, refused = await _refused(response, first, names_priority)
+        first, refused = await _refused(response, first, addition.is_named)
         if not refused:
             return response, status, first
-        self.exchange.outcome.engine_priority = None
+        del self.exchange.outcome.notes[addition.note]
         start, rest = in_front(whole, member)
         response, status, first = await self._send(pick, head, rest, start=start)
         if status < 400:
-            pick.endpoint.refused_priority()
+            addition.record_refusal(pick.endpoint)
         return response, status, first
 
     async def _send(
@@ -180,42 +198,3 @@ async def _refused(response: UpstreamResponse, first: bytes, names: Callable[[by
     if refused:
         response.abort()
     return first, refused
-
-
-def names_priority(error: bytes) -> bool:
-    """Return True if an engine's error may be about the field."""
-    return b"priority" in error.lower()
-
-
-def with_priority(body: bytes, exchange: Exchange, cluster: Cluster, pick: Pick, *, level: int) -> tuple[bytes, int]:
-    """Return the beginning of the body, its brace and the member, and how much of `body` that stands for; (b"", 0)
-    where the request carries none.
-
-    The body is a JSON object without such a member of its own: what was parsed as a request has at least one member,
-    and the guard has cut a client's own.
-    """
-    exchange.outcome.engine_priority = None  # from an earlier attempt
-    inference = exchange.inference
-    endpoint = pick.endpoint
-    now = cluster.priority.clock()
-    if inference is None or inference.kind not in _ORDERED or not (inference.model or inference.prompt.parts):
-        return b"", 0
-    if not endpoint.priority.sends(now):
-        return b"", 0
-    if own := exchange.own_priority:
-        own = own if endpoint.priority.order is PriorityOrder.HIGHEST_FIRST else -own
-        level += max(-MAX_PRIORITY, min(MAX_PRIORITY, own))
-    urgency = cluster.priority.urgency_s(
-        exchange.facts or NO_FACTS,
-        endpoint.id,
-        received_at=exchange.received_at,
-        now=now,
-        level=level,
-        tenant=exchange.tenant,
-        endpoints=len(cluster.endpoints),
-    )
-    number = endpoint.priority.number(urgency, pick, now, hidden=pick.reservation.hidden)
-    exchange.outcome.engine_priority = number
-    endpoint.metrics.engine_priority("sent")
-    at = body.index(b"{") + 1
-    return body[:at] + _PRIORITY_MEMBER % number, at

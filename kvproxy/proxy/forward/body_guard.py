@@ -1,8 +1,8 @@
 """Changes to a request body.
 
 Fields by which engines talk to each other are cut out of an untrusted client's, and its own names for media are cut out
-or salted; a tenant's salt is put in, a model gets the name its engines use, and where the proxy sends engines the
-`priority` of a request, a client's own is cut out. Every other byte stays as the client sent it.
+or salted; a tenant's salt is put in, a model gets the name its engines use, and a client's own member is cut out where
+the proxy sets that member itself. Every other byte stays as the client sent it.
 
 With `kv_transfer_params` and its like a client can crash a decoder or have another user's KV cache read into its own
 request: they are between proxies and engines."""
@@ -22,6 +22,7 @@ from xxhash import xxh3_128_hexdigest
 from kvproxy.base.json_scan import (
     MAX_DECODED_BYTES,
     Edit,
+    Member,
     Members,
     NotAnObject,
     Span,
@@ -70,16 +71,15 @@ EXAMINED_FIELDS = frozenset(
         *("guided_choice", "guided_grammar", "guided_json", "guided_json_object", "guided_regex", "structural_tag"),
         *("prompt_logprobs", "response_format", "sampling_params", "structured_outputs", "text", "tools"),
         *("kv_transfer_params", "vllm_xargs"),
+        "priority",
     }
 )
 
 #: vLLM copies the members of this one to where `kv_transfer_params` go.
 _CARRIER = "vllm_xargs"
 _SALT = "cache_salt"
-_PRIORITY = "priority"
 
 _SUSPICIOUS = (b"_transfer_params", b'"bootstrap_', b'"remote_', b"_rank", b"vllm_xargs", b"_hash", b'uuid"', b"\\u00")
-_PRIORITY_LETTERS = (b'"priority"', b"\\u00")
 _NAMED = CONTROL_FIELDS | {_CARRIER}
 
 #: Beyond this size and this many colons a strict parse of the names could take long.
@@ -118,23 +118,25 @@ class BodyGuard:
     def looks_at(self, start: bytes, exchange: Exchange, headers: Headers) -> bool:
         """Return True if all of a body with this beginning is needed. A form with files is no JSON: such uploads
         stream."""
-        return (exchange.isolated or not exchange.trusted or exchange.tells_priority) and not _is_form(start, headers)
+        wanted = exchange.isolated or not exchange.trusted or exchange.addition is not None
+        return wanted and not _is_form(start, headers)
 
     def passes(self, body: bytes, exchange: Exchange) -> bool:
         """Return True if an engine may get the body unchanged, as nearly always."""
         if exchange.isolated:
             return False
-        if exchange.trusted and not exchange.tells_priority:
+        own = _own_member(exchange)
+        if exchange.trusted and not own:
             return True
         known = exchange.members
         if known is None:
             names = read_names(body, exchange)
-            if names is None or (exchange.tells_priority and _PRIORITY in names):
+            if names is None or own in names:
                 return False
             return exchange.trusted or (_are_clients(names) and not _names_media(body, exchange))
         if exchange.trusted:
-            return _has_no_priority(body, known)
-        return needs_no_change(body, known, priority=exchange.tells_priority) and not may_name_media(body)
+            return _lacks(body, own, known)
+        return needs_no_change(body, known, also=own) and not may_name_media(body)
 
     async def checked(self, body: bytes, exchange: Exchange, headers: Headers) -> bytes:
         """Return the body as an engine may get it. Raises BodyUnchecked."""
@@ -157,40 +159,41 @@ class BodyGuard:
                 known = known if clean is body else None
                 tenant = exchange.tenant
                 clean = await with_salt(clean, tenant=tenant, own=own, encoded=encoded, known=known, pace=self._pace)
-            if exchange.tells_priority:
+            if exchange.addition is not None:
                 known = exchange.members if clean is body else None
-                clean = await self._without_priority(clean, exchange, encoded=encoded, known=known)
+                name = exchange.addition.member
+                clean = await self._without_own(clean, exchange, name, encoded=encoded, known=known)
         except Unchecked as error:
             raise BodyUnchecked(f"The request body is refused: {error}.", encoded=encoded) from None
         return clean
 
-    async def _without_priority(
-        self, body: bytes, exchange: Exchange, *, encoded: bool, known: Members | None
+    async def _without_own(
+        self, body: bytes, exchange: Exchange, name: str, *, encoded: bool, known: Members | None
     ) -> bytes:
-        """Return the body without a `priority`; a trusted client's value is kept in the exchange."""
-        if _has_no_priority(body, known) or (encoded and exchange.trusted):
+        """Return the body without the member that the proxy sets; the exchange keeps a trusted client's."""
+        if _lacks(body, name, known) or (encoded and exchange.trusted):
             return body
         if encoded:
-            raise Unchecked("with a content-encoding it cannot be checked for a priority, send it plain")
+            raise Unchecked(f"with a content-encoding it cannot be checked for a {name}, send it plain")
         if known is None:
             text = _in_utf8(body)
-            if not await _occurs(_PRIORITY_LETTERS, text):
+            if not await _occurs((b'"%b"' % name.encode(), b"\\u00"), text):
                 return body
             if text is not body:
                 return _not_an_object(body, text)
         try:
             members = known
             if members is None:
-                members = await run_in_turns(find_members(body, _PRIORITY.__eq__), self._pace)
+                members = await run_in_turns(find_members(body, name.__eq__), self._pace)
         except NotAnObject:
             return body
         except Unreadable as error:
-            raise Unchecked(f"{error}, which cannot be checked for a priority") from None
-        found = [member for member in members.found if member.name == _PRIORITY]
+            raise Unchecked(f"{error}, which cannot be checked for a {name}") from None
+        found = [member for member in members.found if member.name == name]
         if not found:
             return body
         if exchange.trusted:
-            exchange.own_priority = _integer(body, found[-1].value)
+            exchange.own_number = _integer(body, found[-1])
         return await run_in_turns(apply_edits(body, cut_members(found)), self._pace)
 
 
@@ -209,7 +212,7 @@ def is_control(name: str) -> bool:
 
 def is_guarded(name: str) -> bool:
     """Return True if the guard needs a top-level member of this name."""
-    return name in (_CARRIER, _SALT, _PRIORITY) or name in MEDIA_ROOTS or is_control(name)
+    return name in (_CARRIER, _SALT) or name in MEDIA_ROOTS or is_control(name)
 
 
 def is_examined(name: str) -> bool:
@@ -240,14 +243,14 @@ def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
     return body
 
 
-def needs_no_change(body: bytes, known: Members | None = None, *, priority: bool = False) -> bool:
-    """Return True if the body surely holds no such field, nor a `priority` where that matters: by the guarded members
-    that are `known` from a scan, or by one strict parse of the names alone. False: it must be looked at."""
+def needs_no_change(body: bytes, known: Members | None = None, *, also: str | None = None) -> bool:
+    """Return True if the body surely holds no such field, nor a member named `also`: by the guarded members that are
+    `known` from a scan, or by one strict parse of the names alone. False: it must be looked at."""
     if known is not None:
-        named = (_CARRIER, _PRIORITY) if priority else (_CARRIER,)
+        named = (_CARRIER, also)
         return not any(is_control(member.name) or member.name in named for member in known.found)
     names = top_names(body)
-    return names is not None and not (priority and _PRIORITY in names) and _are_clients(names)
+    return names is not None and also not in names and _are_clients(names)
 
 
 def _are_clients(names: Mapping[str, object]) -> bool:
@@ -289,29 +292,35 @@ def _names_media(body: bytes, exchange: Exchange) -> bool:
 def _salted_at_once(body: bytes, exchange: Exchange) -> bytes | None:
     """Return what `checked` makes of nearly all bodies of isolated tenants; None if there is more to it than a salt."""
     names = None if exchange.members is not None else read_names(body, exchange)
-    if names is None or _SALT in names or (exchange.tells_priority and _PRIORITY in names):
+    if names is None or _SALT in names or _own_member(exchange) in names:
         return None
     if not exchange.trusted and (not _are_clients(names) or _names_media(body, exchange)):
         return None
     return _with_salt_in_front(body, exchange.tenant, None, last=not names)
 
 
-def _has_no_priority(body: bytes, known: Members | None) -> bool:
+def _own_member(exchange: Exchange) -> str | None:
+    """Return the name of the member that the proxy sets; None: it sets none. (A member's name may be "".)"""
+    return None if exchange.addition is None else exchange.addition.member
+
+
+def _lacks(body: bytes, name: str | None, known: Members | None) -> bool:
     if known is not None:
-        return not any(member.name == _PRIORITY for member in known.found)
+        return not any(member.name == name for member in known.found)
     names = top_names(body)
-    return names is not None and _PRIORITY not in names
+    return names is not None and name not in names
 
 
-def _integer(body: bytes, span: Span) -> int:
+def _integer(body: bytes, member: Member) -> int:
     """As engines read it, a text or `5.0` included. Raises Unchecked."""
+    span = member.value
     try:
         value = json.loads(body[span.start : min(span.end, span.start + _MAX_NUMBER_BYTES)])
         if isinstance(value, bool) or int(value) != float(value):
             raise ValueError
         return int(value)
     except (ValueError, TypeError, OverflowError):
-        raise Unchecked("`priority` is no integer") from None
+        raise Unchecked(f"`{member.name}` is no integer") from None
 
 
 def top_names(body: bytes) -> dict[str, msgspec.Raw] | None:

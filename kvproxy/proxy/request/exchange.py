@@ -11,6 +11,7 @@ import msgspec
 from kvproxy.base.json_scan import Members
 from kvproxy.base.types import EndpointId, InferenceRequest
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.feature import RequestAddition
 from kvproxy.cluster.routing.policy import OverlapFacts
 
 SCOPE_KEY = "kvproxy"
@@ -77,10 +78,9 @@ class Outcome(msgspec.Struct, eq=False):
     response_id: str = ""  # by which another request may continue this one
     candidates: Sequence[Endpoint] = ()  # of the last pick, and the policy's cost of each; () if there
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
-    engine_priority: int | None = None  # number by which its engine orders it
     cache_loss: str = ""  # how the endpoint that answered had lost its cache shortly before
     local_reason: str = ""  # of a local reply: the `code` of its error, from a closed set
-    notes: dict[str, msgspec.Struct] = {}  # of features, each a field of its receipt
+    notes: dict[str, object] = {}  # of features, each a field of its receipt
 
     @property
     def prefilled(self) -> bool:
@@ -121,8 +121,8 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     trusted: bool = False  # its key is for engines, not for users
     may_debug: bool = True  # with `auth`: only if its key permits it
     isolated: bool = False  # its cached tokens are for its tenant alone
-    tells_priority: bool = False  # its cluster sends engines a priority: a client's own is cut
-    own_priority: int | None = None  # a trusted client's priority in its body
+    addition: RequestAddition | None = None  # a number for its engine, in place of a client's own member
+    own_number: int | None = None  # what a trusted client put into that member
     body: bytes | None = None  # the whole body once inference_request read it
     held_bytes: int = 0  # bytes of it counted in the total of all requests
     release: Callable[[int], None] | None = None  # gives these back, when the filters are through

@@ -12,12 +12,13 @@ from kvproxy.cluster.routing.engine_state import EngineState
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.urgency import UrgencyScale
 from kvproxy.cluster.routing.waiting_lines import EPOCH_S, LEVEL_S
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode
-from kvproxy.features.priority.engine_priority import ClusterPriority, EndpointPriority, PriorityState
+from kvproxy.features.priority.engine_priority import EndpointPriority, PriorityState
 from kvproxy.features.priority.priority_trial import ENOUGH, WINDOW_S, PriorityPayoff
 from tests.cluster.conftest import MakeCluster
-from tests.support.clock import FakeClock
+from tests.features.priority.support import known_of
 
 A = EndpointId("a")
 AUTO, ON, OFF = EnginePriorityMode.AUTO, EnginePriorityMode.ON, EnginePriorityMode.OFF
@@ -75,7 +76,7 @@ def settled(mode: EnginePriorityMode, order: Callable[[int, int], int]) -> Endpo
             first = min(waiting, key=lambda one: order(*one[:2]))
             waiting.remove(first)
             told.first_token(first[2], float(at), float(at))
-            told.forget_request(first[2])
+            told.request_over(first[2])
     return told
 
 
@@ -117,7 +118,7 @@ def test_a_refusal_stands_until_the_engine_restarts() -> None:
     told.record_refusal()
     assert not told.sends(0.0)
     assert told.state is PriorityState.REFUSED
-    told.forget_verdict()
+    told.process_replaced()
     assert told.sends(0.0)
     assert told.state is PriorityState.UNKNOWN
 
@@ -125,8 +126,7 @@ def test_a_refusal_stands_until_the_engine_restarts() -> None:
 def test_the_urgency_is_prefill_arrival_and_class() -> None:
     """At the learned speed, of what is not cached there; it came before the proxy's clock says now."""
     speeds = SpeedModel()
-    clock = FakeClock(500.0)
-    told = ClusterPriority(ageing=0.5, speeds=lambda: speeds, clock=clock, wall_clock=lambda: EPOCH_S + 2000.0)
+    told = UrgencyScale(ageing=lambda: 0.5, speeds=lambda: speeds, wall_clock=lambda: EPOCH_S + 2000.0)
     facts = OverlapFacts(8000, {A: Overlap(6000)})
 
     def urgency(**fields: object) -> float:
@@ -141,7 +141,7 @@ def test_the_urgency_is_prefill_arrival_and_class() -> None:
 
 def test_without_learned_speeds_arrival_and_class_are_left() -> None:
     """A policy that learns none is refused at the start; a reload may still leave a moment without."""
-    told = ClusterPriority(ageing=0.3, speeds=lambda: None, clock=FakeClock(), wall_clock=lambda: EPOCH_S + 10.0)
+    told = UrgencyScale(ageing=lambda: 0.3, speeds=lambda: None, wall_clock=lambda: EPOCH_S + 10.0)
     assert told.urgency_s(OverlapFacts(8000), A, received_at=0.0, now=0.0) == pytest.approx(3.0)
 
 
@@ -149,19 +149,19 @@ def test_a_reload_turns_it_on_and_off_and_keeps_what_is_known(make_cluster: Make
     """An engine found to refuse it does so under any configuration."""
     bench = make_cluster("a", engine_priority=ON)
     cluster = bench.cluster
-    assert cluster.tells_priority
-    cluster.endpoints[0].refused_priority()
+    assert cluster.addition is not None
+    cluster.addition.record_refusal(cluster.endpoints[0])
     labels = {"cluster": "c", "endpoint": "a"}
     assert bench.sample("kvproxy_engine_priority_state", **labels, state="refused") == 1.0
     assert bench.sample("kvproxy_engine_priority_requests_total", **labels, outcome="refused") == 1.0
     settings = cluster.settings.model_copy(update={"engine_priority": OFF})
     cluster.reconfigure(settings, probe=None)
-    assert not cluster.tells_priority
+    assert cluster.addition is None
     assert bench.sample("kvproxy_engine_priority_state", **labels, state="refused") == 0.0
     assert cluster.endpoints[0].status(0.0)["engine_priority"] is None
     cluster.reconfigure(settings.model_copy(update={"engine_priority": AUTO}), probe=None)
-    assert cluster.tells_priority
-    assert cluster.endpoints[0].priority.state is PriorityState.REFUSED
+    assert cluster.addition is not None
+    assert known_of(cluster.endpoints[0]).state is PriorityState.REFUSED
 
 
 def test_where_it_is_off_there_are_no_series(make_cluster: MakeCluster) -> None:

@@ -14,10 +14,12 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.features.priority import priority_trial
+from kvproxy.features.priority.engine_priority import ClusterPriority
 from kvproxy.lab.simulator.engine_io import EngineSettings, Scheduling
 from kvproxy.lab.simulator.timing import EngineTiming
 from kvproxy.lab.simulator.vllm_server import create_engine_app
 from kvproxy.proxy.listener.server import serve
+from tests.features.priority.support import known_of
 from tests.lab.simulator.support import TINY
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, reply, start_stream
 from tests.support.proxy import RunningProxy, chat, running_proxy
@@ -53,7 +55,7 @@ def sent(call: Call) -> dict[str, Any]:
 def state(proxy: RunningProxy, name: str = "a") -> str:
     """What is known of an engine."""
     endpoints = {str(each.id): each for each in proxy.proxy.clusters["default"].endpoints}
-    return endpoints[name].priority.state.value
+    return known_of(endpoints[name]).state.value
 
 
 @pytest.mark.parametrize("path", REQUESTS)
@@ -166,8 +168,9 @@ async def test_a_greedy_tenant_comes_later() -> None:
         await ask("polite", "hello")
         for number in range(3):
             await ask("greedy", f"{number}" + "word " * 20_000)
-        turns = proxy.proxy.clusters["default"].priority
-        turns._turns._refresh(proxy.proxy.clock() + 1.0)  # what a second later any request would do
+        told = proxy.proxy.clusters["default"].addition
+        assert isinstance(told, ClusterPriority)
+        told._scale._turns._refresh(proxy.proxy.clock() + 1.0)  # what a second later any request would do
         greedy, polite = await ask("greedy", "hello"), await ask("polite", "hello")
     assert polite < greedy - 500
 
@@ -197,7 +200,7 @@ async def test_an_engine_that_refuses_the_field_is_asked_again_without(status: i
         assert state(proxy) == "refused"
         assert proxy.proxy.clusters["default"].endpoints[0].health.failures == 0
         # another process may know the field
-        proxy.proxy.clusters["default"].endpoints[0].priority.forget_verdict()
+        known_of(proxy.proxy.clusters["default"].endpoints[0]).process_replaced()
         await proxy.client.post("/v1/chat/completions", json=chat())
     assert [b'"priority"' in call.body for call in engine.calls] == [True, False, False, True, False]
 
@@ -391,7 +394,7 @@ async def test_an_engine_that_came_back_is_another_one() -> None:
     async with one_engine(engine, **ON, health=probing) as proxy:
         endpoint = proxy.proxy.clusters["default"].endpoints[0]
         await until(lambda: endpoint.health.is_healthy)
-        endpoint.priority.record_refusal()
+        known_of(endpoint).record_refusal()
         engine.healthy = False
         await until(lambda: not endpoint.health.is_healthy)
         assert state(proxy) == "refused"

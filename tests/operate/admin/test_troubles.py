@@ -349,22 +349,6 @@ async def test_event_streams_that_are_down(clock: FakeClock) -> None:
         overlap.streams = None
 
 
-async def test_engines_that_pay_no_heed_to_their_priority_are_named(clock: FakeClock) -> None:
-    """By `on` the operator expects an effect; by `auto` it is switched off and nothing is wrong."""
-    place = Place(clock, policy="kv_aware", engine_priority="on")
-    assert not (await place.live())["findings"]
-    place.proxy.clusters["default"].endpoints[1].priority.record_refusal()
-    clock.advance(5.0)
-    [finding] = (await place.live())["findings"]
-    assert finding["severity"] == "warning"
-    assert finding["what"] == "engine_priority is on, and engines refuse the field, so it is not sent (b)"
-    assert "--scheduling-policy priority" in finding["fix"]
-    place = Place(clock, policy="kv_aware", engine_priority="auto")
-    place.proxy.clusters["default"].endpoints[1].priority.record_refusal()
-    clock.advance(5.0)
-    assert not (await place.live())["findings"]
-
-
 async def test_ranks_that_requests_cannot_ask_for(clock: FakeClock) -> None:
     """Refused ones, and those that only metrics show, each with what to write. While an engine was not asked yet there
     is nothing to say."""

@@ -126,16 +126,6 @@ def test_a_receipt_survives_its_line() -> None:
         decode_receipt(b'{"time": 5}')
 
 
-@pytest.mark.parametrize(("priority", "order"), [(8_434_715_315, "lowest"), (-8_434_715_315, "highest")])
-def test_the_number_an_engine_was_told_is_explained(priority: int, order: str) -> None:
-    """What it is made of, and which one comes first there."""
-    told = receipt(attempt(A, candidate(A)), endpoint=A, engine_priority=priority)
-    text = explain_receipt(decode_receipt(encode_receipt(told)))
-    assert f"sent with priority {priority} (" in text
-    assert f"the engine admits the {order} first" in text
-    assert "priority" not in explain_receipt(receipt(attempt(A, candidate(A)), endpoint=A))
-
-
 @pytest.mark.parametrize(("reason", "words"), [("cleared", "it was told to drop it"), ("new_reason", "new_reason")])
 def test_a_cache_that_was_lost_just_before_is_named(reason: str, words: str) -> None:
     """Why nothing was reused; a reason of a later version by its name."""

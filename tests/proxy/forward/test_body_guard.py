@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.base.json_scan import MAX_DECODED_BYTES, Unreadable, find_members, run_at_once
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.feature import NumberedRequest
+from kvproxy.cluster.pick import Pick
 from kvproxy.proxy.forward import body_guard
 from kvproxy.proxy.forward.body_guard import (
     BodyGuard,
     Unchecked,
+    is_examined,
     is_guarded,
     needs_no_change,
     tenant_salt,
@@ -247,10 +251,26 @@ def test_long_messages_are_not_parsed_for_names(separators: tuple[str, str]) -> 
     assert not needs_no_change(without_messages(body, parts))
 
 
+class Told:
+    """A number that engines get in `priority`."""
+
+    member = note = "priority"
+    refusals: frozenset[int] = frozenset()
+
+    def choose_number(self, pick: Pick, asked: NumberedRequest) -> int | None:
+        raise NotImplementedError
+
+    def is_named(self, error: bytes) -> bool:
+        raise NotImplementedError
+
+    def record_refusal(self, endpoint: Endpoint) -> None:
+        raise NotImplementedError
+
+
 def telling(*, trusted: bool = False) -> Exchange:
     """A request to a cluster whose engines are told a priority."""
     exchange = Exchange(received_at=0.0)
-    exchange.trusted, exchange.tells_priority = trusted, True
+    exchange.trusted, exchange.addition = trusted, Told()
     return exchange
 
 
@@ -274,7 +294,7 @@ async def test_a_priority_is_cut_out_where_engines_are_told_one(body: bytes, lef
     guard, exchange = BodyGuard(), telling()
     assert await guard.checked(body, exchange, []) == left
     try:
-        exchange.members = run_at_once(find_members(body, is_guarded))
+        exchange.members = run_at_once(find_members(body, is_examined))
     except Unreadable:
         return
     assert await guard.checked(body, exchange, []) == left
@@ -303,7 +323,7 @@ async def test_a_trusted_clients_priority_is_noted_and_cut_out(value: bytes, own
     body = b'{"model":"m","priority":%b}' % value
     assert not BodyGuard().passes(body, exchange)
     assert await BodyGuard().checked(body, exchange, []) == b'{"model":"m"}'
-    assert exchange.own_priority == own
+    assert exchange.own_number == own
 
 
 @pytest.mark.parametrize("value", [b"1.5", b"null", b"true", b"[]", b'"high"', b"1e999", b"9" * 40])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from itertools import count
+from typing import Any
 
 import httpx
 import pytest
 
+from tests.features.priority.support import known_of
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import MID
@@ -28,7 +30,7 @@ WITHIN_S = 480.0
 
 async def found_out(proxy: RunningProxy) -> tuple[str, int, int]:
     """Asks until the experiment ends: what it says, after how many pairs, and how many of them were in order."""
-    priority = proxy.proxy.clusters["default"].endpoints[0].priority
+    priority = known_of(proxy.proxy.clusters["default"].endpoints[0])
     numbers = count()
 
     async def keep_asking(http: httpx.AsyncClient) -> None:
@@ -41,8 +43,7 @@ async def found_out(proxy: RunningProxy) -> tuple[str, int, int]:
 
     async with httpx.AsyncClient(base_url=proxy.url, timeout=300) as http, asyncio.timeout(WITHIN_S):
         await asyncio.gather(*[keep_asking(http) for _ in range(CLIENTS)])
-    status = priority.status(0.0)
-    assert status is not None
+    status: Any = priority.describe(0.0)["engine_priority"]
     return priority.state.value, int(str(status["pairs"])), int(str(status["pairs_in_order"]))
 
 
