@@ -131,7 +131,7 @@ class Endpoint:
         self._on_change()
 
     def attach(self, observers: Iterable[EndpointObserver]) -> None:
-        """These observe it from now on."""
+        """Add observers."""
         self.observers += tuple(observers)
         self._list_followers()
 
