@@ -21,19 +21,11 @@ from kvproxy.features import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 
-#: Features that other code still imports, or that are not on the list yet. Nothing is added here.
-NOT_YET: frozenset[str] = frozenset()
-
 #: Folders of tests that name no feature.
 CORE_TESTS = ("tests/base", "tests/cluster", "tests/cache", "tests/proxy")
 
 _TOGETHER = 2
 _TIMEOUT_S = 600.0
-
-
-def removable() -> Sequence[str]:
-    """Features whose folder may go."""
-    return [name for name in SHIPPED if name not in NOT_YET]
 
 
 def check_without(names: Sequence[str], *, tests: bool) -> str:
@@ -92,7 +84,7 @@ def _run(tree: Path, *arguments: str) -> str:
 
 def main(asked: Sequence[str]) -> int:
     """Try those asked for, or else all: each alone, then together; the number of failures."""
-    names = asked or removable()
+    names = asked or SHIPPED
     tested = [] if asked else [[names[date.today().toordinal() % len(names)]], list(names)]  # noqa: DTZ011
     sets = [[[name], False] for name in names if [name] not in tested] + [[some, True] for some in tested]
     with ThreadPoolExecutor(_TOGETHER) as pool:
