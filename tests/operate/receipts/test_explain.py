@@ -126,7 +126,9 @@ def test_a_receipt_survives_its_line() -> None:
         decode_receipt(b'{"time": 5}')
 
 
-@pytest.mark.parametrize(("reason", "words"), [("cleared", "it was told to drop it"), ("new_reason", "new_reason")])
+@pytest.mark.parametrize(
+    ("reason", "words"), [("cleared", "it dropped the cache on request"), ("new_reason", "new_reason")]
+)
 def test_a_cache_that_was_lost_just_before_is_named(reason: str, words: str) -> None:
     """Why nothing was reused; a reason of a later version by its name."""
     text = explain_receipt(receipt(attempt(A, candidate(A)), endpoint=A, cached_tokens=0, cache_loss=reason))
