@@ -231,12 +231,13 @@ async def test_a_flushed_cache_is_noticed() -> None:
 async def test_flat_errors_pass_and_priorities_are_told_highest_first() -> None:
     """Its sign; what it refuses is refused with its own words."""
     priority = {"engine_priority": "on", "engine_priority_order": "highest_first"}
-    async with fleet(replace(QUICK, enable_priority_scheduling=True), count=1, **priority) as place:
+    small = replace(QUICK, enable_priority_scheduling=True, context_length=2048)
+    async with fleet(small, count=1, **priority) as place:
         await place.turn(opening("tell me of the sea"))
         told = place.apps["a"].requests[-1]["priority"]
         assert told is not None
         assert told < 0
-        body = {"model": "sim", "messages": opening("word " * 100_000), "max_tokens": 2}
+        body = {"model": "sim", "messages": opening("word " * 4000), "max_tokens": 2}
         refused = await place.proxy.client.post("/v1/chat/completions", json=body)
         assert refused.status_code == 400
         assert refused.json()["object"] == "error"

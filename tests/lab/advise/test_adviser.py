@@ -28,7 +28,7 @@ from tests.lab.advise.recorded import BEGAN, Chats, record
 
 FLEET = ReplayFleet(instances=2, capacity_tokens=200_000)
 SLOTS = replace(FLEET, max_sequences=2)
-CHATS = Chats(sessions=160, turns=3, rate=0.6, output_tokens=200)
+CHATS = Chats(sessions=90, turns=3, rate=0.65, output_tokens=200)
 NOW = BEGAN + 3600.0
 
 
@@ -121,7 +121,7 @@ def test_a_line_that_is_no_receipt_is_passed_over(recorded: Path) -> None:
     (pool,), text = advise(recorded)
     assert "2 lines of the receipts cannot be read" in text
     assert pool.traffic is not None
-    assert len(pool.traffic.requests) == 480
+    assert len(pool.traffic.requests) == CHATS.sessions * CHATS.turns
 
 
 def test_tokens_of_media_are_reported_apart(recorded: Path) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from random import Random
-
-import pytest
 
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.speeds import SpeedEstimates
@@ -24,17 +23,18 @@ SEEDS = (1, 2)
 HALF_SLOW = ReplayFleet(instances=4, slowness=(2.5, 2.5))
 
 
-@pytest.fixture(scope="module")
+@cache
 def paced() -> Bound:
-    """Real conversations at a load that this fleet can carry."""
-    trace = read_trace(TRACES / "conv_dev.jsonl.gz").cut(1200)
+    """Pace real conversations at a load that this fleet can carry."""
+    trace = read_trace(TRACES / "conv_dev.jsonl.gz").cut(400)
     return measure_bound(trace, HALF_SLOW.undisturbed(), 0.4, closed_loop=True)
 
 
-def run(paced: Bound, *, streamed: float, seed: int = 1) -> tuple[float, SpeedEstimates]:
-    """Mean time to first token, and what was learned."""
+@cache
+def run(*, streamed: float, seed: int = 1) -> tuple[float, SpeedEstimates]:
+    """Return the mean time to first token, and the speeds that were learned."""
     policy = KvAware(rng=Random(seed))
-    outcomes = play_policy(paced.trace, paced.pace, HALF_SLOW, policy, seed=seed, streamed=streamed)
+    outcomes = play_policy(paced().trace, paced().pace, HALF_SLOW, policy, seed=seed, streamed=streamed)
     return summarize_outcomes(outcomes, HALF_SLOW.instances).ttft_mean_s, policy.speeds.estimates(last(outcomes))
 
 
@@ -43,25 +43,25 @@ def last(outcomes: object) -> float:
     return max(one.arrived_at for one in outcomes if isinstance(one, ReplayOutcome))
 
 
-def test_unary_traffic_is_routed_as_well_as_streamed(paced: Bound) -> None:
+def test_unary_traffic_is_routed_as_well_as_streamed() -> None:
     """Half the fleet at 0.4x: the mean time to first token is within 5 % of what streams teach."""
-    streamed = sum(run(paced, streamed=1.0, seed=seed)[0] for seed in SEEDS)
-    unary = sum(run(paced, streamed=0.0, seed=seed)[0] for seed in SEEDS)
+    streamed = sum(run(streamed=1.0, seed=seed)[0] for seed in SEEDS)
+    unary = sum(run(streamed=0.0, seed=seed)[0] for seed in SEEDS)
     assert unary < 1.05 * streamed
 
 
-def test_slow_engines_are_seen_without_a_single_stream(paced: Bound) -> None:
+def test_slow_engines_are_seen_without_a_single_stream() -> None:
     """By what engines count themselves."""
-    _, learned = run(paced, streamed=0.0)
+    _, learned = run(streamed=0.0)
     assert learned.samples_by_kind["streamed"] == 0
     assert learned.samples_by_kind["scraped"] == learned.samples > 100
     slow, fast = (sum(learned.slowness[f"e{one}"] for one in pair) for pair in ((0, 1), (2, 3)))  # type: ignore[index]
     assert 1.7 < slow / fast < 3.0
 
 
-def test_mixed_traffic_learns_from_both(paced: Bound) -> None:
+def test_mixed_traffic_learns_from_both() -> None:
     """Each kind is counted."""
-    _, learned = run(paced, streamed=0.5)
+    _, learned = run(streamed=0.5)
     assert min(learned.samples_by_kind.values()) > 100
 
 
