@@ -1,0 +1,149 @@
+"""httpx clients: straight to one engine, through `kvproxy serve`, and with a transport that routes over two engines.
+
+    python -m benchmarks.embedded [--requests N] [--rounds N] > benchmarks/reports/embedded.md
+
+The three take turns in one process, round by round; stub engines and the proxy have processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+import kvproxy
+from benchmarks.markdown import table
+from benchmarks.processes import Process, free_ports
+
+STRAIGHT = "httpx to one engine"
+SERVED = "through kvproxy serve"
+INSIDE = "kvproxy.AsyncTransport"
+PATH = "/v1/chat/completions"
+CASES = {"2 KB": (2_048, False), "64 KB": (65_536, False), "2 KB, stream of 64 events": (2_048, True)}
+
+
+@dataclass
+class Taken:
+    """What one kind of client took, by round."""
+
+    p50_us: list[float] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)
+
+
+def body_of(size: int, *, stream: bool, session: int) -> bytes:
+    """A chat of this size whose session has its own beginning."""
+    content = f"session {session} " + "water river mountain answer " * (size // 28)
+    return json.dumps({"model": "bench", "stream": stream, "messages": [{"role": "user", "content": content}]}).encode()
+
+
+async def run(client: httpx.AsyncClient, url: str, *, requests: int, size: int, stream: bool) -> tuple[float, float]:
+    """Median time of a request and the CPU of this process for one, in microseconds."""
+    taken = []
+    bodies = [body_of(size, stream=stream, session=session) for session in range(8)]
+    headers = {"content-type": "application/json"}
+    began = time.process_time()
+    for number in range(requests):
+        start = time.perf_counter()
+        async with client.stream("POST", url + PATH, content=bodies[number % 8], headers=headers) as answer:
+            async for _ in answer.aiter_raw():
+                pass
+        assert answer.status_code == 200
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken) * 1e6, (time.process_time() - began) / requests * 1e6
+
+
+async def measure(
+    urls: Mapping[str, str], engines: Mapping[str, str], *, requests: int, rounds: int
+) -> dict[str, dict[str, Taken]]:
+    """Take turns; the first round of each case is not counted."""
+    found: dict[str, dict[str, Taken]] = {case: {name: Taken() for name in urls} for case in CASES}
+    async with AsyncExitStack() as stack:
+        clients = {
+            name: await stack.enter_async_context(
+                httpx.AsyncClient(transport=kvproxy.AsyncTransport(endpoints=engines) if name == INSIDE else None)
+            )
+            for name in urls
+        }
+        for case, (size, stream) in CASES.items():
+            for number in range(rounds + 1):
+                for name, client in clients.items():
+                    p50, cpu = await run(client, urls[name], requests=requests, size=size, stream=stream)
+                    if number:
+                        found[case][name].p50_us.append(p50)
+                        found[case][name].cpu_us.append(cpu)
+    return found
+
+
+def as_markdown(found: Mapping[str, Mapping[str, Taken]], *, command: str) -> str:
+    """Medians over the rounds, and ratios within a round."""
+    rows = []
+    for case, taken in found.items():
+        for name, one in taken.items():
+            ratios = [
+                statistics.median(a / b for a, b in zip(one.p50_us, taken[base].p50_us, strict=True))
+                for base in (STRAIGHT, SERVED)
+            ]
+            cpu = statistics.median(a / b for a, b in zip(one.cpu_us, taken[STRAIGHT].cpu_us, strict=True))
+            rows.append(
+                [
+                    case,
+                    name,
+                    f"{statistics.median(one.p50_us):.0f}",
+                    *(f"{ratio:.2f}" for ratio in ratios),
+                    f"{statistics.median(one.cpu_us):.0f}",
+                    f"{cpu:.2f}",
+                ]
+            )
+    heads = ["case", "client", "p50, us", "of straight", "of served", "CPU of the client's process, us", "of straight"]
+    return "\n".join(
+        [
+            "# Routing in the client's own process",
+            "",
+            f"`{command}`. One request at a time; ratios are medians of those within one round.",
+            "",
+            *table(heads, rows),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        one, two, public = free_ports(3)
+        stub = [sys.executable, "-m", "benchmarks.stub", str(one), str(two)]
+        stack.enter_context(Process(stub, core="0-1", log=folder / "stub.log"))
+        engines = {"a": f"http://127.0.0.1:{one}", "b": f"http://127.0.0.1:{two}"}
+        config = folder / "config.yaml"
+        config.write_text(
+            json.dumps({"listen": f"127.0.0.1:{public}", "admin": {"enabled": False}, "endpoints": engines})
+        )
+        serve = [sys.executable, "-m", "kvproxy", "serve", "-c", str(config)]
+        process = stack.enter_context(Process(serve, core="0-1", log=folder / "serve.log"))
+        probe = body_of(100, stream=False, session=0)
+        if problem := process.wait_until_ready(public, probe, path=PATH):
+            raise SystemExit(problem)
+        urls = {STRAIGHT: engines["a"], SERVED: f"http://127.0.0.1:{public}", INSIDE: "http://engines"}
+        found = asyncio.run(measure(urls, engines, requests=args.requests, rounds=args.rounds))
+    sys.stdout.write(
+        as_markdown(found, command=f"python -m benchmarks.embedded --requests {args.requests} --rounds {args.rounds}")
+    )
+
+
+if __name__ == "__main__":
+    main()
