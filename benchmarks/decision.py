@@ -104,7 +104,7 @@ def watched(world: World) -> Stopwatch:
     """Stands in front of everything that takes part, from now on."""
     watch, kv, cluster, local = Stopwatch(), world.kv, world.cluster, world.local
     overlap, precise = kv.overlap, local.precise.match_prompt
-    local.hash_prompt = watch.timed("text hashes", local.hash_prompt)  # type: ignore[method-assign]
+    local.prompts.hash_prompt = watch.timed("text hashes", local.prompts.hash_prompt)  # type: ignore[method-assign]
     local.find_overlaps = watch.timed("facts", local.find_overlaps)  # type: ignore[method-assign]
     tree = {
         "locate": "approximate index, locate", "hot_blocks": "heat", "lookup": "approximate index, lookup",

@@ -32,7 +32,8 @@ from typing import Any
 from benchmarks.routing_cells import ROOT
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
+from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.service import SyncService

@@ -178,7 +178,8 @@ class Case:
 
     def __init__(self, name: str) -> None:
         from kvproxy.base.types import RequestKind
-        from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
+        from kvproxy.cache.overlap.index_state import IndexState
+        from kvproxy.cache.overlap.local_indexes import LocalIndexes
         from kvproxy.proxy.request.parse import parse_body
 
         api, compact, make = CASES[name]
@@ -233,6 +234,8 @@ def _encode(body: Body, separators: tuple[str, str] | None) -> bytes:
 
 def _hasher(indexes: Any) -> Callable[[Any], object]:
     """As this checkout calls it."""
+    if hasattr(indexes, "prompts"):
+        return lambda request: indexes.prompts.hash_prompt(request, "m")
     if hasattr(indexes, "hash_prompt"):
         return lambda request: indexes.hash_prompt(request, "m")
     return lambda request: indexes.hashes(request, "m", request.prompt.size_bytes)

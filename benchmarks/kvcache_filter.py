@@ -155,7 +155,7 @@ def _remember(proxies: list[Proxy], bodies: dict[str, list[bytes]], controller: 
         for proxy in proxies:
             overlap = kvcache_of(proxy).overlap
             (local,) = overlap.indexes.values()
-            overlap.tokens.memory.remember(local.hash_prompt(request, "bench")[1], tokens)
+            overlap.tokens.memory.remember(local.prompts.hash_prompt(request, "bench")[1], tokens)
         controller.controller.workers["a"].admit(tokens)
 
 

@@ -24,7 +24,8 @@ from xxhash import xxh3_128_hexdigest
 from benchmarks.markdown import table
 from kvproxy.app import Proxy
 from kvproxy.base.types import RequestKind
-from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
+from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.lab.simulator.timing import EngineTiming
@@ -146,7 +147,7 @@ async def costs() -> list[list[object]]:
         )
         exchange.inference = request
         assert request is not None
-        LocalIndexes(IndexState()).hash_prompt(request, "sim")
+        LocalIndexes(IndexState()).prompts.hash_prompt(request, "sim")
         assert BodyGuard().passes(body, exchange)
 
     once = await least_ms(hash_as_engines)

@@ -33,7 +33,9 @@ REFERENCE_DEPENDS_ON = (
 DEPENDS_ON = (
     "kvproxy/cluster/routing",
     "kvproxy/cache/overlap/merge.py",
+    "kvproxy/cache/overlap/index_state.py",
     "kvproxy/cache/overlap/local_indexes.py",
+    "kvproxy/cache/overlap/prompt_hashes.py",
     "kvproxy/lab/replay",
     "kvproxy/cache/prefix",
     "kvproxy/cache/indexes",

@@ -35,7 +35,7 @@ from benchmarks.report import machine
 from kvproxy.app import Proxy
 from kvproxy.cache.feedback.predictions import PredictionFeedback
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
-from kvproxy.cache.overlap import local_indexes as indexes
+from kvproxy.cache.overlap import prompt_hashes as indexes
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.overlap.sources import OverlapSources
 from kvproxy.cache.prefix.session_hashes import SessionHashes

@@ -114,8 +114,8 @@ class KvCacheMetrics(MetricGroup):
         )
 
 
-class HoldingMetrics(MetricGroup):
-    """Contents of the indexes, the engines and token memory, and the work to keep them."""
+class IndexMetrics(MetricGroup):
+    """Contents of the indexes."""
 
     across = {
         "kvproxy_kvcache_index_blocks": Across.MAX,
@@ -123,10 +123,6 @@ class HoldingMetrics(MetricGroup):
         "kvproxy_kvcache_index_utilisation_ratio": Across.MAX,
         "kvproxy_kvcache_index_capacity_blocks": Across.MAX,
         "kvproxy_endpoint_reuse_step_tokens": Across.MAX,
-        "kvproxy_endpoint_cache_hit_ratio": Across.MEAN,
-        "kvproxy_engine_foreign_tokens_ratio": Across.REST,
-        "kvproxy_engine_kv_usage_ratio": Across.MAX,
-        "kvproxy_engine_requests": Across.MAX,
     }
 
     def __init__(self, r: CollectorRegistry) -> None:
@@ -160,6 +156,19 @@ class HoldingMetrics(MetricGroup):
             ["cluster", "endpoint"],
             registry=r,
         )
+
+
+class HoldingMetrics(MetricGroup):
+    """Contents of the engines and of token memory, and the work to keep them."""
+
+    across = {
+        "kvproxy_endpoint_cache_hit_ratio": Across.MEAN,
+        "kvproxy_engine_foreign_tokens_ratio": Across.REST,
+        "kvproxy_engine_kv_usage_ratio": Across.MAX,
+        "kvproxy_engine_requests": Across.MAX,
+    }
+
+    def __init__(self, r: CollectorRegistry) -> None:
         self.endpoint_hit_ratio = CallbackGauge(
             "kvproxy_endpoint_cache_hit_ratio",
             "Share of prompt tokens reused since twelve readings of the engine ago",

@@ -129,7 +129,7 @@ class MetricsScraper(BackgroundTask):
                 log.error("[kvcache] the reading of %s is broken", name, exc_info=outcome)
         for name, cluster in self._clusters.items():
             readings = [self.signals.latest_scrape(endpoint) for endpoint in cluster.endpoints]
-            self._indexes[name].note_kinds([reading[1].kind for reading in readings if reading is not None])
+            self._indexes[name].prompts.note_kinds([reading[1].kind for reading in readings if reading is not None])
 
     def _follow(self) -> None:
         """Forget endpoints that left or are another engine now."""

@@ -19,10 +19,10 @@ from kvproxy.cache.actions.signals import HostUse
 from kvproxy.cache.actions.strategy_runner import StrategyRunner
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.engines import Engines
-from kvproxy.cache.feature import CacheFeature, CacheObservers, CacheParts, find_needs
+from kvproxy.cache.feature import CacheFeature, CacheNeeds, CacheObservers, CacheParts, find_needs
 from kvproxy.cache.feedback.predictions import PredictionFeedback
 from kvproxy.cache.feedback.trust import LossReason
-from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
+from kvproxy.cache.metrics import IndexMetrics, KvCacheMetrics
 from kvproxy.cache.metrics_scraper import MetricsScraper
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.kv_event_streams import EventStreams, utc_seconds
@@ -65,7 +65,8 @@ class KvCache:
         self._metrics = metrics
         features = installed(CacheFeature) if features is None else features
         needs = find_needs(features, settings)
-        self._acts = _acts(settings) or needs.uses
+        #: Whether finished requests cause actions besides learning, KV events apart.
+        self._acts = bool(settings.lmcache_endpoint) or needs.uses
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self.engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
@@ -85,9 +86,29 @@ class KvCache:
         self.gather = self.overlap.gather
         self.placed = self.overlap.placed
         self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
-        self.scraper = MetricsScraper(
-            settings,
+        self.scraper = self._make_scraper(sample_host, clock)
+        self.actions = self._make_actions(needs, clock, rng)
+        parts = CacheParts(
+            settings=settings,
             clusters=clusters,
+            state=self.state,
+            overlap=self.overlap,
+            actions=self.actions,
+            engines=self.engines,
+            signals=self.scraper.signals,
+            metrics=metrics,
+            clock=clock,
+            wall_clock=wall_clock,
+            rng=rng,
+        )
+        self.observers = CacheObservers(features, parts)
+        self.actions.on_tokens = self.observers.on_tokens
+        self._running = AsyncExitStack()
+
+    def _make_scraper(self, sample_host: Callable[[], HostUse], clock: Clock) -> MetricsScraper:
+        return MetricsScraper(
+            self.settings,
+            clusters=self.clusters,
             state=self.state,
             indexes=self.overlap.indexes,
             engines=self.engines,
@@ -96,37 +117,21 @@ class KvCache:
             on_round=self._tick,
             clock=clock,
         )
-        self.actions = StrategyRunner(
-            settings,
-            hotness=self.state.hotness(settings),
-            record=self.state.action_record(settings),
+
+    def _make_actions(self, needs: CacheNeeds, clock: Clock, rng: random.Random) -> StrategyRunner:
+        return StrategyRunner(
+            self.settings,
+            hotness=self.state.hotness(self.settings),
+            record=self.state.action_record(self.settings),
             tokens=self.overlap.tokens,
             lookups=self.overlap.lookups,
             breakers=self.breakers,
             pressure=self.scraper.pressure,
-            metrics=metrics,
+            metrics=self._metrics,
             counts_uses=needs.uses,
             clock=clock,
             rng=rng,
         )
-        self.observers = CacheObservers(
-            features,
-            CacheParts(
-                settings=settings,
-                clusters=clusters,
-                state=self.state,
-                overlap=self.overlap,
-                actions=self.actions,
-                engines=self.engines,
-                signals=self.scraper.signals,
-                metrics=metrics,
-                clock=clock,
-                wall_clock=wall_clock,
-                rng=rng,
-            ),
-        )
-        self.actions.on_tokens = self.observers.on_tokens
-        self._running = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         self.state.keep_only(self.clusters)
@@ -152,7 +157,7 @@ class KvCache:
         self.scraper.show(self._metrics)
         self.actions.show(self._metrics)
         hotness = self.actions.hotness
-        self._metrics.group(HoldingMetrics).index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
+        self._metrics.group(IndexMetrics).index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
         self.observers.bind_gauges(self._metrics)
 
     async def look_up(self, facts: RequestFacts) -> None:
@@ -213,8 +218,3 @@ class KvCache:
         for tick in self.observers.ticks:
             tick()
         await self.overlap.tier_counts.refresh()
-
-
-def _acts(settings: KvCacheSettings) -> bool:
-    """Return True if finished requests cause actions besides learning, KV events apart."""
-    return bool(settings.lmcache_endpoint)

@@ -14,7 +14,7 @@ from kvproxy.cache.feedback.media_counts import MediaCounts
 from kvproxy.cache.feedback.prediction_stats import PredictionStats
 from kvproxy.cache.feedback.token_counts import BytesPerToken, CountedPrompts, HitRatioStats
 from kvproxy.cache.feedback.trust import CacheLosses
-from kvproxy.cache.overlap.local_indexes import IndexState
+from kvproxy.cache.overlap.index_state import IndexState
 from kvproxy.cache.prefix.token_memory import TokenMemory
 from kvproxy.cache.settings import KvCacheSettings, TokenCacheSettings
 from kvproxy.cluster.endpoint import Endpoint

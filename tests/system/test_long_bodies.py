@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.cache.overlap.prompt_hashes import PromptHashes
 from kvproxy.proxy.filters import inference_request
 from kvproxy.proxy.forward import body_guard
 from kvproxy.proxy.forward.body_guard import BodyGuard
@@ -52,7 +52,7 @@ async def test_the_looks_at_a_long_body_are_in_turns_of_their_own(monkeypatch: p
             return look
 
         monkeypatch.setattr(inference_request, "decode_body", noting("parse", inference_request.decode_body))
-        monkeypatch.setattr(LocalIndexes, "hash_prompt", noting("hash", LocalIndexes.hash_prompt))
+        monkeypatch.setattr(PromptHashes, "hash_prompt", noting("hash", PromptHashes.hash_prompt))
         monkeypatch.setattr(BodyGuard, "passes", noting("guard", BodyGuard.passes))
         async with running_proxy({"a": url}, policy="kv_aware") as proxy:
             for length, turns in ((1000, 1), (LONG_BYTES, 3)):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Tier
 from kvproxy.cache.kv_events.status import StreamState, StreamStatus
-from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics, TierMetrics
+from kvproxy.cache.metrics import IndexMetrics, KvCacheMetrics, TierMetrics
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.providers import EVERY_INSTANCE, TierMemory
 from kvproxy.cluster.cluster import Cluster
@@ -33,7 +33,7 @@ def show_indexes(
     """Bind the gauges to these indexes."""
     shown = _Shown(by_cluster, clusters, trust)
     indexes = by_cluster.values()
-    held = metrics.group(HoldingMetrics)
+    held = metrics.group(IndexMetrics)
     blocks = held.index_blocks
     blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
     blocks.labels("in_flight").set_function(lambda: sum(one.approximate.in_flight_entries for one in indexes))

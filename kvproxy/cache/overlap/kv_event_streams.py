@@ -22,7 +22,7 @@ from kvproxy.cache.kv_events.source import KvEventSource, stated_sources
 from kvproxy.cache.kv_events.status import StreamState, StreamStatus
 from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
 from kvproxy.cache.kv_events.zmtp import ReceiveMemory
-from kvproxy.cache.overlap.local_indexes import FollowedEvents
+from kvproxy.cache.overlap.index_state import FollowedEvents
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint

@@ -6,39 +6,22 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
 
-from kvproxy.base.bounded import BoundedMapping
-from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind, Tier, cut_lower
-from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.base.types import Clock, EndpointId, Tier, cut_lower
 from kvproxy.cache.clients.tokens import TokenIds
-from kvproxy.cache.feedback.reuse_step import ReuseSteps
-from kvproxy.cache.feedback.trust import MissedReuses, Trust
-from kvproxy.cache.indexes.approximate import ApproximateIndex
-from kvproxy.cache.indexes.capacity import Capacities
+from kvproxy.cache.feedback.trust import Trust
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
-from kvproxy.cache.indexes.heat import Heat, Run
-from kvproxy.cache.indexes.precise import PreciseIndex, PreciseMatch, precise_root
+from kvproxy.cache.indexes.heat import Run
+from kvproxy.cache.indexes.precise import PreciseMatch, precise_root
 from kvproxy.cache.indexes.radix import PrefixCursor
-from kvproxy.cache.media.cut import Medium, cut_prompt
 from kvproxy.cache.media.mixed import MixedPrompt
 from kvproxy.cache.overlap.denied import EVERY_ENDPOINT, Denials, DeniedPlacements, believed_tokens
-from kvproxy.cache.overlap.last_served import LastServed, RequestNames
+from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.merge import BEYOND, NOTHING, HolderOverlap, is_contradicted, merge_overlaps
-from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, text_blocks, token_blocks
-from kvproxy.cache.prefix.prompt_identity import RULED, prompt_identity
-from kvproxy.cache.prefix.session_hashes import PromptText, SessionHashes
+from kvproxy.cache.overlap.prompt_hashes import REMEMBERED_SEEDS, PromptHashes
+from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, token_blocks
 from kvproxy.cache.prefix.token_memory import HashedTokens
 from kvproxy.cluster.routing.policy import FactSource, Overlap
-
-#: Blocks of text an endpoint is assumed to hold until its engine reports its capacity (64 MiB of prompts).
-DEFAULT_CAPACITY_BLOCKS = 262_144
-#: LoRA adapters distinguished from base models.
-MAX_LORAS = 1024
-
-
-#: Hashing all of a shorter prompt takes less than finding the part known from an earlier turn of its chat.
-SHORT_BYTES = 4096
 
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
@@ -49,60 +32,6 @@ _LARGEST_BLOCK = 64
 _EVENTS = frozenset({FactSource.PRECISE})
 #: Sources of LMCache.
 LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
-
-#: Models and cache salts whose chains were begun recently; salts come from clients.
-_REMEMBERED_SEEDS = 1024
-
-
-def _seed(model: str, cache_salt: str | None) -> int:
-    return root_seed(block_size=TEXT_BLOCK_BYTES, model=model, cache_salt=cache_salt)
-
-
-class FollowedEvents:
-    """Data from KV events of one cluster; it lives as long as the streams that feed it."""
-
-    def __init__(self) -> None:
-        self.precise = PreciseIndex()
-        self.exact: set[EndpointId] = set()  # endpoints with complete event streams
-        self.loras: BoundedMapping[str, None] = BoundedMapping(MAX_LORAS)  # adapters that events spoke of
-        self.paired: set[EndpointId] = set()  # endpoints whose events name pairs of tokens
-        self.any = True  # whether an engine of the cluster publishes; until one does, no data is kept for its events
-        #: Called with an endpoint whose live events report a dropped cache.
-        self.on_cleared: Callable[[EndpointId], None] = lambda endpoint: None
-
-
-class IndexWatch(Protocol):
-    """Observer of one cluster's indexes, called in the order of their changes."""
-
-    def routed(self, entry: SpeculativeEntry) -> None: ...
-
-    def reused(self, entry: SpeculativeEntry, blocks: int) -> None: ...
-
-    def contradicted(self, endpoint: EndpointId, cursor: PrefixCursor[Run], blocks: int) -> None: ...
-
-    def settled(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool) -> None: ...
-
-    def entered(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None: ...
-
-    def process_started(self, endpoint: EndpointId, started_at: float) -> None: ...
-
-
-class IndexState:
-    """Data from routing and responses in one cluster; it outlives a reload."""
-
-    def __init__(self, *, endpoints: int = 1, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
-        self.hot = Heat(endpoints=endpoints)
-        self.approximate = ApproximateIndex(capacity_blocks=capacity_blocks, heat=self.hot)
-        self.capacities = Capacities(self.approximate)
-        self.trust = Trust()  # in claims of KV events
-        self.lookup_trust = Trust()  # in claims of LMCache
-        self.missed = MissedReuses()  # by complete KV events
-        self.steps = ReuseSteps()
-        self.started_at: dict[EndpointId, float] = {}  # when each engine's process began, by its own clock
-        self.sessions = SessionHashes()
-        self.drops_header = True  # the engines leave a billing header out of prompts; not so where all are SGLang
-        self.last_served = LastServed()
-        self.watch: IndexWatch | None = None
 
 
 class LocalIndexes:
@@ -139,7 +68,6 @@ class LocalIndexes:
         self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
         self.denied = DeniedPlacements(clock)  # by what engines reused
         self._lookups = lookups
-        self._keyed = lookups or keyed  # these identify prompts by their messages' keys, as KV events do
         followed = FollowedEvents() if followed is None else followed
         if not follows_events:
             followed = FollowedEvents()
@@ -149,45 +77,9 @@ class LocalIndexes:
         self.loras = followed.loras
         self.exact: Collection[EndpointId] = followed.exact
         self.capacities.learning = learn_capacity
-        self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
-        self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
-
-    def hash_prompt(
-        self, request: InferenceRequest, model: str
-    ) -> tuple[array[int], Sequence[int], int, PromptText | None, tuple[Medium, ...]]:
-        """Return the prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
-        first, the bytes of all of it, a conversation's text by message, as they name it (`prompt_identity`), and its
-        media, in whose place stand-ins are hashed and counted. Of a short one there are keys only where something goes
-        by them. Blocks and keys are not to be changed.
-        """
-        seed = self._seed(model, request.cache_salt)
-        prompt = request.prompt
-        kind = request.kind
-        drops_header = self.state.drops_header
-        size_bytes = prompt.size_bytes
-        short = size_bytes <= SHORT_BYTES and not self._keyed and not self.followed.any
-        if kind in RULED and not short:
-            hashes, keys, prompt_bytes, told = self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
-            return hashes, keys, prompt_bytes, told, () if told is None else told.media
-        prompt, media = cut_prompt(prompt, self.sessions.signatures)
-        prompt = prompt_identity(kind, prompt, drops_header=drops_header)
-        if prompt is not request.prompt:
-            size_bytes = prompt.size_bytes
-        keys = () if short else message_chain(prompt, seed)
-        if not keys:
-            return text_blocks(prompt, seed), (), size_bytes, None, media
-        text = PromptText.of_prompt(prompt)
-        prompt_bytes = text.size - 1 - text.parts + prompt.unread_bytes  # without the end mark of the parts
-        told = text if kind is RequestKind.RESPONSES else None
-        return self.sessions.blocks_of(text, seed, keys), keys, prompt_bytes, told, media
-
-    def note_kinds(self, kinds: Collection[EngineKind]) -> None:
-        """Note the kinds of the cluster's engines: they agree on most of a prompt's identity, but not on all."""
-        self.state.drops_header = set(kinds) != {EngineKind.SGLANG}
-
-    def name_request(self, request: InferenceRequest, model: str, tenant: str) -> RequestNames:
-        """Return the hashed identifiers of a request's session and of the response that it continues."""
-        return RequestNames.name_request(request, self._seed(model, request.cache_salt), tenant)
+        #: Lookups identify prompts by their messages' keys, as KV events do.
+        self.prompts = PromptHashes(state, followed, keyed=lookups or keyed)
+        self._precise_root = lru_cache(REMEMBERED_SEEDS)(precise_root)
 
     def hash_ahead(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
         """Hash these tokens for the precise index now, while no request waits for it."""

@@ -61,24 +61,10 @@ class OverlapSources:
         self._own_streams = None
         if settings.kv_events and streams is None:
             streams = self._own_streams = follow_events(settings, clusters, metrics, clock)
-        followed = {} if streams is None else streams.followed
         self.streams = streams
         self.indexes: Mapping[str, LocalIndexes] = {
-            name: LocalIndexes(
-                state.index(name, endpoints=len(cluster.endpoints)),
-                followed.get(name),
-                learn_capacity=settings.learn_capacity,
-                follows_events=name in followed,
-                lookups=bool(settings.lmcache_endpoint),
-                keyed=keyed,
-                clock=clock,
-            )
-            for name, cluster in clusters.items()
+            name: self._make_indexes(cluster, state, keyed=keyed) for name, cluster in clusters.items()
         }
-        signatures = UrlSignatures(settings.url_signatures)
-        for name, cluster in clusters.items():
-            self.indexes[name].sessions.signatures = signatures
-            self.indexes[name].store_readers = partial(_store_readers, cluster)
         memory = state.token_memory(settings.token_cache, clock)
         self.tokens = TokenSource(
             settings, memory=memory, engines=engines, breakers=breakers, metrics=metrics, clock=clock
@@ -99,6 +85,21 @@ class OverlapSources:
         self._facts_seconds = metrics.group(KvCacheMetrics).facts_seconds.labels()
         self._running = AsyncExitStack()
         self._entered = False
+
+    def _make_indexes(self, cluster: Cluster, state: CacheState, *, keyed: bool) -> LocalIndexes:
+        followed = None if self.streams is None else self.streams.followed.get(cluster.name)
+        indexes = LocalIndexes(
+            state.index(cluster.name, endpoints=len(cluster.endpoints)),
+            followed,
+            learn_capacity=self._settings.learn_capacity,
+            follows_events=followed is not None,
+            lookups=bool(self._settings.lmcache_endpoint),
+            keyed=keyed,
+            clock=self._clock,
+        )
+        indexes.sessions.signatures = UrlSignatures(self._settings.url_signatures)
+        indexes.store_readers = partial(_store_readers, cluster)
+        return indexes
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as starting:
@@ -127,9 +128,9 @@ class OverlapSources:
             indexes.loras[model] = None  # before any event speaks of it
         names = NO_NAMES
         if request.session_key is not None or request.kind is RequestKind.RESPONSES:
-            names = indexes.name_request(request, model, tenant)
+            names = indexes.prompts.name_request(request, model, tenant)
         if request.continues is None:
-            hashes, keys, prompt_bytes, text, media = indexes.hash_prompt(request, model)
+            hashes, keys, prompt_bytes, text, media = indexes.prompts.hash_prompt(request, model)
         else:  # its text is the rest of a prompt that begins as the history does
             history = indexes.last_served.find_history(names, began)
             prompt, media = cut_prompt(request.prompt, indexes.sessions.signatures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Prompt
 from kvproxy.cache.feature import CacheObserver, CacheParts
-from kvproxy.cache.metrics import HoldingMetrics
+from kvproxy.cache.metrics import IndexMetrics
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.prefix.session_hashes import PromptText
 from kvproxy.features.hygiene.book import BreakBook, RecentBreak
@@ -53,7 +53,7 @@ class PrefixBreaks(CacheObserver):
     def bind_gauges(self, metrics: Metrics) -> None:
         """Bind the gauges to this object."""
         sessions = self.book.sessions
-        metrics.group(HoldingMetrics).index_bytes.labels("session_parts").set_function(lambda: sessions.held_bytes)
+        metrics.group(IndexMetrics).index_bytes.labels("session_parts").set_function(lambda: sessions.held_bytes)
 
     def _look(self, facts: RequestFacts, text: PromptText, key: SessionKey, result: Result) -> PrefixBreak | None:
         """Compare the prompt with the session's last ones, and keep it as the last of its conversation."""

@@ -15,7 +15,8 @@ from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.indexes.heat import Run
 from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.kv_events import events as wire
-from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
+from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
 from kvproxy.lab.replay.settings import IndexMode, ReplayFleet

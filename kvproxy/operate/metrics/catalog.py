@@ -12,7 +12,7 @@ from kvproxy.base.metrics.exposition import Registry
 from kvproxy.base.metrics.groups import MetricGroup, Metrics
 from kvproxy.base.tls.metrics import CertificateMetrics
 from kvproxy.base.upstream.metrics import ConnectionMetrics
-from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics, KvEventMetrics, TierMetrics
+from kvproxy.cache.metrics import HoldingMetrics, IndexMetrics, KvCacheMetrics, KvEventMetrics, TierMetrics
 from kvproxy.cluster.metrics import (
     EndpointRequestMetrics,
     EndpointStateMetrics,
@@ -34,6 +34,7 @@ CORE: Sequence[type[MetricGroup]] = (
     CertificateMetrics,
     KvEventMetrics,
     KvCacheMetrics,
+    IndexMetrics,
     HoldingMetrics,
     TierMetrics,
     BoundMetrics,

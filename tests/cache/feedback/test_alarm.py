@@ -86,7 +86,7 @@ def test_a_request_without_an_id_is_told_without(watchdog: PredictionAlarm) -> N
         watchdog.observe_reuse(600, 0, "", 0.0)
     alarm = watchdog.raised(0.0)
     assert alarm is not None
-    assert "request" not in alarm.what
+    assert "(request" not in alarm.what
     assert (alarm.severity, alarm.where) == ("warning", "default/a")
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from kvproxy.cache.feedback.trust import LEAST_TOKENS, WINDOW, MissedReuses
 from kvproxy.cache.kv_events.events import BlockStored
-from kvproxy.cache.overlap.local_indexes import FollowedEvents, IndexState, LocalIndexes
+from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cluster.routing.policy import FactSource, Overlap
 from tests.cache.support import A, B
 

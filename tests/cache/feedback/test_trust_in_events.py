@@ -7,7 +7,8 @@ from array import array
 import pytest
 
 from kvproxy.cache.kv_events.events import BlockStored
-from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
+from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cluster.routing.policy import FactSource, Overlap
 from tests.cache.support import A

@@ -9,8 +9,8 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.feedback.trust import RECENT_S, CacheLosses, Loss, LossReason
 from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockStored
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.cache.overlap.index_state import FollowedEvents
 from kvproxy.cache.overlap.kv_event_streams import _Consumer
-from kvproxy.cache.overlap.local_indexes import FollowedEvents
 from kvproxy.cache.status import endpoint_index, engine_status
 from kvproxy.cluster.endpoint import Condition
 from tests.cache.support import A, B, Fake, Service, chat, long_text, tokens, world

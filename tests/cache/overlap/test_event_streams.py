@@ -22,8 +22,9 @@ from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.overlap.gauges import TierCounts
+from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.kv_event_streams import ASK_AGAIN_S, EventStreams, _Consumer
-from kvproxy.cache.overlap.local_indexes import FollowedEvents, IndexState, LocalIndexes
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.providers import TierMemory
 from kvproxy.cache.status import troubles
 from kvproxy.cluster.cluster import Cluster

@@ -11,8 +11,10 @@ from kvproxy.base.types import InferenceRequest, Prompt, RequestKind, Tier
 from kvproxy.cache.feedback.trust import Trust
 from kvproxy.cache.indexes.precise import PreciseMatch
 from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
-from kvproxy.cache.overlap.local_indexes import SHORT_BYTES, IndexState, LocalIndexes
+from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.overlap.merge import in_steps, is_contradicted, merge_overlaps
+from kvproxy.cache.overlap.prompt_hashes import SHORT_BYTES
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cluster.routing.policy import FactSource, Overlap
 from kvproxy.lab.replay.settings import ReplayFleet
@@ -115,8 +117,8 @@ def test_a_prompt_has_the_same_blocks_however_they_are_found(size_bytes: int) ->
     prompt = Prompt(b"", (b"x" * size_bytes, b"y" * 300))
     request = InferenceRequest(RequestKind.CHAT, "m", prompt)
     plain, keyed = LocalIndexes(IndexState(), follows_events=False, lookups=False), LocalIndexes(IndexState())
-    hashes, keys, *_ = plain.hash_prompt(request, "m")
-    assert (hashes, 2) == (keyed.hash_prompt(request, "m")[0], len(keyed.hash_prompt(request, "m")[1]))
+    hashes, keys, *_ = plain.prompts.hash_prompt(request, "m")
+    assert (hashes, 2) == (keyed.prompts.hash_prompt(request, "m")[0], len(keyed.prompts.hash_prompt(request, "m")[1]))
     assert (len(plain.sessions), len(keys)) == ((0, 0) if prompt.size_bytes <= SHORT_BYTES else (1, 2))
 
 

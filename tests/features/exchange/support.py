@@ -14,7 +14,8 @@ import httpx
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
-from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
+from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cluster.prober import ProbeOutcome, TellProbe
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.load import EndpointLoad, Reservation
