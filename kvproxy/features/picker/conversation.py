@@ -10,6 +10,7 @@ from kvproxy.base.background_task import TaskSet
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.features.picker import messages
 from kvproxy.features.picker.answer import CarriedAnswer
+from kvproxy.features.picker.body import CarriedBody
 from kvproxy.features.picker.grpc import Replies, Status
 from kvproxy.features.picker.messages import Beginning, BodyMode, DecodeError, Message, ProcessingRequest
 from kvproxy.features.picker.metrics import PickerMetrics
@@ -50,6 +51,10 @@ class Conversations:
         """One request's."""
         return Conversation(self, replies)
 
+    def count(self, mode: str, result: str) -> None:
+        """Count a request by the end that its placement had."""
+        self.metrics.group(PickerMetrics).requests.labels(mode, result).inc()
+
 
 class Conversation:
     """A request is placed once its body is whole, or at its headers where Envoy sends no body or does not wait. It is
@@ -63,9 +68,7 @@ class Conversation:
         self._request: CarriedRequest
         self._answer: CarriedAnswer
         self._begun: Beginning
-        self._pieces = list[bytes]()
-        self._size = 0
-        self._trailers = False
+        self._body = CarriedBody(shared.held, most_bytes=shared.most_bytes)
         self._task: asyncio.Task[None] | None = None
 
     def message(self, raw: bytes) -> None:
@@ -98,12 +101,8 @@ class Conversation:
 
     def half_closed(self) -> None:
         """As of Call: the request is over."""
-        self._end()
+        self.gone()
         self._replies.end()
-
-    def gone(self) -> None:
-        """As of Call."""
-        self._end()
 
     def body_is_late(self) -> None:
         """Handle a body that did not arrive in time. Envoy may not expect an answer now: the stream ends, and the
@@ -129,15 +128,10 @@ class Conversation:
                 self._replies.send(messages.REQUEST_BODY_TAKEN)
             return
         try:
-            if self._size + len(body) > self._shared.most_bytes:
-                raise BodyTooLarge(self._shared.most_bytes)
-            self._shared.held.hold_bytes(len(body))
+            self._body.add(body)
         except (BodyTooLarge, BodiesFull) as why:
             self._refuse(why)
             return
-        self._size += len(body)
-        if body:
-            self._pieces.append(body)
         if ended or self._mode == "buffered":
             self._place()
 
@@ -145,11 +139,11 @@ class Conversation:
         if self._stage is not _Stage.BODY:
             self._replies.send(messages.REQUEST_TRAILERS_TAKEN)
             return
-        self._trailers = True
+        self._body.has_trailers = True
         self._place()
 
     def _place(self) -> None:
-        body = b"".join(self._pieces) if self._pieces and self._request.reads_body else None
+        body = (self._body.join() or None) if self._request.reads_body else None
         self._shared.bodies.remove(self)
         self._stage = _Stage.PLACING
         self._task = self._shared.tasks.start(self._placing(body), name="place a request for Envoy")
@@ -171,29 +165,15 @@ class Conversation:
             return
         self._stage = _Stage.PLACED
         self._shared.metrics.group(PickerMetrics).seconds.observe(self._shared.placer.clock() - began)
-        self._count("picked")
-        self._send_picked(replaced)
-        self._pieces = []  # the prompt is still held
-
-    def _send_picked(self, replaced: bytes | None) -> None:
-        listed = self._request.listed
-        destinations = [address_of(each) for each in listed]
-        headers = rank_headers(listed[0])
-        whole = self._mode == "buffered"
-        self._replies.send(messages.picked(destinations, headers, with_body=whole, body=replaced))
-        if self._mode != "duplex":
-            return
-        body = b"".join(self._pieces) if replaced is None else replaced
-        for head, piece in messages.request_pieces(body, ended=not self._trailers):
-            self._replies.send(head, piece)
-        if self._trailers:
-            self._replies.send(messages.REQUEST_TRAILERS_TAKEN)
+        self._shared.count(self._mode, "picked")
+        _send_picked(self._replies, self._request, self._body, replaced, mode=self._mode)
+        self._body.drop_pieces()
 
     def _take_answer(self, said: Message) -> None:
         """Take the head of the answer: the engine's, or Envoy's own, which may come before the request is placed."""
         if self._stage is not _Stage.PLACED:
             self._replies.send(messages.RESPONSE_HEADERS_TAKEN)
-            self._end()
+            self.gone()
             return
         address, details = messages.served_by(said)
         self._answer = CarriedAnswer(self._request, *messages.read_answer(said))
@@ -218,31 +198,31 @@ class Conversation:
     def _complete(self) -> None:
         if self._stage is _Stage.ANSWERED:
             self._stage = _Stage.OVER
-            self._drop_body()
+            self._body.drop()
             self._answer.completed()
 
     def _refuse(self, why: LocalReply) -> None:
         """Refuse the request: the client gets this from Envoy, and all its state is dropped."""
         self._stage = _Stage.OVER
         self._shared.bodies.remove(self)
-        self._drop_body()
-        self._count("refused")
+        self._body.drop()
+        self._shared.count(self._mode, "refused")
         self._replies.send(messages.refused(why, self._request.path))
         self._request.refused(why)
 
     def _fail(self, result: str, status: Status, what: str) -> None:
-        self._count(result)
+        self._shared.count(self._mode, result)
         self._replies.end(status, what)
-        self._end()
+        self.gone()
 
-    def _end(self) -> None:
-        """End the conversation; a pick's reservation is given back."""
+    def gone(self) -> None:
+        """As of Call: end the conversation; a pick's reservation is given back."""
         stage = self._stage
         self._stage = _Stage.OVER
         if stage in (_Stage.OVER, _Stage.HEADERS):
             return
         self._shared.bodies.remove(self)
-        self._drop_body()
+        self._body.drop()
         if self._task is not None:
             self._task.cancel()
         if stage is _Stage.ANSWERED and self._begun.response_mode == BodyMode.NONE:
@@ -250,10 +230,18 @@ class Conversation:
         else:
             self._request.left()
 
-    def _drop_body(self) -> None:
-        self._shared.held.give_back(self._size)
-        self._pieces = []
-        self._size = 0
 
-    def _count(self, result: str) -> None:
-        self._shared.metrics.group(PickerMetrics).requests.labels(self._mode, result).inc()
+def _send_picked(
+    replies: Replies, request: CarriedRequest, body: CarriedBody, replaced: bytes | None, *, mode: str
+) -> None:
+    """Name the endpoints, with the body as far as Envoy wants it back."""
+    listed = request.listed
+    destinations = [address_of(each) for each in listed]
+    replies.send(messages.picked(destinations, rank_headers(listed[0]), with_body=mode == "buffered", body=replaced))
+    if mode != "duplex":
+        return
+    whole = body.join() if replaced is None else replaced
+    for head, piece in messages.request_pieces(whole, ended=not body.has_trailers):
+        replies.send(head, piece)
+    if body.has_trailers:
+        replies.send(messages.REQUEST_TRAILERS_TAKEN)

@@ -15,6 +15,7 @@ from kvproxy.features.picker.http2_frames import (
     encode_frame,
     encode_head,
 )
+from kvproxy.features.picker.http2_output import PeerOutput
 
 
 class StreamHandler(Protocol):
@@ -26,13 +27,12 @@ class StreamHandler(Protocol):
 
 
 class Carrier(Protocol):
-    """The connection, as its streams see it."""
+    """All streams of a connection, as one of them sees them."""
 
     credit: int  # bytes that the peer takes, of all streams
     peer_frame_bytes: int
-    paused: bool
+    output: PeerOutput
 
-    def write(self, data: bytes | memoryview) -> None: ...
     def block(self, stream: Stream) -> None: ...
     def forget(self, stream: Stream) -> None: ...
     def grant(self, stream: Stream) -> None: ...
@@ -67,7 +67,7 @@ class Stream:
 
     def start(self, block: bytes) -> None:
         """Send the headers of the answer."""
-        self._connection.write(encode_frame(HEADERS, END_HEADERS, self.id, block))
+        self._connection.output.write(encode_frame(HEADERS, END_HEADERS, self.id, block))
 
     def send(self, data: bytes) -> None:
         """Send a piece, in its turn."""
@@ -85,16 +85,17 @@ class Stream:
     def reset(self, code: Code) -> None:
         """End at once."""
         if not self.closed:
-            self._connection.write(encode_frame(RESET, 0, self.id, code.to_bytes(4, "big")))
+            self._connection.output.write(encode_frame(RESET, 0, self.id, code.to_bytes(4, "big")))
             self._close()
 
     def pump(self) -> None:
         """Send what the windows allow."""
         connection = self._connection
+        output = connection.output
         while self._waiting:
             data = self._waiting[0]
             room = max(0, min(self.credit, connection.credit, connection.peer_frame_bytes))
-            if (not room and data) or connection.paused:
+            if (not room and data) or output.paused:
                 connection.block(self)
                 return
             self._waiting.popleft()
@@ -105,12 +106,12 @@ class Stream:
             self.credit -= len(data)
             connection.credit -= len(data)
             self.waiting_bytes -= len(data)
-            connection.write(encode_head(DATA, 0, self.id, len(data)))
-            connection.write(data)
+            output.write(encode_head(DATA, 0, self.id, len(data)))
+            output.write(data)
         if self._ending is not None:
-            connection.write(encode_frame(HEADERS, END_HEADERS | END_STREAM, self.id, self._ending))
+            output.write(encode_frame(HEADERS, END_HEADERS | END_STREAM, self.id, self._ending))
             if not self.peer_ended:
-                connection.write(encode_frame(RESET, 0, self.id, Code.NO_ERROR.to_bytes(4, "big")))
+                output.write(encode_frame(RESET, 0, self.id, Code.NO_ERROR.to_bytes(4, "big")))
             self._close()
         elif self.received:
             connection.grant(self)
