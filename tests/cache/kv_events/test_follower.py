@@ -15,6 +15,7 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.kv_events.events import END_OF_REPLAY
 from kvproxy.cache.kv_events.follower import StreamFollower
+from kvproxy.cache.kv_events.replays import Replays
 from kvproxy.cache.kv_events.status import StreamHealth, StreamMeter
 from tests.cache.kv_events.support import CLEARED, Index, frames, removed, stored
 from tests.support.clock import FakeClock
@@ -83,6 +84,12 @@ class Stream:
             pause=self._pause,
             slice_blocks=slice_blocks,
         )
+
+    @property
+    def replays(self) -> Replays:
+        found = self.follower._replays
+        assert found is not None
+        return found
 
     @property
     def state(self) -> str:
@@ -311,7 +318,7 @@ async def test_a_long_replay_comes_in_pieces(end: bool) -> None:
                 taken.append(len(messages))
                 yield message
 
-    stream.follower._replay = overflowing
+    stream.replays.read = overflowing
     await stream.connect()
     assert stream.blocks == set(range(10_000))
     assert stream.state == "exact/following"
@@ -337,7 +344,7 @@ async def test_a_replay_with_holes_for_ever_is_given_up() -> None:
         async for message in replay(start):
             yield message
 
-    stream.follower._replay = broken
+    stream.replays.read = broken
     await stream.connect()
     assert len(engine.asked) == 5
     assert (stream.state, stream.follower.wants_retry, stream.blocks) == ("degraded/replay_failed", True, set())
