@@ -52,6 +52,7 @@ async def world(folder: Path, *, own_gateway: bool = False) -> AsyncIterator[Wor
             "http://127.0.0.1:9000": place.lmcache,
             "my-model": MODEL,
             '"model": "m"': f'"model": "{MODEL}"',
+            "--workers 4": "--workers 2",
             "/var/log/kvproxy": str(folder),
             "/run/secrets/kvproxy-admin": str(folder / "token"),
         }
