@@ -1,6 +1,8 @@
-"""httpx clients: straight to one engine, through `kvproxy serve`, and with a transport that routes over two engines.
+"""kvproxy in other people's processes: what a transport, the middleware and their starts and ends cost.
 
-    python -m benchmarks.embedded [--requests N] [--rounds N] > benchmarks/reports/embedded.md
+httpx clients go straight to one engine, through `kvproxy serve`, and by a transport that routes over two engines.
+
+    python -m benchmarks.embedded [--requests N] [--rounds N] [--cycles N] > benchmarks/reports/embedded.md
 
 The three take turns in one process, round by round; stub engines and the proxy have processes of their own.
 """
@@ -14,12 +16,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kvproxy
 from benchmarks.markdown import table
@@ -84,7 +89,75 @@ async def measure(
     return found
 
 
-def as_markdown(found: Mapping[str, Mapping[str, Taken]], *, command: str) -> str:
+async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """Reads the body and answers."""
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+async def _calls_us(app: ASGIApp, path: str, body: bytes, *, calls: int) -> float:
+    """Microseconds of CPU for a call."""
+    message = {"type": "http.request", "body": body, "more_body": False}
+
+    async def receive() -> Any:
+        return message
+
+    async def send(_: Any) -> None:
+        return
+
+    began = time.process_time()
+    for _ in range(calls):
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": [(b"content-type", b"application/json")],
+            "query_string": b"",
+        }
+        await app(scope, receive, send)
+    return (time.process_time() - began) / calls * 1e6
+
+
+async def measure_middleware(*, rounds: int) -> dict[str, float]:
+    """Microseconds that the middleware adds, by kind of request: the median of the rounds."""
+    wrapped = kvproxy.KVCacheMiddleware(_answer, endpoints={"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"})
+    kinds = {
+        "a route that is not ours": ("/health", b"{}", 20_000),
+        "a chat of 1 KB": (PATH, body_of(1_024, stream=False, session=0), 2_000),
+    }
+    added: dict[str, list[float]] = {kind: [] for kind in kinds}
+    async with wrapped:
+        for _ in range(rounds + 1):
+            for kind, (path, body, calls) in kinds.items():
+                bare = await _calls_us(_answer, path, body, calls=calls)
+                added[kind].append(await _calls_us(wrapped, path, body, calls=calls) - bare)
+    return {kind: statistics.median(values[1:]) for kind, values in added.items()}
+
+
+async def measure_cycles(engines: Mapping[str, str], *, cycles: int) -> list[tuple[int, int, int]]:
+    """Open files, tasks and threads after the first start and end of a transport, and after all of them."""
+    seen = []
+    for number in range(cycles):
+        async with httpx.AsyncClient(transport=kvproxy.AsyncTransport(endpoints=engines)) as client:
+            answer = await client.post(f"http://engines{PATH}", content=body_of(500, stream=False, session=number))
+            assert answer.status_code == 200
+        if number in (0, cycles - 1):
+            await asyncio.sleep(0.2)
+            process = psutil.Process()
+            seen.append((process.num_fds(), len(asyncio.all_tasks()), process.num_threads()))
+    return seen
+
+
+def as_markdown(
+    found: Mapping[str, Mapping[str, Taken]],
+    added: Mapping[str, float],
+    cycles: Sequence[tuple[int, int, int]],
+    *,
+    count: int,
+    command: str,
+) -> str:
     """Medians over the rounds, and ratios within a round."""
     rows = []
     for case, taken in found.items():
@@ -113,6 +186,12 @@ def as_markdown(found: Mapping[str, Mapping[str, Taken]], *, command: str) -> st
             "",
             *table(heads, rows),
             "",
+            "The middleware adds, in CPU:",
+            *table(["request", "us"], [[kind, f"{us:.2f}"] for kind, us in added.items()]),
+            "",
+            f"Open files, tasks and threads after a transport's first start and end, and after {count}: "
+            f"{cycles[0]} and {cycles[-1]}.",
+            "",
         ]
     )
 
@@ -122,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cycles", type=int, default=1000)
     args = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -140,9 +220,10 @@ def main() -> None:
             raise SystemExit(problem)
         urls = {STRAIGHT: engines["a"], SERVED: f"http://127.0.0.1:{public}", INSIDE: "http://engines"}
         found = asyncio.run(measure(urls, engines, requests=args.requests, rounds=args.rounds))
-    sys.stdout.write(
-        as_markdown(found, command=f"python -m benchmarks.embedded --requests {args.requests} --rounds {args.rounds}")
-    )
+        cycles = asyncio.run(measure_cycles(engines, cycles=args.cycles))
+    added = asyncio.run(measure_middleware(rounds=args.rounds))
+    command = f"python -m benchmarks.embedded --requests {args.requests} --rounds {args.rounds} --cycles {args.cycles}"
+    sys.stdout.write(as_markdown(found, added, cycles, count=args.cycles, command=command))
 
 
 if __name__ == "__main__":
