@@ -22,6 +22,7 @@ from tests.support.loopback import serve
 
 #: Page, and a text of its program; the filter's is installed and run by tests/proxy/filters/test_documented_filter.
 PROGRAMS = {
+    "README.md": "http_client=http",
     "docs/quickstart.md": "from openai import OpenAI",
     "docs/kvcache.md": "from openai import OpenAI",
     "docs/extending.md": "# model_policy.py",
@@ -71,6 +72,17 @@ async def test_a_client_needs_nothing_but_the_url(tmp_path: Path) -> None:
                 return client.chat.completions.create(model=MODEL, messages=messages).choices[0].message.content  # type: ignore[attr-defined,no-any-return]
 
         assert await anyio.to_thread.run_sync(ask)
+
+
+async def test_the_readmes_client_routes_in_its_own_process(tmp_path: Path) -> None:
+    """It needs no proxy that runs."""
+    async with world(tmp_path) as place:
+        names: dict[str, Any] = {}
+        exec(compile(place.told(block("README.md", PROGRAMS["README.md"])), "readme", "exec"), names)
+        messages = [{"role": "user", "content": "Hello"}]
+        async with names["http"]:
+            answer = await names["client"].chat.completions.create(model=MODEL, messages=messages)
+        assert answer.choices[0].message.content
 
 
 @pytest.mark.parametrize("containing", WHOLE)
