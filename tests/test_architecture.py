@@ -60,14 +60,14 @@ def _files() -> Mapping[str, Path]:
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def _imports(path: Path) -> Iterator[str]:
     """Modules of kvproxy a file names, wherever in it: for annotations alone, and within functions, too."""
     files = _files()
-    for node in ast.walk(_tree(path)):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in files)
         elif isinstance(node, ast.ImportFrom):
@@ -184,7 +184,7 @@ def test_functions_stay_short() -> None:
     found = {
         f"{module}:{node.name}": node
         for module, path in _files().items()
-        for node in ast.walk(_tree(path))
+        for node in _nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     lines = [(node.end_lineno or node.lineno) - node.lineno + 1 for node in found.values()]
@@ -210,7 +210,7 @@ def test_a_line_has_one_statement() -> None:
     packed = [
         f"{module}:{node.lineno}"
         for module, path in _files().items()
-        for node in ast.walk(_tree(path))
+        for node in _nodes(path)
         if isinstance(node, ast.Assign) and _is_packed(node)
     ]
     assert not packed
