@@ -67,6 +67,8 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
 
     #: Its keys of the top level that are read at the start only: a reload names those that changed.
     read_at_start: ClassVar[Sequence[str]] = ()
+    #: Name of its panel of the live page: NAME.html beside its module, and NAME.js, which exports `show(live)`.
+    panel: ClassVar[str] = ""
 
     def recognizes(self, raw: Mapping[str, Any]) -> bool:
         """Return whether a file is in its dialect; then `decode` reads it. Files that are in none are native."""

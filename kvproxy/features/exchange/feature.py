@@ -25,6 +25,7 @@ class Exchange(Feature):
     """Has several processes decide as one."""
 
     name = "exchange"
+    panel = "peers"
     settings = {Config: (SyncPlace,)}
     read_at_start = ("sync",)
 

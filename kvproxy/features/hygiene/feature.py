@@ -25,6 +25,7 @@ class Hygiene(Feature):
     """Finds what keeps the prompts of returning sessions from being reused."""
 
     name = "hygiene"
+    panel = "breaks"
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
         """Return its group."""

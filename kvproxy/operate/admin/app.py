@@ -24,7 +24,7 @@ from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import is_loopback
 from kvproxy.operate.admin.clusters import EndpointRoutes, RoutingRoutes
 from kvproxy.operate.admin.history import History
-from kvproxy.operate.admin.live import FILES, LiveView, PageFiles
+from kvproxy.operate.admin.live import LiveView, PageFiles, list_page_paths
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.pick import PickRoutes
 from kvproxy.operate.admin.process import AdviceRoutes, HealthRoutes, SettingsRoutes
@@ -34,7 +34,6 @@ from kvproxy.operate.feature import Feature
 
 #: Load balancers check health without a token; the page itself holds nothing but its own text.
 _HEALTH_PATHS = frozenset({"/healthz", "/readyz"})
-_OPEN_PATHS = _HEALTH_PATHS | FILES.keys()
 _CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*))(?::\d+)?")
 #: The page needs its own files and its own API, and nothing else.
@@ -63,6 +62,7 @@ class AccessControl:
     def __init__(self, app: ASGIApp, *, token: Callable[[], SecretStr | None]) -> None:
         self.app = app
         self._token = token
+        self._open_paths = _HEALTH_PATHS | list_page_paths()
         self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +92,7 @@ class AccessControl:
         token = self._token()
         if len([name for name, _ in scope["headers"] if name == b"authorization"]) > 1:
             headers[b"authorization"] = b""  # which of them counts would be a guess
-        if scope["path"] not in _OPEN_PATHS:
+        if scope["path"] not in self._open_paths:
             if token is None and not _local(headers.get(b"host", b"")):
                 fix = "use 127.0.0.1 or localhost, or set admin.token"
                 return 403, Problem("header host", "not an address of this listener", fix)

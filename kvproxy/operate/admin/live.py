@@ -35,11 +35,12 @@ from kvproxy.proxy.listener_settings import ListenerSettings
 from kvproxy.proxy.request.exchange import FAILED
 from kvproxy.proxy.request.observer import Tally
 
-_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "breaks", "peers", "advice")
+_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "advice")
+_SCRIPT = "text/javascript; charset=utf-8"
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
+    **{f"/{name}.js": (f"{name}.js", _SCRIPT) for name in _SCRIPTS},
 }
 DECISIONS = 15
 HOT = 8
@@ -54,16 +55,44 @@ HOT_AGAIN_S = 5.0
 SPANS = ("5m", "1h")
 
 
+#: Where panels of features stand in the page, and the script that imports theirs.
+_MARK = b"  <!-- panels of features -->\n"
+_PANELS = "/panels.js"
+
+
+def _list_panels() -> Sequence[tuple[str, str]]:
+    """Return the name of each panel, with the package that has its files."""
+    return [(one.panel, type(one).__module__.rpartition(".")[0]) for one in installed(Feature) if one.panel]
+
+
+def list_page_paths() -> frozenset[str]:
+    """Return the paths of the page and of all that it loads."""
+    return frozenset({*FILES, _PANELS, *(f"/{name}.js" for name, _ in _list_panels())})
+
+
 class PageFiles:
     """`/` and what it loads."""
 
     def __init__(self) -> None:
         folder = files("kvproxy.operate.admin") / "static"
         self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+        self._add_panels()
 
     def list_routes(self) -> list[Route]:
         """Their paths."""
         return [Route(path, self._file, methods=["GET"]) for path in self._files]
+
+    def _add_panels(self) -> None:
+        """Put the panels of features into the page, and list their scripts in the order of the features."""
+        shown = []
+        for name, package in _list_panels():
+            shown.append((files(package) / f"{name}.html").read_bytes())
+            self._files[f"/{name}.js"] = ((files(package) / f"{name}.js").read_bytes(), _SCRIPT)
+        page, kind = self._files["/"]
+        self._files["/"] = (page.replace(_MARK, b"".join(shown)), kind)
+        names = [name for name, _ in _list_panels()]
+        imports = [f'import {{ show as {name} }} from "./{name}.js";\n' for name in names]
+        self._files[_PANELS] = (f"{''.join(imports)}\nexport const PANELS = [{', '.join(names)}];\n".encode(), _SCRIPT)
 
     async def _file(self, request: Request) -> Response:
         body, kind = self._files[request.url.path]

@@ -1,12 +1,11 @@
 // The live page: asks /live once a second and puts what it says into the document.
 
 import { connectAdvice, refreshAdvice } from "./advice.js";
-import { showBreaks } from "./breaks.js";
 import { showHistory } from "./charts.js";
 import { publicUrl, showDecisions } from "./decisions.js";
 import { connect, showEndpoints, showQueues } from "./endpoints.js";
+import { PANELS } from "./panels.js";
 import { TOKEN_KEY, ask, byId, count, element, known, percent, seconds, setText, short, shortNames, span, withCode, words } from "./parts.js";
-import { showPeers } from "./peers.js";
 import { fill, number, text } from "./table.js";
 
 const POLL_MS = 1000;
@@ -156,8 +155,7 @@ function show(live, spanName) {
   byId("hot").hidden = !hot.length;
   byId("hot-none").hidden = hot.length > 0;
   showWork(live);
-  showBreaks(live.cache);
-  showPeers(live.sync);
+  for (const showPanel of PANELS) showPanel(live);
   showDecisions(live);
 }
 

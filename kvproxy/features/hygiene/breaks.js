@@ -13,8 +13,8 @@ const COLUMNS = [
   number((one) => (known(one.seconds) && one.seconds > 0 ? seconds(one.seconds) : "–")),
 ];
 
-export function showBreaks(cache) {
-  const { returned, causes } = cache?.breaks || { returned: 0, causes: [] };
+export function show(live) {
+  const { returned, causes } = live.cache?.breaks || { returned: 0, causes: [] };
   byId("breaks-card").hidden = !causes.length;
   setText(byId("breaks-state"), `of ${count(returned)} turns of sessions that returned`);
   fill("breaks", causes.map((one) => ({ ...one, key: `${one.cause}/${one.client}/${one.tenant}`, title: one.what })), COLUMNS);

@@ -14,7 +14,7 @@ const COLUMNS = [
   number((one) => short(one.index_blocks)),
 ];
 
-export function showPeers(sync) {
+export function show({ sync }) {
   byId("peers-card").hidden = !sync;
   if (!sync) return;
   const away = Object.entries(sync.links).filter(([, connected]) => !connected).map(([name]) => `, ${name} away`);
