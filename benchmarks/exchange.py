@@ -37,7 +37,7 @@ from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.service import SyncService
-from kvproxy.features.exchange.world import World
+from kvproxy.features.exchange.world import SharedState
 from kvproxy.lab.replay.replicas import RoutersCluster
 from kvproxy.lab.replay.router import SimEndpoint
 from kvproxy.operate.commands.garbage import GarbageCollections
@@ -119,7 +119,7 @@ async def send(kind: str, where: str, rate: int, seconds: float) -> dict[str, An
     decider, service = Decider(), None
     if kind != "nobody":
         service = service_of(kind, 0, where)
-        service.share(World({"c": decider.cluster}), None, {})
+        service.share(SharedState({"c": decider.cluster}), None, {})
         await service.__aenter__()
         while not service.peers.living:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.05)
@@ -148,7 +148,7 @@ async def send(kind: str, where: str, rate: int, seconds: float) -> dict[str, An
 
 async def listen(kind: str, where: str, wire: Connection) -> dict[str, Any]:
     decider, service = Decider(), service_of(kind, 1, where)
-    service.share(World({"c": decider.cluster}), None, {})
+    service.share(SharedState({"c": decider.cluster}), None, {})
     async with service:
         while not service.peers.living:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.05)

@@ -24,7 +24,7 @@ from benchmarks.by_trace import Rows, measure_traces
 from benchmarks.markdown import table
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.features.leases.conversations import Waiting
+from kvproxy.features.leases.conversations import IdleConversation
 from kvproxy.features.leases.leases import Lease, LeaseBook, choose_duration
 from kvproxy.features.leases.settings import LeaseSettings
 from kvproxy.lab.replay.compare import PolicySpec
@@ -190,7 +190,7 @@ class LeasedTime(VirtualTime):
 
     def _hold(self, request: LiveRequest, endpoint: SimEndpoint, now: float) -> None:
         session, blocks = request.session, request.turn.blocks
-        waiting = Waiting(session, now, endpoint.id, "")
+        waiting = IdleConversation(session, now, endpoint.id, "")
         self.book.waiting.add(waiting)
         duration_s = choose_duration(waiting, self._settings)
         tokens = array("I", bytes(4 * request.turn.prompt_tokens))

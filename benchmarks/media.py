@@ -31,7 +31,7 @@ from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.lab.simulator.timing import EngineTiming
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.operate.config.load import load_config
-from kvproxy.proxy.forward.body_guard import BodyGuard, is_guarded
+from kvproxy.proxy.forward.body_guard import BodySanitizer, is_guarded
 from kvproxy.proxy.listener.server import Server
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.parse import scan_body
@@ -148,7 +148,7 @@ async def costs() -> list[list[object]]:
         exchange.inference = request
         assert request is not None
         LocalIndexes(IndexState()).prompts.hash_prompt(request, "sim")
-        assert BodyGuard().passes(body, exchange)
+        assert BodySanitizer().passes(body, exchange)
 
     once = await least_ms(hash_as_engines)
     rows: list[list[object]] = []

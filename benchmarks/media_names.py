@@ -1,9 +1,8 @@
 """What the search for a client's own names of media costs an untrusted request that has none.
 
 `python -m benchmarks.media_names [--before CHECKOUT] [--rounds N] [--out FOLDER]`. Each side is a process of its own
-with this interpreter; batches alternate, and of each side the least time of all counts. Timed is `BodyGuard.passes` of
-a parsed chat, less `read_names`, which the guard needs in any case. Writes media_names.md.
-"""
+with this interpreter; batches alternate, and of each side the least time of all counts. Timed is `BodySanitizer.passes`
+of a parsed chat, less `read_names`, which the guard needs in any case. Writes media_names.md."""
 
 from __future__ import annotations
 
@@ -86,11 +85,11 @@ def _body(name: str, size: str) -> bytes:
 
 def _search_us(name: str, size: str) -> float:
     from kvproxy.base.types import RequestKind
-    from kvproxy.proxy.forward.body_guard import BodyGuard, read_names
+    from kvproxy.proxy.forward.body_guard import BodySanitizer, read_names
     from kvproxy.proxy.request.exchange import Exchange
     from kvproxy.proxy.request.parse import parse_body
 
-    guard = BodyGuard()
+    guard = BodySanitizer()
     body = _body(name, size)
     exchange = Exchange(received_at=0.0, body=body, inference=parse_body(RequestKind.CHAT, body))
     assert guard.passes(body, exchange)

@@ -22,7 +22,7 @@ from kvproxy.features.shield.filter import ShieldFilter
 from kvproxy.features.shield.rules import open_rules
 from kvproxy.features.shield.versions import EngineVersions
 from kvproxy.proxy.filters.chain import Services
-from kvproxy.proxy.forward.body_guard import BodyGuard
+from kvproxy.proxy.forward.body_guard import BodySanitizer
 from kvproxy.proxy.request.body import BodyReader, HeldBodies
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange
@@ -84,7 +84,7 @@ a body in any case; with the shield it finds them read. A fleet of 0.18.0 has fa
 
 def main() -> None:
     """Print the report."""
-    guard, old, new = BodyGuard(), shield_of("vLLM 0.18.0"), shield_of("vLLM 0.32.0")
+    guard, old, new = BodySanitizer(), shield_of("vLLM 0.18.0"), shield_of("vLLM 0.32.0")
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
     print(_HEAD % (f"{datetime.now(UTC):%Y-%m-%d}", ROUNDS, CALLS))
     for name, body in bodies().items():

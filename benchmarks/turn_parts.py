@@ -48,7 +48,7 @@ from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.forward import relay
-from kvproxy.proxy.forward.body_guard import BodyGuard
+from kvproxy.proxy.forward.body_guard import BodySanitizer
 from kvproxy.proxy.forward.headers import RequestHeaders
 from kvproxy.proxy.forward.metrics import RouteMetrics
 from kvproxy.proxy.listener.parser import ListenerLimits
@@ -180,7 +180,7 @@ PARTS = (
     Part("request id", chain=_without("request_id")),
     Part("fields for the engine", "forwarded, via, trace parent, no hop-by-hop",
          stubs=[(RequestHeaders, "build_head", _constant(RequestHeaders, "build_head"))]),
-    Part("body guard", "fields that are no client's business", stubs=[(BodyGuard, "passes", lambda *_: True)]),
+    Part("body guard", "fields that are no client's business", stubs=[(BodySanitizer, "passes", lambda *_: True)]),
     Part("body read and parsed", "and without it no facts, as above",
          chain=_without("inference_request", "kvcache")),
 )  # fmt: skip

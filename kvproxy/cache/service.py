@@ -150,12 +150,12 @@ class KvCache:
         self.observers.close()
         await self._running.aclose()
 
-    def show(self) -> None:
+    def bind_gauges(self) -> None:
         """Bind the gauges to this service, in place of an earlier one."""
-        self.overlap.show(self._metrics)
-        self.feedback.show(self._metrics)
-        self.scraper.show(self._metrics)
-        self.actions.show(self._metrics)
+        self.overlap.bind_gauges(self._metrics)
+        self.feedback.bind_gauges(self._metrics)
+        self.scraper.bind_gauges(self._metrics)
+        self.actions.bind_gauges(self._metrics)
         hotness = self.actions.hotness
         self._metrics.group(IndexMetrics).index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
         self.observers.bind_gauges(self._metrics)

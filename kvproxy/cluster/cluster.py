@@ -200,13 +200,13 @@ class Cluster:
         self.apply_endpoints(settings.endpoints)
         self._arrange_queue()
 
-    def show(self) -> None:
+    def bind_gauges(self) -> None:
         """Bind the gauges to this cluster. Not before it serves: a configuration that names it may still be refused."""
         self._shown = True
         for endpoint in self._members.all_endpoints():
-            endpoint.show(self._metrics)
+            endpoint.bind_gauges(self._metrics)
         if self.queue is not None:
-            self.queue.show()
+            self.queue.bind_gauges()
 
     def close(self) -> None:
         """Refuse the requests that wait and remove the endpoints with their metric series."""
@@ -417,7 +417,7 @@ class Cluster:
         observers = (one.observe_endpoint(endpoint, config) for one in self.observers)
         endpoint.attach(observer for observer in observers if observer is not None)
         if self._shown:
-            endpoint.show(self._metrics)
+            endpoint.bind_gauges(self._metrics)
         endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
         endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
         return endpoint
@@ -456,7 +456,7 @@ class Cluster:
                 settings, speeds, cluster=name, candidates=self.candidates, awaits=awaits, metrics=metrics, clock=clock
             )
             if self._shown:
-                self.queue.show()
+                self.queue.bind_gauges()
 
     def _close_queue(self) -> None:
         if self.queue is not None:

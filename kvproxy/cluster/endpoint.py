@@ -139,7 +139,7 @@ class Endpoint:
         self.followers = tuple(one for one in self.observers if one.follows_requests)
         if self._shown and not self.metrics.closed:
             for observer in self.observers:
-                observer.show()
+                observer.bind_gauges()
 
     @property
     def draining(self) -> bool:
@@ -162,7 +162,7 @@ class Endpoint:
             self._asleep = asleep
             self._on_change()
 
-    def load_told(self, in_flight_before: int) -> None:
+    def receive_load(self, in_flight_before: int) -> None:
         """React to a change of the load that other proxies report here."""
         if self.max_in_flight and (in_flight_before < self.max_in_flight) is self.saturated:
             self._on_change()
@@ -220,7 +220,7 @@ class Endpoint:
             **{key: value for observer in self.observers for key, value in observer.describe(now).items()},
         }
 
-    def show(self, metrics: Metrics) -> None:
+    def bind_gauges(self, metrics: Metrics) -> None:
         """Bind the gauges to this endpoint. Idempotent; does nothing once it is gone."""
         if self._shown or self.metrics.closed:
             return
@@ -238,4 +238,4 @@ class Endpoint:
         is_open = metrics.group(BoundMetrics).breaker_state
         self.metrics.bind_gauge(is_open, lambda: breaker.state is not BreakerState.CLOSED, name)
         for observer in self.observers:
-            observer.show()
+            observer.bind_gauges()

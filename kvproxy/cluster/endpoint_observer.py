@@ -31,7 +31,7 @@ class EndpointObserver:
     def process_replaced(self) -> None:
         """Forget findings: the engine is another process, maybe with other flags."""
 
-    def show(self) -> None:
+    def bind_gauges(self) -> None:
         """Bind its gauges by `endpoint.metrics`. Called again after each change of the settings."""
 
     def describe(self, now: float) -> Mapping[str, object]:

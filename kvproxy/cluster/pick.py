@@ -35,7 +35,7 @@ class AttemptOutcome(StrEnum):
 _UNSERVED = frozenset({AttemptOutcome.BUSY, AttemptOutcome.FAILURE, AttemptOutcome.UNPROVEN})
 
 
-class Judge(Protocol):
+class HealthRecorder(Protocol):
     """Receiver of the attempts' outcomes."""
 
     def record_outcome(self, engine: Engine, outcome: AttemptOutcome, now: float) -> None: ...
@@ -52,7 +52,7 @@ class Picker(Protocol):
     """The cluster, as a pick sees it."""
 
     @property
-    def verdicts(self) -> Judge: ...
+    def verdicts(self) -> HealthRecorder: ...
     @property
     def queue(self) -> LoadListener | None: ...
     def on_release(self, endpoint: Endpoint, now: float) -> None: ...

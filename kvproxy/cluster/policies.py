@@ -94,7 +94,7 @@ class PolicySet:
         #: Whether one of them, silent ones included, asks loads for live blocks.
         self.counts_live_blocks = False
         #: Whether one of them, silent ones included, wants to hear what engines reused.
-        self.hears_reuse = False
+        self.observes_reuse = False
         #: The same speeds, or what a silent one has learned.
         self.speeds: SpeedModel | None = None
         self._list_policies()
@@ -182,7 +182,7 @@ class PolicySet:
             if policy.speeds is not None:
                 policy.speeds.onboarding.weights = self._settings.tier_weights
         self.counts_live_blocks = any(policy.counts_live_blocks for policy in every)
-        self.hears_reuse = any(type(policy).observe_reuse is not Policy.observe_reuse for policy in every)
+        self.observes_reuse = any(type(policy).observe_reuse is not Policy.observe_reuse for policy in every)
 
     def _counted(self, name: PolicyName, policy: Policy) -> NamedPolicy:
         return NamedPolicy(name.value, policy, cluster=self._cluster, metrics=self._metrics)

@@ -196,10 +196,10 @@ class RouterQueue:
         self._queue.reconfigure(_bounds(settings))
         self._speeds = speeds
         if self._shown:
-            self.show()
+            self.bind_gauges()
         self._load_decreased.set()
 
-    def show(self) -> None:
+    def bind_gauges(self) -> None:
         """Bind the gauges to this queue."""
         self._shown = True
         bounds = self._metrics.group(BoundMetrics)

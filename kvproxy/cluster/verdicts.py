@@ -44,7 +44,7 @@ class Verdicts:
         self._screening = screening
         self._clock = clock
         self._on_return = on_return
-        self.tell_probe: TellProbe | None = None
+        self.send_probe: TellProbe | None = None
         self._shared_failures: dict[str, float] = {}  # time of the last request that failed alike on several engines
         self._all_down = False
 
@@ -94,8 +94,8 @@ class Verdicts:
             endpoint.metrics.count_probe(outcome.value)
         if outcome.says_nothing:
             return
-        if self.tell_probe is not None:
-            self.tell_probe(engine.id, outcome)
+        if self.send_probe is not None:
+            self.send_probe(engine.id, outcome)
         if self._conclude(engine, well=outcome is ProbeOutcome.OK):
             if engine.health.is_healthy:
                 log.info("%s/%s is healthy again", self._cluster, engine.id)
@@ -127,7 +127,7 @@ class Verdicts:
             return False
         return any(one.condition(now) in DOWN for one in members)
 
-    def hear_probe(self, name: EndpointId, outcome: ProbeOutcome) -> None:
+    def receive_probe(self, name: EndpointId, outcome: ProbeOutcome) -> None:
         """Another process of this machine probed the engine of this name just now."""
         members = self._members.find_named(name) if self.settings.active else ()
         for one in members:

@@ -151,7 +151,7 @@ class KVCacheMiddleware:
         rng = random.Random() if rng is None else rng
         settings, members = _checked(endpoints, settings)
         self._cluster = Cluster(name, members, metrics=self.metrics, clock=clock, rng=rng)
-        self._cluster.show()
+        self._cluster.bind_gauges()
         self._paths = CoveredPaths(paths)
         self._held = HeldBodies(_size("limit_all_bytes", limit_all_bytes), metrics=self.metrics)
         self._limit_bytes = _size("limit_bytes", limit_bytes)
@@ -334,7 +334,7 @@ class KVCacheMiddleware:
             service = self._make_service(state=service.state)
         self._started = True
         await service.__aenter__()
-        service.show()
+        service.bind_gauges()
         self.service = life.service = service
         life.filters = self._filters(service)
         loop = asyncio.get_running_loop()

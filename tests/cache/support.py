@@ -214,7 +214,7 @@ async def running(
         sample_host=lambda: host,
     )
     async with kv:
-        kv.show()
+        kv.bind_gauges()
         yield Service(kv, cluster, metrics)
 
 

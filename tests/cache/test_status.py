@@ -36,7 +36,7 @@ def service_of(clock: FakeClock, *, metrics: Metrics | None = None, **settings: 
         "c", ClusterSettings(endpoints=endpoints), metrics=metrics, clock=clock, rng=random.Random(1), sources=()
     )
     kv = KvCache(KvCacheSettings(**settings), clusters={"c": cluster}, metrics=metrics, clock=clock)  # type: ignore[arg-type]
-    kv.show()
+    kv.bind_gauges()
     return kv
 
 

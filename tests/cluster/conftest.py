@@ -94,7 +94,7 @@ def make_cluster(clock: FakeClock) -> MakeCluster:
             rng=random.Random(1),
             **(with_ or {}),
         )
-        cluster.show()
+        cluster.bind_gauges()
         return Bench(cluster, clock, metrics)
 
     return make

@@ -80,7 +80,7 @@ def follow(clock: FakeClock) -> Follow:
         )
         metrics, pauses = Metrics(), Pauses()
         cluster = Cluster("c", settings, metrics=metrics, clock=clock, rng=random.Random(1), sleep=pauses)
-        cluster.show()
+        cluster.bind_gauges()
         async with cluster:
             followed = Followed(cluster, clock, metrics)
             followed.pauses = pauses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.cluster.routing.elsewhere import Elsewhere, LoadRow
+from kvproxy.cluster.routing.elsewhere import LoadRow, RemoteLoad
 from kvproxy.cluster.routing.work import NO_WORK
 from kvproxy.cluster.settings import HealthCheckSettings
 from tests.cluster.conftest import Bench, MakeCluster
@@ -13,11 +13,11 @@ from tests.cluster.conftest import Bench, MakeCluster
 def tell(bench: Bench, name: str, in_flight: int) -> None:
     """Another proxy says how many of its requests are there."""
     endpoint = bench.endpoint(name)
-    if endpoint.load.elsewhere is None:
-        endpoint.load.elsewhere = Elsewhere(endpoint.load)
+    if endpoint.load.remote_load is None:
+        endpoint.load.remote_load = RemoteLoad(endpoint.load)
     before = endpoint.load.in_flight
-    endpoint.load.elsewhere.tell("other", LoadRow(in_flight, 0, NO_WORK, 0.0, 0.0, NO_WORK), bench.clock())
-    endpoint.load_told(before)
+    endpoint.load.remote_load.tell("other", LoadRow(in_flight, 0, NO_WORK, 0.0, 0.0, NO_WORK), bench.clock())
+    endpoint.receive_load(before)
 
 
 def test_an_endpoint_that_others_filled_is_full(make_cluster: MakeCluster) -> None:

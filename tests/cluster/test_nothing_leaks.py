@@ -60,7 +60,7 @@ class ClusterMachine(RuleBasedStateMachine):
             clock=self.clock,
             rng=random.Random(1),
         )
-        self.cluster.show()
+        self.cluster.bind_gauges()
 
     @rule(ids=st.lists(st.sampled_from(IDS), unique=True), port=st.sampled_from([1, 2]), weight=st.sampled_from([1, 3]))
     def apply(self, ids: list[str], port: int, weight: int) -> None:

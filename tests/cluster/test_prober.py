@@ -109,8 +109,8 @@ async def test_what_another_process_probed_is_left_out_of_one_turn(make_cluster:
     async with prober_of(well, results, pauses) as prober:
         prober.probe_engines(cluster.engines)
         await turns()
-        cluster.verdicts.hear_probe(EndpointId("a"), ProbeOutcome.OK)
-        cluster.verdicts.hear_probe(EndpointId("gone"), ProbeOutcome.OK)
+        cluster.verdicts.receive_probe(EndpointId("a"), ProbeOutcome.OK)
+        cluster.verdicts.receive_probe(EndpointId("gone"), ProbeOutcome.OK)
         for expected in (["b"], ["b", "a", "b"]):
             pauses.go_on()
             await turns()
@@ -122,14 +122,14 @@ async def test_probes_of_another_process_count_as_ones_own(make_cluster: MakeClu
     logged where they were made."""
     bench = make_cluster("a", health=HealthCheckSettings(unhealthy_threshold=2, healthy_threshold=2))
     verdicts, told = bench.cluster.verdicts, list[tuple[str, ProbeOutcome]]()
-    verdicts.tell_probe = lambda engine, outcome: told.append((engine, outcome))
+    verdicts.send_probe = lambda engine, outcome: told.append((engine, outcome))
     health, (engine,) = bench.endpoint("a").health, bench.cluster.engines
     verdicts.record_probe(engine, ProbeOutcome.OK)
     verdicts.record_probe(engine, ProbeOutcome.NOT_SENT)
     verdicts.record_probe(engine, ProbeOutcome.FAILED)
-    verdicts.hear_probe(EndpointId("a"), ProbeOutcome.TIMEOUT)
+    verdicts.receive_probe(EndpointId("a"), ProbeOutcome.TIMEOUT)
     assert not health.is_healthy
-    verdicts.hear_probe(EndpointId("a"), ProbeOutcome.OK)
+    verdicts.receive_probe(EndpointId("a"), ProbeOutcome.OK)
     verdicts.record_probe(engine, ProbeOutcome.OK)
     assert health.is_healthy
     assert told == [("a", ProbeOutcome.OK), ("a", ProbeOutcome.FAILED), ("a", ProbeOutcome.OK)]
@@ -219,7 +219,7 @@ async def test_a_probe_during_which_this_process_stood_still_says_nothing(make_c
     results, pauses, told = Results(), Pauses(), list[ProbeOutcome]()
     bench = make_cluster("a", health=SETTINGS)
     engine, verdicts = bench.cluster.engines[0], bench.cluster.verdicts
-    verdicts.tell_probe = lambda name, outcome: told.append(outcome)
+    verdicts.send_probe = lambda name, outcome: told.append(outcome)
     async with prober_of(answer_soon, results, pauses) as prober:
         prober.probe_engines([engine])
         await turns()

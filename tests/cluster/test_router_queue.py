@@ -46,7 +46,7 @@ def settings_of(policy: PolicyName = PolicyName.KV_AWARE, **queue: Any) -> Clust
 def cluster_of(clock: FakeClock, *, metrics: Metrics | None = None, **queue: Any) -> Cluster:
     settings = settings_of(**queue)
     cluster = Cluster("c", settings, metrics=metrics or Metrics(), clock=clock, rng=random.Random(1))
-    cluster.show()
+    cluster.bind_gauges()
     return cluster
 
 

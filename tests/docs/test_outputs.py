@@ -27,7 +27,7 @@ from kvproxy.features.hygiene.traffic import Row, traffic_report
 from kvproxy.lab.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, why_not_given
 from kvproxy.lab.advise.adviser import PoolAdvice
 from kvproxy.lab.advise.engines import EngineSettingsSeen
-from kvproxy.lab.advise.known import Known, advise_from_facts, spell_advice
+from kvproxy.lab.advise.known import KnownFacts, advise_from_facts, spell_advice
 from kvproxy.lab.advise.report import print_text
 from kvproxy.lab.advise.today import Today
 from kvproxy.lab.advise.traffic import RecordedRequest, Traffic
@@ -116,7 +116,7 @@ async def _advised() -> str:
     pool = PoolAdvice(
         traffic.name, engines, traffic, today, Fit(1.83, 1.76, 0.7, None, 925, 340.0),
         advice=[
-            *advise_from_facts(Known(engines, traffic, kvcache=KvCacheSettings(kv_events=True))),
+            *advise_from_facts(KnownFacts(engines, traffic, kvcache=KvCacheSettings(kv_events=True))),
             Advice(Setting.SEQUENCES, "256 sequences at a time instead of 4",
                    spell_advice(Setting.SEQUENCES, engines, 256), gain=gain),
         ],

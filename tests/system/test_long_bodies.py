@@ -12,7 +12,7 @@ import pytest
 from kvproxy.cache.overlap.prompt_hashes import PromptHashes
 from kvproxy.proxy.filters import inference_request
 from kvproxy.proxy.forward import body_guard
-from kvproxy.proxy.forward.body_guard import BodyGuard
+from kvproxy.proxy.forward.body_guard import BodySanitizer
 from kvproxy.proxy.request.body import LONG_BYTES
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
@@ -53,7 +53,7 @@ async def test_the_looks_at_a_long_body_are_in_turns_of_their_own(monkeypatch: p
 
         monkeypatch.setattr(inference_request, "decode_body", noting("parse", inference_request.decode_body))
         monkeypatch.setattr(PromptHashes, "hash_prompt", noting("hash", PromptHashes.hash_prompt))
-        monkeypatch.setattr(BodyGuard, "passes", noting("guard", BodyGuard.passes))
+        monkeypatch.setattr(BodySanitizer, "passes", noting("guard", BodySanitizer.passes))
         async with running_proxy({"a": url}, policy="kv_aware") as proxy:
             for length, turns in ((1000, 1), (LONG_BYTES, 3)):
                 seen.clear()

@@ -43,7 +43,7 @@ RETRIED_AT_ONCE = (InstanceBusy, TooManyWaiting)
 OnOver = Callable[[str, int | None, float], None]
 
 
-class Claims(Protocol):
+class ActionLocks(Protocol):
     """Where several proxies act on the same engines: which of them does what."""
 
     async def claim(self, what: str, ttl_s: float) -> bool:
@@ -78,7 +78,7 @@ class ActionExecutor:
         self._results = metrics.group(HoldingMetrics).actions
         self._clock = clock
         self._rng = rng
-        self.claims: Claims | None = None  # None: no other proxy acts
+        self.claims: ActionLocks | None = None  # None: no other proxy acts
         self._without_effect: Counter[tuple[str, str]] = Counter()  # in a row, by kind and instance
 
     def is_disabled(self, action: Action) -> bool:
@@ -135,7 +135,7 @@ class ActionExecutor:
             self._judge(action, had_effect=result == "done")
         return result, amount
 
-    async def _claim(self, claims: Claims, action: Action) -> bool:
+    async def _claim(self, claims: ActionLocks, action: Action) -> bool:
         prefix = "*" if action.prefix is None else action.prefix.name
         return await claims.claim(f"{action.kind} {action.instance_id} {prefix}", self._settings.background.job_timeout)
 

@@ -57,7 +57,7 @@ class JobQueue:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def show(self, metrics: Metrics) -> None:
+    def bind_gauges(self, metrics: Metrics) -> None:
         """Bind the gauges to this queue."""
         metrics.group(BoundMetrics).show_queue(QUEUE, lambda: self._waiting, limit=self._settings.max_queue)
 

@@ -110,9 +110,9 @@ class StrategyRunner:
             run = partial(self._tokenize, facts, used, endpoint)
             self.jobs.submit(Job(key, run, about="tokenize", held_bytes=len(facts.body)))
 
-    def show(self, metrics: Metrics) -> None:
+    def bind_gauges(self, metrics: Metrics) -> None:
         """Bind the gauges to this runner."""
-        self.jobs.show(metrics)
+        self.jobs.bind_gauges(metrics)
         metrics.group(BoundMetrics).show_queue("priorities", lambda: len(self.priorities), limit=MAX_PRIORITIES)
 
     def set_priority(self, key: int, priority: Priority) -> bool:

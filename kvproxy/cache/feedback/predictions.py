@@ -48,7 +48,7 @@ class PredictionFeedback:
         self.hit_ratios = state.hit_ratios
         self._losses = state.losses
 
-    def show(self, metrics: Metrics) -> None:
+    def bind_gauges(self, metrics: Metrics) -> None:
         """Bind the gauges to this feedback."""
         metrics.group(KvCacheMetrics).prediction_alarm.set_source(self.predictions.alarm_series)
         metrics.group(HoldingMetrics).endpoint_hit_ratio.set_source(self.hit_ratios.hit_series)

@@ -42,19 +42,19 @@ class Trust:
         """Return True if an unbacked claim about the endpoint was ever tested."""
         return endpoint in self._records
 
-    def believed_share(self, endpoint: EndpointId) -> float:
+    def trusted_share(self, endpoint: EndpointId) -> float:
         """Of an unbacked claim that is trusted, 0 to 1."""
         record = self._records.get(endpoint)
         if record is None:
             return 1.0
         return (record.right + self._prior_claims) / (record.claims + self._prior_claims)
 
-    def believed_tokens(self, endpoint: EndpointId, tokens: int, backed_tokens: int) -> int:
+    def trusted_tokens(self, endpoint: EndpointId, tokens: int, backed_tokens: int) -> int:
         """Return the trusted part of a claim of `tokens`, of which `backed_tokens` (or more) are backed."""
         unbacked = tokens - backed_tokens
         if unbacked <= 0 or endpoint not in self._records:
             return tokens
-        return backed_tokens + int(self.believed_share(endpoint) * unbacked)
+        return backed_tokens + int(self.trusted_share(endpoint) * unbacked)
 
     def observe_claim(self, endpoint: EndpointId, tokens: int, backed_tokens: int, cached_tokens: int) -> None:
         """Learn from a response with `cached_tokens`, where the endpoint's claim had been `tokens`, `backed_tokens` of

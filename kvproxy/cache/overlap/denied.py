@@ -78,7 +78,7 @@ class DeniedPlacements:
             self._places.setdefault(block, set()).add(place)
 
 
-def believed_tokens(endpoint: EndpointId, held: LowerTokens, denials: Denials) -> int:
+def trusted_tokens(endpoint: EndpointId, held: LowerTokens, denials: Denials) -> int:
     """Return the trusted part of a prompt's announced tokens by tier: those nearer than the disk or before the denied
     ones."""
     tokens = count_lower(held)

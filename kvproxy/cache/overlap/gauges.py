@@ -92,7 +92,7 @@ class TierCounts:
             if tier in counted or tier in said
         ]
 
-    def show(self, metrics: Metrics) -> None:
+    def bind_gauges(self, metrics: Metrics) -> None:
         """Bind the gauges to these counts."""
         metrics.group(TierMetrics).blocks.set_source(lambda: self._series(0))
         metrics.group(TierMetrics).tokens.set_source(lambda: self._series(1))

@@ -15,7 +15,7 @@ from kvproxy.cache.indexes.heat import Run
 from kvproxy.cache.indexes.precise import PreciseMatch, precise_root
 from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.media.mixed import MixedPrompt
-from kvproxy.cache.overlap.denied import EVERY_ENDPOINT, Denials, DeniedPlacements, believed_tokens
+from kvproxy.cache.overlap.denied import EVERY_ENDPOINT, Denials, DeniedPlacements, trusted_tokens
 from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.merge import BEYOND, NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.cache.overlap.prompt_hashes import REMEMBERED_SEEDS, PromptHashes
@@ -112,7 +112,7 @@ class LocalIndexes:
             stored = self.precise.match_store(blocks)
             if self.denied and (denials := self.denied.find_denials(cursor.hashes)):
                 announced = {one: _undenied(one, match, denials) for one, match in announced.items()}
-                stored = believed_tokens(EVERY_ENDPOINT, ((Tier.SHARED, stored),), denials)
+                stored = trusted_tokens(EVERY_ENDPOINT, ((Tier.SHARED, stored),), denials)
             if stored:
                 looked_up = [*looked_up, *self._in_store(stored)]
             if self.missed.doubted:
@@ -308,5 +308,5 @@ def _undenied(endpoint: EndpointId, match: PreciseMatch, denials: Denials) -> Pr
     if not match.lower:
         return match
     held = ((Tier.DEVICE, match.device_tokens), *match.lower)
-    beyond = believed_tokens(endpoint, held, denials) - match.device_tokens
+    beyond = trusted_tokens(endpoint, held, denials) - match.device_tokens
     return PreciseMatch(match.device_tokens, cut_lower(match.lower, beyond), match.dp_rank)

@@ -16,7 +16,7 @@ from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.metrics import KvCacheMetrics
-from kvproxy.cache.overlap.denied import DeniedPlacements, believed_tokens
+from kvproxy.cache.overlap.denied import DeniedPlacements, trusted_tokens
 from kvproxy.cache.overlap.merge import HolderOverlap
 from kvproxy.cache.providers import (
     EVERY_INSTANCE,
@@ -129,7 +129,7 @@ class LookupClient:
                     lower = tuple([each for each in lower if each[0] is not Tier.SHARED])
                     tokens = count_lower(lower)
                 if denials and lower:
-                    tokens = min(tokens, believed_tokens(endpoint.id, lower, denials))
+                    tokens = min(tokens, trusted_tokens(endpoint.id, lower, denials))
                 found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source, lower))
         return found
 

@@ -70,7 +70,7 @@ class LookupTask:
         self._tasks: dict[_Question, asyncio.Task[_Answer]] = {}
         self._held_bytes = 0
 
-    def show(self, metrics: Metrics) -> None:
+    def bind_gauges(self, metrics: Metrics) -> None:
         """Bind the gauges to these tasks."""
         metrics.group(BoundMetrics).show_queue(QUEUE, lambda: len(self._tasks), limit=MAX_LOOKUPS)
 

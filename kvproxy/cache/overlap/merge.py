@@ -95,7 +95,7 @@ def _with_events(
         claimed = believed = device + count_lower(lower) if lower else device
         backed = routed.get(endpoint, 0)
         if claimed > backed:
-            believed = trust.believed_tokens(endpoint, claimed, backed)
+            believed = trust.trusted_tokens(endpoint, claimed, backed)
             device = min(device, believed)
         promised = in_flight.get(endpoint, 0) if endpoint in exact else backed
         if promised > believed:
@@ -130,7 +130,7 @@ def _add_holders(
         backed = 0 if known is None else known.tokens
         if tokens > backed:
             device = 0 if known is None else known.device_tokens
-            believed = trust.believed_tokens(holder.endpoint, tokens, backed)
+            believed = trust.trusted_tokens(holder.endpoint, tokens, backed)
             lower = cut_lower(skip_lower(holder.lower or ((Tier.HOST, tokens),), device), believed - device)
             found[holder.endpoint] = Overlap(device, lower, holder.source, 0.0, tokens, backed)
 

@@ -217,7 +217,7 @@ class OverlapSources:
         sources = {FactSource.PRECISE: indexes.trust}
         if provider is not None:
             sources[provider.source] = indexes.lookup_trust
-        return {source.value: one.believed_share(endpoint) for source, one in sources.items() if endpoint in one}
+        return {source.value: one.trusted_share(endpoint) for source, one in sources.items() if endpoint in one}
 
     def _assess(self, facts: RequestFacts) -> None:
         """Facts from everything known by now."""
@@ -268,12 +268,12 @@ class OverlapSources:
         task = asyncio.create_task(connection.run(), name="kvcache connect")
         starting.push_async_callback(cancel_tasks, [task])
 
-    def show(self, metrics: Metrics) -> None:
+    def bind_gauges(self, metrics: Metrics) -> None:
         """Bind the gauges to these sources."""
-        self.tokens.show(metrics)
-        self._lookup_task.show(metrics)
+        self.tokens.bind_gauges(metrics)
+        self._lookup_task.bind_gauges(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)
-        self.tier_counts.show(metrics)
+        self.tier_counts.bind_gauges(metrics)
 
 
 def _store_readers(cluster: Cluster) -> list[EndpointId]:

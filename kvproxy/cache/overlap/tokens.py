@@ -78,7 +78,7 @@ class TokenSource:
         self._outcomes = metrics.group(KvCacheMetrics).tokenizes
         self._seconds = metrics.group(KvCacheMetrics).tokenize_seconds
 
-    def show(self, metrics: Metrics) -> None:
+    def bind_gauges(self, metrics: Metrics) -> None:
         """Bind the gauges to this source."""
         memory = self.memory
         results = ("exact", "prefix", "missed")

@@ -31,22 +31,22 @@ MAX_SHOWN = 256
 MAX_TOLD = 8
 
 
-class Ahead(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class QueuedWork(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Work that waits for its prefill, since so long."""
 
     age_s: Finite
     work: Features
 
 
-def told_head(pending: Iterable[tuple[float, Features]], now: float) -> tuple[Ahead, ...]:
+def list_head(pending: Iterable[tuple[float, Features]], now: float) -> tuple[QueuedWork, ...]:
     """Of pending work with the oldest first, what the engine would at once be at work on if there were no other."""
-    told: list[Ahead] = []
+    told: list[QueuedWork] = []
     requests = tokens = 0.0
     for at, work in pending:
         if len(told) < MAX_TOLD:
-            told.append(Ahead(now - at, work))
+            told.append(QueuedWork(now - at, work))
         else:
-            told[-1] = Ahead(told[-1].age_s, sum_of(told[-1].work, work))
+            told[-1] = QueuedWork(told[-1].age_s, sum_of(told[-1].work, work))
         requests = requests + work[0]
         tokens = tokens + work[1]
         if tokens >= HEAD_TOKENS or requests >= HEAD_REQUESTS:
@@ -67,10 +67,10 @@ class LoadRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     routed: int = 0  # sum of the requests routed there
     bound: int = 0  # of these, those that would have cost much more elsewhere
     #: Head of this router's line, a part of the pending work, the oldest first.
-    head: Annotated[tuple[Ahead, ...], msgspec.Meta(max_length=MAX_TOLD)] = ()
+    head: Annotated[tuple[QueuedWork, ...], msgspec.Meta(max_length=MAX_TOLD)] = ()
 
 
-class Others(msgspec.Struct, frozen=True):
+class ReplicaSpread(msgspec.Struct, frozen=True):
     """Other routers of the same endpoints; each learns of the others' placements after `delay_s`. `rank`: position of
     this router among them, counted alike by all."""
 
@@ -78,7 +78,7 @@ class Others(msgspec.Struct, frozen=True):
     routers: int
     rank: int
 
-    def choose_apart(self, best: int, costs: Sequence[float], work_s: float) -> int:
+    def choose_spread(self, best: int, costs: Sequence[float], work_s: float) -> int:
         """Return the endpoint to take where `best` costs least and `work_s` seconds of prefill arrive at all routers a
         second.
 
@@ -120,7 +120,7 @@ class _Told(msgspec.Struct, frozen=True, gc=False):
     line: list[tuple[float, Features]]  # time of placement, work
 
 
-class Elsewhere:
+class RemoteLoad:
     """Others' load on one endpoint, added to the totals of its ledger."""
 
     __slots__ = (

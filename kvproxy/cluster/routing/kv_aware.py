@@ -143,7 +143,7 @@ class KvAware(Policy):
         index = least(costs, self._rng)
         if self.others is not None:
             work_s = self.utilisation.estimate_rates(now)[0] * len(owns)
-            index = self.others.choose_apart(index, costs, work_s)
+            index = self.others.choose_spread(index, costs, work_s)
         here = 0
         elsewhere = 0
         if held:

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from kvproxy.base.types import LowerTokens
-from kvproxy.cluster.routing.elsewhere import Elsewhere, LoadRow, told_head
+from kvproxy.cluster.routing.elsewhere import LoadRow, RemoteLoad, list_head
 from kvproxy.cluster.routing.engine_state import EngineState
 from kvproxy.cluster.routing.live_blocks import LiveBlocks
 from kvproxy.cluster.routing.samples import GROUP_GAP_S, OnSample, OpenSample
@@ -87,12 +87,12 @@ class EndpointLoad:
         "_shown_at",
         "_work",
         "_work_s",
-        "elsewhere",
         "engine",
         "hidden_requests",
         "in_flight",
         "on_sample",
         "pending_tokens",
+        "remote_load",
         "resident_tokens",
         "watch",
     )
@@ -120,23 +120,23 @@ class EndpointLoad:
         self._prefilled = NO_WORK  # sum of the work whose first token came, while there is a watch
         self.watch: LoadWatch | None = None
         #: Others' load on the same endpoint, included in this one's figures; None: there are no others.
-        self.elsewhere: Elsewhere | None = None
+        self.remote_load: RemoteLoad | None = None
 
     @property
     def own_in_flight(self) -> int:
         """Requests in flight that were counted in here."""
-        return self.in_flight if self.elsewhere is None else self.in_flight - self.elsewhere.in_flight
+        return self.in_flight if self.remote_load is None else self.in_flight - self.remote_load.in_flight
 
     @property
     def own_pending_tokens(self) -> int:
         """Uncached prompt tokens without a first token, of the same."""
-        return self.pending_tokens if self.elsewhere is None else sum(one.uncached_tokens for one in self._pending)
+        return self.pending_tokens if self.remote_load is None else sum(one.uncached_tokens for one in self._pending)
 
     @property
     def pending_requests(self) -> int:
         """Requests without a first token."""
         own = len(self._pending)
-        return own if self.elsewhere is None else own + round(self.elsewhere.pending[0])
+        return own if self.remote_load is None else own + round(self.remote_load.pending[0])
 
     @property
     def live_blocks(self) -> int | None:
@@ -159,12 +159,12 @@ class EndpointLoad:
 
     def row(self, now: float) -> LoadRow:
         """Return the row for other routers."""
-        others = self.elsewhere
+        others = self.remote_load
         pending = self._work if self._pending else NO_WORK
         resident = self.resident_tokens if others is None else self.resident_tokens - others.resident_tokens
         busy_s = now - self._busy_at
         shown_s = now - self._shown_at
-        head = told_head(self._line(), now)
+        head = list_head(self._line(), now)
         return LoadRow(self.own_in_flight, resident, pending, busy_s, shown_s, self._prefilled, head=head)
 
     def head(self) -> Features:
@@ -197,7 +197,7 @@ class EndpointLoad:
         self.hidden_requests += hidden
         pending = self._pending
         head = self._head
-        if not pending and self.elsewhere is not None:
+        if not pending and self.remote_load is not None:
             self._close_sample(now)  # left open because others' first tokens are reported late
         if pending:
             self._work = sum_of(self._work, work)
@@ -207,7 +207,7 @@ class EndpointLoad:
         else:
             self._begun = self._busy_at = now
             self._work = self._head = work  # not a sum: ends the drift of adding and subtracting floats
-            self._sample.begin(now if self.elsewhere is None else self.elsewhere.begin_sample(self._shown_at, now))
+            self._sample.begin(now if self.remote_load is None else self.remote_load.begin_sample(self._shown_at, now))
         pending[reservation] = work
         self._priced_at = None
         if self.watch is not None:
@@ -256,7 +256,7 @@ class EndpointLoad:
             self._close_sample(now)
         self._sample.join(work, reservation.lower, now)
         self._begun = self._shown_at = now
-        if not self._pending and self.elsewhere is None:
+        if not self._pending and self.remote_load is None:
             self._close_sample(now)
 
     def release(self, reservation: Reservation, now: float) -> None:
@@ -282,7 +282,7 @@ class EndpointLoad:
         `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it. Hidden
         requests whose time has passed are left out, and stay in the ledger.
         """
-        elsewhere = self.elsewhere
+        elsewhere = self.remote_load
         if not self._pending and (elsewhere is None or not elsewhere.pending[0]):
             return 0.0
         if self._priced_at is not seconds:
@@ -318,7 +318,7 @@ class EndpointLoad:
         """Return the pending work without the hidden requests that are over by these speeds; with None without speeds
         all."""
         work, begun, over = self._left(seconds, slowness, now)
-        elsewhere = self.elsewhere
+        elsewhere = self.remote_load
         if elsewhere is not None and elsewhere.pending[0]:
             head = elsewhere.head_of_all(islice(self._line(), over, None))
             begun = self._begun_of_all(elsewhere, None if work is NO_WORK else begun)
@@ -355,7 +355,7 @@ class EndpointLoad:
         """Our own pending work, the oldest first, with when it was placed."""
         return ((reservation.started_at, work) for reservation, work in self._pending.items())
 
-    def _begun_of_all(self, elsewhere: Elsewhere, own: float | None) -> float:
+    def _begun_of_all(self, elsewhere: RemoteLoad, own: float | None) -> float:
         """When the engine began with the oldest of all that is pending; `own`: with ours, None where there is none."""
         if own is None:
             own = elsewhere.busy_at
@@ -391,8 +391,8 @@ class EndpointLoad:
         if self._settle(reservation) is not None:
             self._sample.begin(now)
             self._begun = self._shown_at = now
-            if self.elsewhere is not None:
-                self.elsewhere.take_prefilled(now)
+            if self.remote_load is not None:
+                self.remote_load.take_prefilled(now)
 
     def _presume_before(self, shown: Reservation) -> None:
         """Mark hidden requests placed before this one as prefilled."""
@@ -433,8 +433,8 @@ class EndpointLoad:
         if sample is None:
             return
         work, busy_s, lower = sample
-        if self.elsewhere is not None:
-            work = sum_of(work, self.elsewhere.take_prefilled(self._sample.ended_at + GROUP_GAP_S))
+        if self.remote_load is not None:
+            work = sum_of(work, self.remote_load.take_prefilled(self._sample.ended_at + GROUP_GAP_S))
         if self.on_sample is not None:
             self.on_sample(work, busy_s, now, lower=lower)
             if self.watch is not None:

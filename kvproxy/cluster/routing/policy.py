@@ -12,7 +12,7 @@ import msgspec
 
 from kvproxy.base.settings.model import Model
 from kvproxy.base.types import EndpointId, LowerTokens, count_lower
-from kvproxy.cluster.routing.elsewhere import Others
+from kvproxy.cluster.routing.elsewhere import ReplicaSpread
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import Features
@@ -163,7 +163,7 @@ class Policy(ABC):
     #: Called for each placement with the endpoint, the prefill seconds, and whether elsewhere would have cost much
     #: more.
     on_placed: Callable[[EndpointId, float, bool], None] | None = None
-    others: Others | None = None  # None: no other router reports its load
+    others: ReplicaSpread | None = None  # None: no other router reports its load
 
     def __init__(self, *, rng: Random, settings: Model | None = None) -> None:
         """Create the policy; `settings` are of the type that the configuration gives the policy of this name."""

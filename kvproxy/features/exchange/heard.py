@@ -14,13 +14,13 @@ from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.overlap.last_served import Served
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.providers import ActionKind
-from kvproxy.cluster.routing.elsewhere import Elsewhere
+from kvproxy.cluster.routing.elsewhere import RemoteLoad
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
 from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.watched import add_to_digest, numbers
-from kvproxy.features.exchange.wire import Origin, Standing
-from kvproxy.features.exchange.world import ClusterPart, World
+from kvproxy.features.exchange.wire import Origin, PeerSnapshot
+from kvproxy.features.exchange.world import ClusterPart, SharedState
 
 log = logging.getLogger("kvproxy.sync")
 
@@ -32,10 +32,10 @@ MAX_OPEN = 65_536
 MAX_GIVEN_UP = 4096
 
 
-class Heard:
+class PeerApplier:
     """One peer's. `world` is asked every time: a reload replaces it."""
 
-    def __init__(self, origin: Origin, world: Callable[[], World], journal: Journal) -> None:
+    def __init__(self, origin: Origin, world: Callable[[], SharedState], journal: Journal) -> None:
         self.origin = origin
         self.told = self.digest = 0  # prompts received, as in Beat
         self.unknown = self.failed = 0  # deltas about unknown objects, and deltas that could not be applied
@@ -45,7 +45,7 @@ class Heard:
         self.open: dict[tuple[str, int], SpeculativeEntry] = {}  # requests of this peer that are under way
         self._given_up: dict[tuple[str, int], SpeculativeEntry] = {}  # when it fell silent
         self._rows: dict[tuple[str, str], int] = {}  # number of the batch that had its latest load
-        self._do: Mapping[type[Any], Callable[[Any, World, float], None]] = {
+        self._do: Mapping[type[Any], Callable[[Any, SharedState, float], None]] = {
             deltas.Routed: self._routed,
             deltas.Settled: self._settled,
             deltas.Entered: self._entered,
@@ -58,7 +58,9 @@ class Heard:
             deltas.Spent: self._spent,
             deltas.Retried: self._retried,
             deltas.EngineRead: lambda delta, world, now: world.hear_engine(delta),
-            deltas.Probed: lambda delta, world, now: world.hear_probe(delta, near=origin.host == journal.origin.host),
+            deltas.Probed: lambda delta, world, now: world.receive_probe(
+                delta, near=origin.host == journal.origin.host
+            ),
             deltas.Drained: self._drained,
         }
 
@@ -87,14 +89,14 @@ class Heard:
             if number > seq:
                 self._rows[key] = seq
 
-    def resume(self, standing: Standing, now: float) -> None:
+    def resume(self, standing: PeerSnapshot, now: float) -> None:
         """Resume a peer that was presumed dead: restore its in-flight requests; missed batches will be resent."""
         for one in standing.open:
             if self._given_up.pop((one.cluster, one.number), None) is not None:
                 self._try(self._open_again, one, self._world(), now)
         self.load(standing.loads, standing.seq, now)
 
-    def stand(self, standing: Standing, now: float) -> int:
+    def stand(self, standing: PeerSnapshot, now: float) -> int:
         """Replace the peer's state with that after a batch, whatever was lost before it: requests no longer in flight
         count as served. Returns the number of prompts never received."""
         world = self._world()
@@ -127,7 +129,7 @@ class Heard:
                 self._tell(part, EndpointId(endpoint), None, now)
         self._rows.clear()
 
-    def _try(self, do: Callable[[Any, World, float], None], delta: Delta, world: World, now: float) -> None:
+    def _try(self, do: Callable[[Any, SharedState, float], None], delta: Delta, world: SharedState, now: float) -> None:
         try:
             do(delta, world, now)
         except Exception:
@@ -139,22 +141,22 @@ class Heard:
     def _tell(self, part: ClusterPart, endpoint: EndpointId, one: EndpointLoads | None, now: float) -> None:
         load = part.load(endpoint)
         assert load is not None
-        load.elsewhere = load.elsewhere or Elsewhere(load)
+        load.remote_load = load.remote_load or RemoteLoad(load)
         before = load.in_flight
         row = None if one is None else one.row
-        earlier = load.elsewhere.tell(self.origin, row, now)
-        part.load_told(endpoint, before)
+        earlier = load.remote_load.tell(self.origin, row, now)
+        part.receive_load(endpoint, before)
         if row is not None and earlier is not None and row.routed > earlier.routed:
             routed_s = row.routed_s - earlier.routed_s
             bound = row.bound - earlier.bound
             part.placed_elsewhere(endpoint, routed_s, row.routed - earlier.routed, bound, now)
 
-    def _routed(self, delta: deltas.Routed, world: World, now: float) -> None:
+    def _routed(self, delta: deltas.Routed, world: SharedState, now: float) -> None:
         self._count(delta.hashes)
         if (delta.cluster, delta.number) not in self.open:
             self._open_again(delta, world, now)
 
-    def _open_again(self, delta: deltas.Routed, world: World, now: float) -> None:
+    def _open_again(self, delta: deltas.Routed, world: SharedState, now: float) -> None:
         if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
             endpoint = EndpointId(delta.endpoint)
             cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
@@ -163,7 +165,7 @@ class Heard:
         if len(self.open) > MAX_OPEN:
             self._end(next(iter(self.open)), prefilled=True)
 
-    def _settled(self, delta: deltas.Settled, world: World, now: float) -> None:
+    def _settled(self, delta: deltas.Settled, world: SharedState, now: float) -> None:
         key = (delta.cluster, delta.number)
         part = world.clusters.get(delta.cluster)
         if (given_up := self._given_up.pop(key, None)) is not None and delta.prefilled:
@@ -192,13 +194,13 @@ class Heard:
         if (indexes := self._indexes(self._world(), key[0], entry.endpoint)) is not None:
             indexes.approximate.insert(entry.endpoint, entry.cursor)
 
-    def _entered(self, delta: deltas.Entered, world: World, now: float) -> None:
+    def _entered(self, delta: deltas.Entered, world: SharedState, now: float) -> None:
         self._count(delta.hashes)
         if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
             cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
             indexes.approximate.insert(EndpointId(delta.endpoint), cursor)
 
-    def _indexes(self, world: World, cluster: str, endpoint: str) -> LocalIndexes | None:
+    def _indexes(self, world: SharedState, cluster: str, endpoint: str) -> LocalIndexes | None:
         """Return the indexes that have the endpoint."""
         part = world.clusters.get(cluster)
         indexes = None if part is None or part.load(EndpointId(endpoint)) is None else part.indexes
@@ -209,12 +211,12 @@ class Heard:
         self.told += 1
         self.digest = add_to_digest(self.digest, hashes)
 
-    def _started(self, delta: deltas.Started, world: World, now: float) -> None:
+    def _started(self, delta: deltas.Started, world: SharedState, now: float) -> None:
         if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
             self._journal.starts[delta.cluster, delta.endpoint] = delta.started_at
             indexes.process_started(EndpointId(delta.endpoint), delta.started_at)
 
-    def _served(self, delta: deltas.SessionServed, world: World, now: float) -> None:
+    def _served(self, delta: deltas.SessionServed, world: SharedState, now: float) -> None:
         part = world.clusters.get(delta.cluster)
         if part is None or part.indexes is None:
             self.unknown += 1
@@ -228,11 +230,11 @@ class Heard:
         served = Served(EndpointId(delta.endpoint), 0, now - delta.age_s, delta.prompt_tokens, delta.tokens, keys, root)
         table.adopt(delta.session, delta.response, served)
 
-    def _counted(self, delta: deltas.Counted, world: World, now: float) -> None:
+    def _counted(self, delta: deltas.Counted, world: SharedState, now: float) -> None:
         if world.state is not None:
             world.state.note_count(delta.model, (delta.key,) * bool(delta.key), delta.prompt_bytes, delta.prompt_tokens)
 
-    def _sampled(self, delta: deltas.Sample, world: World, now: float) -> None:
+    def _sampled(self, delta: deltas.Sample, world: SharedState, now: float) -> None:
         part = world.clusters.get(delta.cluster)
         endpoint = EndpointId(delta.endpoint)
         if part is None or part.load(endpoint) is None:
@@ -240,7 +242,7 @@ class Heard:
             return
         part.observe_sample(endpoint, delta.work, delta.busy_s, now, scraped=delta.scraped)
 
-    def _used(self, delta: deltas.Used, world: World, now: float) -> None:
+    def _used(self, delta: deltas.Used, world: SharedState, now: float) -> None:
         if world.actions is None:
             self.unknown += 1
         elif delta.keys:
@@ -253,7 +255,7 @@ class Heard:
                 session=delta.session,
             )
 
-    def _acted(self, delta: deltas.Acted, world: World, now: float) -> None:
+    def _acted(self, delta: deltas.Acted, world: SharedState, now: float) -> None:
         if world.actions is None or delta.kind not in ActionKind.__members__.values():
             self.unknown += 1
             return
@@ -269,15 +271,15 @@ class Heard:
         action = Action(ActionKind(delta.kind), delta.instance, prefix, "elsewhere")
         world.actions.adopt_action(action, now - delta.age_s)
 
-    def _spent(self, delta: deltas.Spent, world: World, now: float) -> None:
+    def _spent(self, delta: deltas.Spent, world: SharedState, now: float) -> None:
         if (table := world.limits.get(delta.limit)) is not None:
             table.take(delta.key, delta.kind, delta.amount, now)
 
-    def _retried(self, delta: deltas.Retried, world: World, now: float) -> None:
+    def _retried(self, delta: deltas.Retried, world: SharedState, now: float) -> None:
         for budget in world.budgets.values():
             budget.count_others(delta.requests, delta.retries, now)
 
-    def _drained(self, delta: deltas.Drained, world: World, now: float) -> None:
+    def _drained(self, delta: deltas.Drained, world: SharedState, now: float) -> None:
         if (part := world.clusters.get(delta.cluster)) is not None:
-            self._journal.heard_drain(delta.cluster, delta.endpoint, draining=delta.draining)
+            self._journal.receive_drain(delta.cluster, delta.endpoint, draining=delta.draining)
             part.drain(EndpointId(delta.endpoint), draining=delta.draining)

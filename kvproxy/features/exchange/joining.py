@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 from kvproxy.base.bounded import BoundedQueue
 from kvproxy.features.exchange.deltas import Delta
 from kvproxy.features.exchange.peer import Peer
-from kvproxy.features.exchange.wire import Batch, Message, Origin, Piece, Standing, Want
+from kvproxy.features.exchange.wire import Batch, Message, Origin, PeerSnapshot, StateChunk, StateRequest
 
 log = logging.getLogger("kvproxy.sync")
 
@@ -47,7 +47,7 @@ class Joining:
         *,
         send_to: Callable[[Origin, Message], None],
         receive: ReceiveSnapshot | None,
-        take: Callable[[Batch | Standing, int, float], None],
+        take: Callable[[Batch | PeerSnapshot, int, float], None],
         run: RunSteps,
     ) -> None:
         self.running = False
@@ -64,7 +64,7 @@ class Joining:
         self._number = self._size = 0  # of the piece that comes next, and of those before it
         self._data: list[bytes] = []
         self._deltas: list[Delta] = []
-        self._buffer: BoundedQueue[tuple[Batch | Standing, int]] = BoundedQueue(MAX_BUFFERED_BYTES)
+        self._buffer: BoundedQueue[tuple[Batch | PeerSnapshot, int]] = BoundedQueue(MAX_BUFFERED_BYTES)
         self.dropped = 0  # messages held back for which there was no room
 
     @property
@@ -82,7 +82,7 @@ class Joining:
         """Bytes received so far."""
         return self._size
 
-    def hold(self, message: Batch | Standing, size_bytes: int) -> None:
+    def hold(self, message: Batch | PeerSnapshot, size_bytes: int) -> None:
         """Until it is over."""
         self.dropped += self._buffer.append((message, size_bytes), size_bytes)
 
@@ -103,7 +103,7 @@ class Joining:
         if self.running and now >= self._until:
             self._ask_another(now)
 
-    def take_piece(self, peer: Peer, piece: Piece, now: float) -> None:
+    def take_piece(self, peer: Peer, piece: StateChunk, now: float) -> None:
         """Take a part of the requested snapshot."""
         if not self.running or peer.origin != self._peer:
             return
@@ -147,7 +147,7 @@ class Joining:
         self._asked.add(self._peer)
         self._forget_pieces()
         self._until = now + PIECE_S
-        self._send_to(self._peer, Want(me))
+        self._send_to(self._peer, StateRequest(me))
 
     def _reset(self, now: float) -> None:
         self._until = now + ANSWER_S

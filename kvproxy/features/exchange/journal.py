@@ -15,7 +15,7 @@ from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
 from kvproxy.features.exchange.watched import IndexWatch, LedgerWatch, acted, add_to_digest, as_bytes, session_served
 from kvproxy.features.exchange.wire import MAX_BYTES, MAX_DELTAS, MAX_ROWS, Batch, Origin
-from kvproxy.features.exchange.world import World
+from kvproxy.features.exchange.world import SharedState
 
 #: Deltas that wait for the next batch: more than a few milliseconds can bring.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
@@ -50,7 +50,7 @@ class Journal:
         self._draining: dict[tuple[str, str], bool] = {}
         self._counted = (0, 0)  # of retry budgets, as sent
         self._samples = 0
-        self._world = World({})
+        self._world = SharedState({})
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -60,7 +60,7 @@ class Journal:
         """Of what waits."""
         return self._waiting.held_bytes
 
-    def follow(self, world: World) -> None:
+    def follow(self, world: SharedState) -> None:
         """Watch these objects from now on; endpoints of a cluster are found by `look`."""
         self._world = world
         self._counted = self._budgets()
@@ -99,7 +99,7 @@ class Journal:
         self._draining = {key: value for key, value in self._draining.items() if key in present}
         self._count_retries()
 
-    def heard_drain(self, cluster: str, endpoint: str, *, draining: bool) -> None:
+    def receive_drain(self, cluster: str, endpoint: str, *, draining: bool) -> None:
         """Note a drain reported by another process, which is not reported again."""
         self._draining[cluster, endpoint] = draining
 

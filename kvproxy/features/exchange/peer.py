@@ -9,8 +9,8 @@ from collections.abc import Callable
 import msgspec
 
 from kvproxy.features.exchange import deltas
-from kvproxy.features.exchange.heard import Heard
-from kvproxy.features.exchange.wire import Batch, Beat, Origin, Standing
+from kvproxy.features.exchange.heard import PeerApplier
+from kvproxy.features.exchange.wire import Batch, Heartbeat, Origin, PeerSnapshot
 
 #: Pause before a missing batch is requested again, and requests after which a snapshot is requested instead.
 ASK_AGAIN_S = 0.1
@@ -36,7 +36,7 @@ class Peer:
     def __init__(
         self,
         origin: Origin,
-        heard: Heard,
+        heard: PeerApplier,
         *,
         ask: Callable[[int], None],
         has_room: Callable[[int], bool],
@@ -66,7 +66,7 @@ class Peer:
         self._asks = self._summed = 0  # so often; the last batch of which sums are known already
         self._unsure = False  # it was presumed dead and has to send its state
         self._ahead = 0  # heartbeats in a row behind the number assumed here
-        self._standing: list[tuple[Standing, int]] = []
+        self._standing: list[tuple[PeerSnapshot, int]] = []
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=256)  # time, prompts sent, prompts lost so far
 
     @property
@@ -83,7 +83,7 @@ class Peer:
         """Begin with a new peer, whose first batch is number 1."""
         self._next = 1
 
-    def take(self, message: Batch | Standing, size_bytes: int, now: float) -> None:
+    def take(self, message: Batch | PeerSnapshot, size_bytes: int, now: float) -> None:
         """Take a message, which is held while earlier ones are missing."""
         if isinstance(message, Batch):
             self._take_batch(message, size_bytes, now)
@@ -107,7 +107,7 @@ class Peer:
                 self._held[batch.seq] = batch, size_bytes
             self._miss(now)
 
-    def beat(self, beat: Beat, now: float) -> None:
+    def beat(self, beat: Heartbeat, now: float) -> None:
         """Handle a heartbeat, which shows its last batch: the end of the stream may have been lost."""
         if not 0 <= self._said_s - beat.sent_s < _STALE_S:
             self._said_s = beat.sent_s
@@ -145,7 +145,7 @@ class Peer:
             self._ahead = 0
             self._unsure = True
 
-    def _stand(self, standing: Standing, size_bytes: int, now: float) -> None:
+    def _stand(self, standing: PeerSnapshot, size_bytes: int, now: float) -> None:
         """Its own word of how it stands: what was missing before, and cannot be sent again, is not waited for. Of one
         that finds no room the rest of the requests under way counts as over."""
         if self._standing and self._standing[0][0].seq != standing.seq:
@@ -171,7 +171,7 @@ class Peer:
         elif self._next is None or self._next <= standing.seq + 1:
             self._jump(whole, now)
 
-    def _jump(self, standing: Standing, now: float) -> None:
+    def _jump(self, standing: PeerSnapshot, now: float) -> None:
         lost = self.heard.stand(standing, now)
         self.lost += lost if self._next is not None else 0
         self._next = standing.seq + 1

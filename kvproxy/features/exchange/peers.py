@@ -9,12 +9,12 @@ from functools import partial
 
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.features.exchange import wire
-from kvproxy.features.exchange.heard import Heard
+from kvproxy.features.exchange.heard import PeerApplier
 from kvproxy.features.exchange.joining import Joining, ReceiveSnapshot, RunSteps, run_at_once
 from kvproxy.features.exchange.journal import Journal, SentBatches, in_parts
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.wire import Batch, Message, Origin
-from kvproxy.features.exchange.world import World
+from kvproxy.features.exchange.world import SharedState
 
 #: Missed heartbeats after which a peer is dead.
 MISSED = 3
@@ -42,7 +42,7 @@ class Peers:
     def __init__(
         self,
         journal: Journal,
-        world: Callable[[], World],
+        world: Callable[[], SharedState],
         *,
         send: Callable[[bytes, Origin | None], None],
         beat_s: float,
@@ -139,24 +139,24 @@ class Peers:
             self._end(message.origin, now)
             return
         kind = type(message)
-        peer = self._peer(message.origin, now, begins=kind is wire.Hello, beats=kind is wire.Beat)
+        peer = self._peer(message.origin, now, begins=kind is wire.Hello, beats=kind is wire.Heartbeat)
         if peer is None:
             return
         peer.heard_at = now
         if not peer.alive:
             peer.revive(now)
         match message:
-            case wire.Batch() | wire.Standing():
+            case wire.Batch() | wire.PeerSnapshot():
                 self._take(peer, message, wire.held_bytes(message, size_bytes), now)
-            case wire.Beat():
+            case wire.Heartbeat():
                 self._heard_beat(peer, message, now)
             case wire.Hello():
                 self._welcome(peer, now)
             case wire.Ask():
                 self._answer(peer, message.first, now)
-            case wire.Want():
+            case wire.StateRequest():
                 self._serve(peer.origin)
-            case wire.Piece():
+            case wire.StateChunk():
                 self.newcomer.take_piece(peer, message, now)
             case _:
                 self._other(message)
@@ -180,7 +180,7 @@ class Peers:
             self._end(known.origin, now)
         if len(self.known) >= MAX_PEERS:
             return None
-        heard = Heard(origin, self._world, self._journal)
+        heard = PeerApplier(origin, self._world, self._journal)
         ask = partial(self._ask, origin)
         peer = Peer(origin, heard, ask=ask, has_room=self._has_room, was_told=lambda: self.newcomer.told, now=now)
         if begins:
@@ -211,19 +211,19 @@ class Peers:
     def _has_room(self, size_bytes: int) -> bool:
         return self.early_bytes + size_bytes <= MAX_EARLY_BYTES
 
-    def _take(self, peer: Peer, message: Batch | wire.Standing, size_bytes: int, now: float) -> None:
+    def _take(self, peer: Peer, message: Batch | wire.PeerSnapshot, size_bytes: int, now: float) -> None:
         if self.newcomer.holds_back:
             peer.heard.load(message.loads, message.seq, now)
             self.newcomer.hold(message, size_bytes)
         else:
             peer.take(message, size_bytes, now)
 
-    def _take_late(self, message: Batch | wire.Standing, size_bytes: int, now: float) -> None:
+    def _take_late(self, message: Batch | wire.PeerSnapshot, size_bytes: int, now: float) -> None:
         peer = self.known.get(message.origin.place)
         if peer is not None and peer.origin == message.origin and peer.alive:  # else its load is gone
             peer.take(message, size_bytes, now)
 
-    def _heard_beat(self, peer: Peer, beat: wire.Beat, now: float) -> None:
+    def _heard_beat(self, peer: Peer, beat: wire.Heartbeat, now: float) -> None:
         for echo in beat.echoes:
             if echo.peer == self.origin:
                 peer.lag.went_around(now - echo.sent_s - echo.held_s)
@@ -237,10 +237,10 @@ class Peers:
         self.send_to(peer.origin, self._own_beat(now, []))
         self._stand(peer.origin, now)
 
-    def _own_beat(self, now: float, echoes: list[wire.Echo]) -> wire.Beat:
+    def _own_beat(self, now: float, echoes: list[wire.Echo]) -> wire.Heartbeat:
         own = self._journal
         joining = self.newcomer.running
-        return wire.Beat(self.origin, own.seq, now, own.told, own.digest, joining, self._blocks(), echoes)
+        return wire.Heartbeat(self.origin, own.seq, now, own.told, own.digest, joining, self._blocks(), echoes)
 
     def _answer(self, peer: Peer, first: int, now: float) -> None:
         missing = self.sent.since(first) if first else None
@@ -254,7 +254,7 @@ class Peers:
         self.publish(now)
         journal = self._journal
         oldest = self.sent.oldest or journal.seq + 1
-        said = partial(wire.Standing, self.origin, journal.seq, oldest, journal.told, journal.digest)
+        said = partial(wire.PeerSnapshot, self.origin, journal.seq, oldest, journal.told, journal.digest)
         loads = journal.rows(now)
         under_way = list(journal.open.values())
         parts = in_parts(under_way)

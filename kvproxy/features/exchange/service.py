@@ -30,11 +30,11 @@ from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peers import Peers, SyncStatus
 from kvproxy.features.exchange.settings import SyncPlace
-from kvproxy.features.exchange.shown import Namesake, describe, show
+from kvproxy.features.exchange.shown import IdCollision, bind_gauges, describe
 from kvproxy.features.exchange.snapshot import SLICE_S, Handover
 from kvproxy.features.exchange.stores import NatsLink, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Origin
-from kvproxy.features.exchange.world import World
+from kvproxy.features.exchange.world import SharedState
 from kvproxy.operate.companion import Companion, Serving, Siblings
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filters import kvcache as kvcache_filter
@@ -63,7 +63,7 @@ class SyncService(Companion):
         if siblings is not None and not settings.replica:
             host = f"{host}-{xxh3_64_intdigest(str(siblings.folder).encode()) & 0xFFFF:04x}"
         self.origin = Origin(host, 0 if siblings is None else siblings.number, int(wall_clock() * 1e6))
-        self.namesake = Namesake(self.origin, beat_s=settings.heartbeat, clock=clock)
+        self.namesake = IdCollision(self.origin, beat_s=settings.heartbeat, clock=clock)
         self.journal = Journal(self.origin, on_news=self._on_news)
         self.peers = Peers(
             self.journal,
@@ -81,7 +81,7 @@ class SyncService(Companion):
         self._alone_of = 1  # processes there were when the store was lost
         self._workers: DatagramLink | None = None
         self._links: list[Link] = []
-        self._world = World({})
+        self._world = SharedState({})
         self._tasks = TaskSet()
         self._handover = Handover(self.peers, self._tasks, journal=self.journal, clock=clock, wall_clock=wall_clock)
         self._timer: asyncio.TimerHandle | None = None
@@ -89,7 +89,7 @@ class SyncService(Companion):
         self._outcomes = metrics.group(SyncMetrics).messages
         if (store := self.store) is not None:
             metrics.group(SyncMetrics).store_up.set_source(lambda: [((), float(store.connected))])
-        show(
+        bind_gauges(
             metrics, self.peers, self.journal, self._links, status=lambda: self.status, blocks=self._blocks, clock=clock
         )
 
@@ -119,10 +119,10 @@ class SyncService(Companion):
     def follow(self, serving: Serving) -> None:
         """Share what this configuration has."""
         kvcache = serving.kvcaches.get(kvcache_filter.NAME)
-        world = World.of(serving.clusters, kvcache, limits=serving.limits, budgets=serving.budgets)
+        world = SharedState.of(serving.clusters, kvcache, limits=serving.limits, budgets=serving.budgets)
         self.share(world, kvcache, serving.clusters)
 
-    def share(self, world: World, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
+    def share(self, world: SharedState, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
         """Share this from now on."""
         self._world = world
         self._handover.follow(world, kvcache, clusters)

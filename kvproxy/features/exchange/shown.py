@@ -15,7 +15,7 @@ from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peers import Peers, SyncStatus
-from kvproxy.features.exchange.wire import Beat, Message, Origin
+from kvproxy.features.exchange.wire import Heartbeat, Message, Origin
 
 log = logging.getLogger("kvproxy.sync")
 
@@ -25,7 +25,7 @@ _BEATS = 3
 Series = Iterable[tuple[tuple[str, ...], float]]
 
 
-def show(
+def bind_gauges(
     metrics: Metrics,
     peers: Peers,
     journal: Journal,
@@ -125,7 +125,7 @@ def _describe(peer: Peer, now: float) -> dict[str, object]:
     }
 
 
-class Namesake:
+class IdCollision:
     """Detects another living process with the name of this one: each then ignores the other's messages."""
 
     def __init__(self, origin: Origin, *, beat_s: float, clock: Clock) -> None:
@@ -137,7 +137,7 @@ class Namesake:
 
     def hear(self, message: Message) -> None:
         """Handle an incoming message; one's own come back as well."""
-        if not isinstance(message, Beat) or message.origin.place != self._own.place or message.origin == self._own:
+        if not isinstance(message, Heartbeat) or message.origin.place != self._own.place or message.origin == self._own:
             return
         beats = self._beats[message.origin] = self._beats.get(message.origin, 0) + 1
         if beats >= _BEATS:

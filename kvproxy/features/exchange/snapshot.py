@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 from kvproxy.base.background_task import TaskSet, run_in_slices
 from kvproxy.base.bounded import BoundedQueue
 from kvproxy.base.types import Clock
-from kvproxy.cache.actions.executor import Claims
+from kvproxy.cache.actions.executor import ActionLocks
 from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.providers import ActionKind
 from kvproxy.cache.saved_state import Contents, Unusable, decode, pack_checksum
@@ -21,14 +21,14 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta
-from kvproxy.features.exchange.heard import Heard
+from kvproxy.features.exchange.heard import PeerApplier
 from kvproxy.features.exchange.journal import Journal, size_of
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peers import Peers
 from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, StoreLink
 from kvproxy.features.exchange.watched import acted, session_served
-from kvproxy.features.exchange.wire import MAX_DELTAS, Origin, Piece, decode_deltas, encode_deltas
-from kvproxy.features.exchange.world import World
+from kvproxy.features.exchange.wire import MAX_DELTAS, Origin, StateChunk, decode_deltas, encode_deltas
+from kvproxy.features.exchange.world import SharedState
 
 #: Hashes and paths of the approximate indexes; the rest of a large one is learned anew.
 MAX_BYTES = 32 * 1024 * 1024
@@ -52,13 +52,13 @@ T = TypeVar("T")
 
 def take_pieces(
     origin: Origin,
-    world: World,
+    world: SharedState,
     kvcache: KvCache | None,
     clusters: Mapping[str, Cluster],
     *,
     clock: Clock,
     wall_clock: Clock,
-) -> Generator[None, None, list[Piece]]:
+) -> Generator[None, None, list[StateChunk]]:
     """In messages, in the order to send them. The proxy goes on between the steps."""
     data = bytearray()
     if kvcache is not None:
@@ -69,25 +69,25 @@ def take_pieces(
             data += part
         data += pack_checksum(checksum)
     parts = [bytes(data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
-    pieces = [Piece(origin, number, part, [], True) for number, part in enumerate(parts)]
+    pieces = [StateChunk(origin, number, part, [], True) for number, part in enumerate(parts)]
     known = list[Delta]()
     room = _PIECE_BYTES
     for delta in _deltas(world, clock()):
         if known and (len(known) == MAX_DELTAS or size_of(delta) > room):
-            pieces.append(Piece(origin, len(pieces), b"", known, True))
+            pieces.append(StateChunk(origin, len(pieces), b"", known, True))
             known = []
             room = _PIECE_BYTES
             yield
         known.append(delta)
         room -= size_of(delta)
-    pieces.append(Piece(origin, len(pieces), b"", known, False))
+    pieces.append(StateChunk(origin, len(pieces), b"", known, False))
     return pieces
 
 
 def put_pieces(
     data: bytes,
     rest: Sequence[Delta],
-    heard: Heard,
+    heard: PeerApplier,
     kvcache: KvCache | None,
     clusters: Mapping[str, Cluster],
     *,
@@ -104,7 +104,7 @@ def put_pieces(
         yield
 
 
-def _deltas(world: World, now: float) -> Iterator[Delta]:
+def _deltas(world: SharedState, now: float) -> Iterator[Delta]:
     for name, part in world.clusters.items():
         if part.indexes is not None:
             for session, response, served in list(part.indexes.last_served.entries()):
@@ -119,7 +119,7 @@ def _deltas(world: World, now: float) -> Iterator[Delta]:
             yield acted(Action(ActionKind.PIN, instance, lease.prefix, "pinned"), now - lease.pinned_at)
 
 
-def take_kept(world: World, now: float) -> Generator[None, None, bytes]:
+def take_kept(world: SharedState, now: float) -> Generator[None, None, bytes]:
     """Of that what no proxy could learn again: what limits charged, and where sessions are, the latest."""
     kept: BoundedQueue[Delta] = BoundedQueue(MAX_KEPT_BYTES)
     for number, delta in enumerate(_deltas(world, now)):
@@ -142,11 +142,11 @@ class Handover:
         self._tasks = tasks
         self._clock = clock
         self._wall_clock = wall_clock
-        self._kept = Heard(Origin("store", 0, 0), lambda: self._world, journal)
+        self._kept = PeerApplier(Origin("store", 0, 0), lambda: self._world, journal)
         self._given: set[Origin] = set()  # at present
-        self.follow(World({}), None, {})
+        self.follow(SharedState({}), None, {})
 
-    def follow(self, world: World, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
+    def follow(self, world: SharedState, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
         """Set the objects to hand over."""
         self._world = world
         self._kvcache = kvcache
@@ -161,7 +161,7 @@ class Handover:
         """As of ReceiveSnapshot."""
         self._tasks.start(self._take(peer, data, rest), name="sync join")
 
-    async def keep_in(self, store: StoreLink, claims: Claims) -> NoReturn:
+    async def keep_in(self, store: StoreLink, claims: ActionLocks) -> NoReturn:
         """Keep the state that would be lost with all proxies: read it if no peer can send it, and then write it from
         one of them."""
         known = failed = False

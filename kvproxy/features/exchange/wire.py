@@ -69,7 +69,7 @@ class Echo(msgspec.Struct, array_like=True, frozen=True):
     held_s: Finite
 
 
-class Beat(_Message, tag=2, frozen=True):
+class Heartbeat(_Message, tag=2, frozen=True):
     """Heartbeat: number of the last batch, and the sender's state. `told`: prompts in its batches, `digest` their
     sum."""
 
@@ -96,7 +96,7 @@ class Ask(_Message, tag=5, frozen=True):
     first: int
 
 
-class Standing(_Message, tag=6, frozen=True):
+class PeerSnapshot(_Message, tag=6, frozen=True):
     """To one: all loads and open requests after batch `seq`. More than fit into one message come in several, of which
     only the last has `more` false, and the open ones of the others go before."""
 
@@ -109,11 +109,11 @@ class Standing(_Message, tag=6, frozen=True):
     more: bool
 
 
-class Want(_Message, tag=7, frozen=True):
+class StateRequest(_Message, tag=7, frozen=True):
     """Request for the whole state of one peer."""
 
 
-class Piece(_Message, tag=8, frozen=True):
+class StateChunk(_Message, tag=8, frozen=True):
     """To one: a part of that: bytes of a snapshot in order, then deltas; the last has `more` false."""
 
     number: int
@@ -136,7 +136,7 @@ class ClaimAnswered(_Message, tag=10, frozen=True):
     granted: bool
 
 
-Message = Batch | Beat | Hello | Bye | Ask | Standing | Want | Piece | ClaimAsked | ClaimAnswered
+Message = Batch | Heartbeat | Hello | Bye | Ask | PeerSnapshot | StateRequest | StateChunk | ClaimAsked | ClaimAnswered
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -148,7 +148,7 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def held_bytes(message: Batch | Standing, encoded_bytes: int) -> int:
+def held_bytes(message: Batch | PeerSnapshot, encoded_bytes: int) -> int:
     """Return what it takes while it is held."""
     parts = len(message.deltas) if isinstance(message, Batch) else len(message.open)
     return encoded_bytes + _PART_BYTES * (1 + parts + sum(1 + len(one.row.head) for one in message.loads))

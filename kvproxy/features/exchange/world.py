@@ -17,7 +17,7 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.prober import ProbeOutcome, TellProbe
-from kvproxy.cluster.routing.elsewhere import Others
+from kvproxy.cluster.routing.elsewhere import ReplicaSpread
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.work import Features
@@ -43,7 +43,7 @@ class ClusterPart(Protocol):
         """Return the ledger of this one; None: there is no such endpoint."""
         ...
 
-    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
+    def receive_load(self, endpoint: EndpointId, in_flight_before: int) -> None:
         """Handle a load row from another proxy."""
         ...
 
@@ -64,12 +64,12 @@ class ClusterPart(Protocol):
     def watch_probes(self, tell: TellProbe) -> None:
         """Call `tell` with each probe's engine and outcome."""
 
-    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+    def receive_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
         """Another process probed it just now."""
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class SharedState:
     """All of it, as one configuration has it."""
 
     clusters: Mapping[str, ClusterPart]
@@ -87,7 +87,7 @@ class World:
         *,
         limits: Mapping[str, BucketTable],
         budgets: Mapping[str, RetryBudget],
-    ) -> World:
+    ) -> SharedState:
         """Of a running proxy."""
         parts = {name: RunningCluster(cluster, kvcache) for name, cluster in clusters.items()}
         if kvcache is None:
@@ -97,7 +97,7 @@ class World:
     def keep_apart(self, own: Origin, lags_s: Mapping[Origin, float]) -> None:
         """Pass the number of deciding processes, and their delay, to the policies."""
         delay_s = fmean(lags_s.values()) if lags_s else 0.0
-        others = Others(delay_s, 1 + len(lags_s), sum(one < own for one in lags_s)) if delay_s else None
+        others = ReplicaSpread(delay_s, 1 + len(lags_s), sum(one < own for one in lags_s)) if delay_s else None
         for part in self.clusters.values():
             part.policy.others = others
 
@@ -108,11 +108,11 @@ class World:
         for name, part in self.clusters.items():
             part.watch_probes(partial(_add_probe, add, name))
 
-    def hear_probe(self, delta: Probed, *, near: bool) -> None:
+    def receive_probe(self, delta: Probed, *, near: bool) -> None:
         """Use another proxy's probe of an engine, if it is on the same machine."""
         part = self.clusters.get(delta.cluster)
         if near and part is not None:
-            part.hear_probe(EndpointId(delta.engine), delta.outcome)
+            part.receive_probe(EndpointId(delta.engine), delta.outcome)
 
     def hear_engine(self, delta: EngineRead) -> None:
         """Another proxy read an engine."""
@@ -146,10 +146,10 @@ class RunningCluster:
         found = self.cluster.find_endpoint(endpoint)
         return None if found is None else found.load
 
-    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
+    def receive_load(self, endpoint: EndpointId, in_flight_before: int) -> None:
         found = self.cluster.find_endpoint(endpoint)
         if found is not None:
-            found.load_told(in_flight_before)
+            found.receive_load(in_flight_before)
             if self.cluster.queue is not None:
                 self.cluster.queue.on_load_decrease()
 
@@ -167,7 +167,7 @@ class RunningCluster:
         self.cluster.drain_endpoint(endpoint, draining=draining)
 
     def watch_probes(self, tell: TellProbe) -> None:
-        self.cluster.verdicts.tell_probe = tell
+        self.cluster.verdicts.send_probe = tell
 
-    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
-        self.cluster.verdicts.hear_probe(engine, outcome)
+    def receive_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+        self.cluster.verdicts.receive_probe(engine, outcome)

@@ -91,7 +91,7 @@ class Found:
     leaving: bool
 
 
-class Made:
+class MadeEndpoints:
     """Endpoints that were made the last time, for as long as what they are made of is the same: a change among
     thousands costs what changed."""
 
@@ -130,7 +130,7 @@ class Made:
 
 
 def endpoints_of_slices(
-    slices: Iterable[EndpointSlice], pods: Mapping[str, Pod], made: Made
+    slices: Iterable[EndpointSlice], pods: Mapping[str, Pod], made: MadeEndpoints
 ) -> tuple[dict[str, Found], list[LeftOut]]:
     """Of all slices of one service by id, and what is wrong with some. A pod with addresses of both families counts
     once, by IPv4; `pods` show more of those that they name."""
@@ -153,7 +153,7 @@ def endpoints_of_slices(
     return found, faults
 
 
-def endpoints_of_pods(pods: Iterable[Pod], made: Made) -> tuple[dict[str, Found], list[LeftOut]]:
+def endpoints_of_pods(pods: Iterable[Pod], made: MadeEndpoints) -> tuple[dict[str, Found], list[LeftOut]]:
     """Of all pods that have an address by id, and what is wrong with some."""
     found: dict[str, Found] = {}
     faults: list[LeftOut] = []
@@ -179,7 +179,7 @@ def _of_slice(
     port: int,
     of: EndpointSlice,
     pods: Mapping[str, Pod],
-    made: Made,
+    made: MadeEndpoints,
 ) -> Found | LeftOut:
     target = endpoint.target_ref
     conditions = endpoint.conditions

@@ -18,7 +18,7 @@ from kvproxy.features.kubernetes.objects import (
     SERVICE_LABEL,
     EndpointSlice,
     Found,
-    Made,
+    MadeEndpoints,
     Pod,
     endpoints_of_pods,
     endpoints_of_slices,
@@ -52,7 +52,7 @@ class KubernetesDiscovery:
         self._sleep = sleep
         self._slices: Mirror[EndpointSlice | LeftOut] | None = None
         self._pods: Mirror[Pod | LeftOut] | None = None
-        self._made = Made(settings)
+        self._made = MadeEndpoints(settings)
         self._known: frozenset[str] = frozenset()  # ids that were ready once
 
     async def endpoints(self) -> Answer:

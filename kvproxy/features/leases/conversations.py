@@ -17,7 +17,7 @@ LOOKED_AT = 17
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class IdleConversation:
     """A conversation between an answer and its next turn, known by the key of its last prompt."""
 
     key: int
@@ -36,12 +36,12 @@ class BySession:
     def __init__(self) -> None:
         self._keys: dict[int, set[int]] = {}
 
-    def add(self, of: Waiting) -> None:
+    def add(self, of: IdleConversation) -> None:
         """One more."""
         if of.session:
             self._keys.setdefault(of.session, set()).add(of.key)
 
-    def discard(self, of: Waiting) -> None:
+    def discard(self, of: IdleConversation) -> None:
         """One less, if it is there."""
         keys = self._keys.get(of.session, set())
         keys.discard(of.key)
@@ -57,7 +57,7 @@ class Conversations:
     """Conversations that may go on, by key, the longest waiting first."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, IdleConversation] = {}
         self._sessions = BySession()
 
     def __len__(self) -> int:
@@ -66,11 +66,11 @@ class Conversations:
     def __contains__(self, key: int) -> bool:
         return key in self._waiting
 
-    def get(self, key: int) -> Waiting | None:
+    def get(self, key: int) -> IdleConversation | None:
         """Return the one whose last prompt has this key."""
         return self._waiting.get(key)
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: IdleConversation) -> None:
         """Add a conversation after its answer."""
         self._take(waiting.key)
         self._waiting[waiting.key] = waiting
@@ -78,7 +78,7 @@ class Conversations:
         if len(self._waiting) > MAX_WAITING:
             self._take(next(iter(self._waiting)))
 
-    def take_returned(self, keys: Sequence[int]) -> Waiting | None:
+    def take_returned(self, keys: Sequence[int]) -> IdleConversation | None:
         """Return the one that a prompt with these message prefixes goes on from."""
         return next((found for key in reversed(keys[-LOOKED_AT:]) if (found := self._take(key)) is not None), None)
 
@@ -92,14 +92,14 @@ class Conversations:
         for key in self._sessions.keys_of(session):
             self._take(key)
 
-    def _late(self, now: float) -> Iterator[Waiting]:
+    def _late(self, now: float) -> Iterator[IdleConversation]:
         while self._waiting:
             first = next(iter(self._waiting.values()))
             if now - first.ended_at <= HORIZON_S:
                 return
             yield first
 
-    def _take(self, key: int) -> Waiting | None:
+    def _take(self, key: int) -> IdleConversation | None:
         found = self._waiting.pop(key, None)
         if found is not None:
             self._sessions.discard(found)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.features.leases.conversations import HORIZON_S, LOOKED_AT, BySession, Conversations, Waiting
+from kvproxy.features.leases.conversations import HORIZON_S, LOOKED_AT, BySession, Conversations, IdleConversation
 from kvproxy.features.leases.settings import LeaseSettings
 
 K = TypeVar("K")
@@ -27,14 +27,14 @@ _SPARED_SHARE = 0.1
 _CONFIRM_S = 60.0
 
 
-class Why(StrEnum):
+class LeaseReason(StrEnum):
     """Why a prompt is kept; a metric label."""
 
     TOOL_CALL = "tool_call"  # its answer calls a tool, whose result comes with the next turn
     CLIENT = "client"  # requested by the client
 
 
-def choose_duration(of: Waiting, settings: LeaseSettings) -> float:
+def choose_duration(of: IdleConversation, settings: LeaseSettings) -> float:
     """How long the prompt is kept: never longer than its client asked for."""
     return settings.max_duration if of.asked_s is None else min(of.asked_s, settings.max_duration)
 
@@ -44,7 +44,7 @@ class Lease:
     """A prompt that is pinned at an endpoint's LMCache instance. `prefix` is as `known` was then: what is learned of it
     later changes neither what was promised nor what is to be taken back."""
 
-    of: Waiting
+    of: IdleConversation
     known: KnownPrefix
     instance: str
     made_at: float
@@ -58,9 +58,9 @@ class Lease:
         self.prefix = copy(self.known)
 
     @property
-    def why(self) -> Why:
+    def why(self) -> LeaseReason:
         """The reason for it."""
-        return Why.TOOL_CALL if self.of.calls_tool else Why.CLIENT
+        return LeaseReason.TOOL_CALL if self.of.calls_tool else LeaseReason.CLIENT
 
     @property
     def tokens(self) -> int:

@@ -15,11 +15,11 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.work import prefill_s
-from kvproxy.features.leases.conversations import Waiting
+from kvproxy.features.leases.conversations import IdleConversation
 from kvproxy.features.leases.leases import Lease, LeaseState, choose_duration
 from kvproxy.features.leases.metrics import LeaseMetrics
 from kvproxy.features.leases.note import LeaseResult
-from kvproxy.features.leases.pending_call import PendingCall
+from kvproxy.features.leases.pending_call import ToolCallDetector
 from kvproxy.features.leases.settings import LeasePlace
 from kvproxy.proxy.request.exchange import Exchange, Outcome
 from kvproxy.proxy.request.observer import RequestObserver
@@ -33,7 +33,7 @@ class LeaseWatch(RequestObserver):
     def __init__(self, leasing: Leasing, facts: RequestFacts) -> None:
         self._leasing = leasing
         self._facts = facts
-        self._call = PendingCall()
+        self._call = ToolCallDetector()
 
     def body_piece(self, exchange: Exchange, piece: bytes) -> None:
         self._call.read_piece(piece)
@@ -94,7 +94,7 @@ class Leasing(CacheObserver):
         elif facts.keys and (calls_tool or asked_s is not None):
             cluster = facts.cluster.name
             self.book.waiting.add(
-                Waiting(facts.keys[-1], self._clock(), endpoint, cluster, tenant, session, calls_tool, asked_s)
+                IdleConversation(facts.keys[-1], self._clock(), endpoint, cluster, tenant, session, calls_tool, asked_s)
             )
         return kept
 

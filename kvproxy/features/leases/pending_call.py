@@ -8,7 +8,7 @@ _finished = re.compile(rb'"(?:finish|stop)_reason"\s?:\s?"tool_(?:calls|use)"').
 _item = re.compile(rb'"type"\s?:\s?"(?:function_call|custom_tool_call|local_shell_call|computer_call)"').search
 
 
-class PendingCall:
+class ToolCallDetector:
     """Detector for one answer. The searched texts cannot be in generated text, whose quotes are escaped; one split by
     the network goes unseen. Items of Responses count at once: their end gives no other reason than that they are
     complete."""

@@ -9,7 +9,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.features.transfers.note import NOTE
-from kvproxy.features.transfers.on_demand import CopiedRequest, OnDemand, Wait
+from kvproxy.features.transfers.on_demand import CopiedRequest, CopyDeadline, OnDemand
 from kvproxy.features.transfers.transfers import Transfers
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver
@@ -67,7 +67,7 @@ class AwaitedCopy(_CopyWatch):
     def __init__(self, on_demand: OnDemand, request: CopiedRequest) -> None:
         super().__init__(on_demand, request)
         self._refused = ""
-        self._wait: Wait | None = None
+        self._wait: CopyDeadline | None = None
         self._counted = request.facts.overlaps  # overlaps by which its place was reserved
 
     def deciding(self, exchange: Exchange, asked: PickRequest, now: float) -> PickRequest:

@@ -66,7 +66,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class CopyDeadline:
     """A request's, for its copy, until then at most."""
 
     copy: Copy
@@ -126,7 +126,7 @@ class OnDemand:
         """Count a request's refused copies."""
         self._transfers.metrics.refused.labels(reason).inc()
 
-    def begin(self, request: CopiedRequest, decision: Decision[Endpoint], now: float) -> Wait | None:
+    def begin(self, request: CopiedRequest, decision: Decision[Endpoint], now: float) -> CopyDeadline | None:
         """Begin the request's copy, if the decision was made with one."""
         facts = request.facts
         transfer = self._planner.find_transfer(decision)
@@ -142,9 +142,9 @@ class OnDemand:
             saved_s = own_s(facts.overlaps, here.id, speeds) - own_s(decision.request.facts, here.id, speeds)
         if copy is None:
             return None
-        return Wait(copy, now + min(self._max_wait_s, saved_s * speeds.slowness(here.id, now)))
+        return CopyDeadline(copy, now + min(self._max_wait_s, saved_s * speeds.slowness(here.id, now)))
 
-    async def wait(self, request: CopiedRequest, wait: Wait) -> None:
+    async def wait(self, request: CopiedRequest, wait: CopyDeadline) -> None:
         """Wait for the copy, within the bound. Its tokens then count among the facts."""
         began = self._clock()
         with contextlib.suppress(TimeoutError):

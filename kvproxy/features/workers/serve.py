@@ -16,7 +16,7 @@ from kvproxy.features.workers.assignment import shared_folder
 from kvproxy.features.workers.metrics import WorkerMetrics
 from kvproxy.features.workers.settings import WorkersPlace
 from kvproxy.features.workers.share import begins_alone, count_workers
-from kvproxy.features.workers.supervisor import Served, Supervisor, WorkersFailed
+from kvproxy.features.workers.supervisor import ServedConfig, Supervisor, WorkersFailed
 from kvproxy.features.workers.workers import Workers
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
@@ -41,7 +41,7 @@ async def supervise_until_signal(
         public = await bind_sockets(config.listen.host, config.listen.port, reuse_port=config.listen.reuse_port)
         url = url_of(config.listen.host, public[0].getsockname()[1], tls=config.listen.tls is not None)
         supervisor = Supervisor(
-            Served(config),
+            ServedConfig(config),
             count=count_workers(part_of(config, WorkersPlace).workers),
             public=public,
             folder=folder,

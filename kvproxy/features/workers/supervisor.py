@@ -69,7 +69,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Served:
+class ServedConfig:
     """Configuration of the workers, and an operator's changes since the start."""
 
     config: Config
@@ -86,7 +86,7 @@ class Supervisor:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedConfig,
         *,
         count: int,
         public: Sequence[socket.socket],

@@ -15,7 +15,7 @@ from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode
 from kvproxy.lab.advise.advice import DOES_NOT_FIT, Advice, Fit, NotGiven, why_not_given
 from kvproxy.lab.advise.candidates import list_candidates
 from kvproxy.lab.advise.engines import EngineSettingsSeen, engines_of
-from kvproxy.lab.advise.known import Known, advise_from_facts, much_waits, name_engines
+from kvproxy.lab.advise.known import KnownFacts, advise_from_facts, much_waits, name_engines
 from kvproxy.lab.advise.simulate import MIN_REQUESTS, MIN_SPAN_S, Expectation, Simulation
 from kvproxy.lab.advise.today import NoModel, Today, model_today
 from kvproxy.lab.advise.traffic import Traffic, measure_occupancy, read_traffic
@@ -76,7 +76,7 @@ class Adviser:
         for name in self.config.clusters:
             rest = [one for one in self.engines if one.cluster == name and one.id not in told]
             if rest:
-                known = Known(rest, kvcache=find_kvcache_settings(self.config))
+                known = KnownFacts(rest, kvcache=find_kvcache_settings(self.config))
                 found.append(PoolAdvice(f"cluster {name}", rest, advice=advise_from_facts(known), notes=_notes(rest)))
         return found
 
@@ -108,7 +108,7 @@ class Adviser:
         engines = engines_of(self.engines, traffic.cluster, traffic.endpoints)
         cluster = self.config.clusters.get(traffic.cluster, ClusterSettings())
         ordered = cluster.engine_priority is not EnginePriorityMode.OFF
-        known = Known(engines, traffic, measure_occupancy(traffic), find_kvcache_settings(self.config), ordered)
+        known = KnownFacts(engines, traffic, measure_occupancy(traffic), find_kvcache_settings(self.config), ordered)
         notes = _notes(engines)
         age_s = self.now - traffic.latest_at
         if age_s > _OLD_S:
@@ -129,7 +129,7 @@ class Adviser:
         return PoolAdvice(traffic.name, engines, traffic, found.today, found.fit, [*facts, *given], refused, notes)
 
     def _simulate(
-        self, known: Known, traffic: Traffic, cluster: ClusterSettings, budget_s: float, notes: list[str]
+        self, known: KnownFacts, traffic: Traffic, cluster: ClusterSettings, budget_s: float, notes: list[str]
     ) -> _Simulated:
         engines = known.engines
         occupancy = known.occupancy

@@ -27,7 +27,7 @@ DEFAULT_SEQUENCES = (256, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownFacts:
     """Facts known without a simulation. `kvcache` is None without that filter; `ordered`: kvproxy sends engines a
     priority."""
 
@@ -38,7 +38,7 @@ class Known:
     ordered: bool = False
 
 
-def advise_from_facts(known: Known) -> list[Advice]:
+def advise_from_facts(known: KnownFacts) -> list[Advice]:
     """Return what would help for certain, the most important first."""
     return [
         one for find in (_caching, _report, _events, _render, _slots, _preemptions, _priority) for one in find(known)
@@ -73,14 +73,14 @@ def _advice(
         yield Advice(setting, what, flags, config)
 
 
-def _caching(known: Known) -> Iterator[Advice]:
+def _caching(known: KnownFacts) -> Iterator[Advice]:
     off = [one for one in known.engines if one.prefix_caching is False]
     yield from _advice(
         Setting.PREFIX_CACHING, off, "prefix caching is off: every prompt is computed from its beginning"
     )
 
 
-def _report(known: Known) -> Iterator[Advice]:
+def _report(known: KnownFacts) -> Iterator[Advice]:
     silent = [one for one in known.engines if one.cache_report is False or _never_reported(known.traffic, one.id)]
     what = "answers do not report cached tokens: predictions cannot be checked, capacity is not learned"
     yield from _advice(Setting.CACHE_REPORT, silent, what)
@@ -94,7 +94,7 @@ def _never_reported(traffic: Traffic | None, endpoint: EndpointId) -> bool:
     return len(own) >= _ANSWERS and expected >= _HITS and all(one.cached_tokens is None for one in own)
 
 
-def _events(known: Known) -> Iterator[Advice]:
+def _events(known: KnownFacts) -> Iterator[Advice]:
     if known.kvcache is None or len(known.engines) < 2:
         return  # nothing makes use of them
     silent = [one for one in known.engines if one.publishes is False]
@@ -113,7 +113,7 @@ def _events(known: Known) -> Iterator[Advice]:
     yield from _advice(Setting.REPLAY, without, what)
 
 
-def _render(known: Known) -> Iterator[Advice]:
+def _render(known: KnownFacts) -> Iterator[Advice]:
     needed = known.kvcache is not None and (known.kvcache.kv_events or bool(known.kvcache.lmcache_endpoint))
     if needed and known.traffic is not None and any(one.chat for one in known.traffic.requests):
         refusing = [one for one in known.engines if one.kind is EngineKind.VLLM and one.renders is False]
@@ -124,7 +124,7 @@ def _render(known: Known) -> Iterator[Advice]:
         yield from _advice(Setting.RENDER, refusing, what)
 
 
-def _slots(known: Known) -> Iterator[Advice]:
+def _slots(known: KnownFacts) -> Iterator[Advice]:
     occupancy = known.occupancy
     capacity = usual_capacity(known.engines)
     slots = occupancy.find_slots(capacity)
@@ -148,7 +148,7 @@ def more_sequences(slots: int) -> int:
     return next((one for one in DEFAULT_SEQUENCES if one > slots), 2 * slots)
 
 
-def _preemptions(known: Known) -> Iterator[Advice]:
+def _preemptions(known: KnownFacts) -> Iterator[Advice]:
     for engine in known.engines:
         requests = engine.metrics.prefills
         if not engine.preemptions or not requests or engine.preemptions < _MANY_PREEMPTIONS * requests:
@@ -162,13 +162,13 @@ def more_memory(share: float | None) -> str:
     return "0.95" if share is None or share < 0.95 else f"{min(0.98, share + 0.02):.2g}"
 
 
-def _priority(known: Known) -> Iterator[Advice]:
+def _priority(known: KnownFacts) -> Iterator[Advice]:
     if known.ordered:
         refusing = [one for one in known.engines if one.by_priority is False]
         yield from _advice(Setting.SCHEDULING, refusing, "kvproxy sends a priority that the engine does not order by")
 
 
-def much_waits(known: Known) -> Iterator[Advice]:
+def much_waits(known: KnownFacts) -> Iterator[Advice]:
     """Advise priority scheduling if requests wait for each other in order of arrival, which no simulation can judge."""
     if known.occupancy.find_slots(usual_capacity(known.engines)) is not None:
         return  # then it is slots that are wanting

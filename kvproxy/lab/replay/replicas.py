@@ -56,7 +56,7 @@ class RoutersCluster:
     def load(self, endpoint: EndpointId) -> EndpointLoad | None:
         return self._loads.get(endpoint)
 
-    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
+    def receive_load(self, endpoint: EndpointId, in_flight_before: int) -> None:
         """Nothing waits for it here."""
 
     def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool) -> None:
@@ -74,7 +74,7 @@ class RoutersCluster:
     def watch_probes(self, tell: TellProbe) -> None:
         """No probes here."""
 
-    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+    def receive_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
         """Nor there."""
 
 
@@ -98,7 +98,7 @@ class Replica:
         from kvproxy.features.exchange import wire  # one router needs none of it
         from kvproxy.features.exchange.journal import Journal
         from kvproxy.features.exchange.peers import Peers
-        from kvproxy.features.exchange.world import World
+        from kvproxy.features.exchange.world import SharedState
 
         self.number = number
         self.view = view
@@ -107,7 +107,7 @@ class Replica:
         self.router = make_router([self.endpoints[index] for index in there], policy, view)
         self.sent: list[bytes] = []
         journal = Journal(wire.Origin("r", number, 1), on_news=lambda: None)
-        world = World({"c": RoutersCluster(view.local, policy, self.endpoints)})
+        world = SharedState({"c": RoutersCluster(view.local, policy, self.endpoints)})
         self.peers = Peers(journal, lambda: world, send=lambda payload, to: self.sent.append(payload), beat_s=BEAT_S)
         journal.follow(world)
 

@@ -166,11 +166,11 @@ class Generation:
             changed = runtime_overrides(policy, configured(cluster.settings, cluster.settings.policy))
             if settings != cluster.settings:
                 cluster.reconfigure(settings, probe=self._probe(settings))
-            cluster.show()
+            cluster.bind_gauges()
             if changed and cluster.policy is not policy:
                 lost[name] = changed
-        for show in self._on_serving:
-            show()
+        for bind in self._on_serving:
+            bind()
         return lost
 
     def _cluster(self, name: str, settings: ClusterSettings) -> Cluster:

@@ -258,7 +258,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     )
     context.lifetimes.append(service)
     context.kvcaches[NAME] = service
-    context.on_serving.append(service.show)
+    context.on_serving.append(service.bind_gauges)
     prefer = {name: prefers(settings, one.policy) for name, one in configured.items()}
     return KvCacheFilter(
         app,

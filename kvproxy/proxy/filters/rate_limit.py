@@ -47,7 +47,7 @@ class RateLimitFilter(Step):
         self._limits = buckets.limits
         self._buckets = buckets
 
-    def show(self) -> None:
+    def bind_gauges(self) -> None:
         """Bind the gauges to these buckets."""
         bounds = self.metrics.group(BoundMetrics)
         buckets = self._buckets
@@ -173,5 +173,5 @@ def build(app: ASGIApp, settings: RateLimitSettings, context: FilterContext) -> 
     table = context.limits[NAME] = context.states.get(BucketTable, NAME, BucketTable)
     buckets = Buckets(limits, settings.max_keys, table)
     under_limits = RateLimitFilter(app, buckets=buckets, metrics=context.metrics, clock=context.clock)
-    context.on_serving.append(under_limits.show)
+    context.on_serving.append(under_limits.bind_gauges)
     return under_limits

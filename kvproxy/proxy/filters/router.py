@@ -21,7 +21,7 @@ from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.proxy.filter_settings import CachedTokens, RequestIdSettings, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.forward import models as model_list
-from kvproxy.proxy.forward.body_guard import BodyGuard, with_model
+from kvproxy.proxy.forward.body_guard import BodySanitizer, with_model
 from kvproxy.proxy.forward.cached_count import CachedCounts
 from kvproxy.proxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply
 from kvproxy.proxy.forward.headers import RequestHeaders
@@ -50,7 +50,7 @@ class RouterParts:
     headers: RequestHeaders
     metrics: RouteMetrics
     public: PublicSide
-    guard: BodyGuard
+    guard: BodySanitizer
     uploads: Uploads
     debug_header: bytes
     trust_clients: bool = False
@@ -105,7 +105,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 metrics=metrics,
                 clock=context.clock,
             ),
-            guard=BodyGuard(),
+            guard=BodySanitizer(),
             uploads=Uploads(
                 limit_bytes=config.limits.body,
                 timeout_s=config.limits.body_timeout,

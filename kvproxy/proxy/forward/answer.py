@@ -65,7 +65,7 @@ def verdict_on(status: int, error: UpstreamError | None) -> AttemptOutcome:
     return AttemptOutcome.CLIENT_ERROR
 
 
-class Attempts:
+class RetryState:
     """The history of one request's attempts.
 
     An endpoint may ask for several attempts on itself (its own `retry`); then every other engine is tried once, since

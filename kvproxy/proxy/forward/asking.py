@@ -38,7 +38,7 @@ _NO_SUCH_RANK = re.compile(rb"data.parallel.rank|dp.rank|engine-core error", re.
 _NUMBERED = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.MESSAGES, RequestKind.RESPONSES})
 
 
-class Asking(msgspec.Struct, eq=False):
+class EngineRequest(msgspec.Struct, eq=False):
     """State shared by all attempts of one request. If an engine refuses an optional field (a number, the data-parallel
     rank), the request is sent again without it at once."""
 

@@ -109,7 +109,7 @@ class Unchecked(Exception):
     """The body may hold such a field, or needs a salt, and cannot be read; the text is for the client."""
 
 
-class BodyGuard:
+class BodySanitizer:
     """Bodies of clients that are not trusted hold nothing that is between proxies and engines."""
 
     def __init__(self) -> None:

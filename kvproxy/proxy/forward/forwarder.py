@@ -28,8 +28,8 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import FactSource, PickRequest
 from kvproxy.cluster.screening import Refusal
-from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, Attempts, names_no_model, read_short, verdict_on
-from kvproxy.proxy.forward.asking import Asking
+from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, RetryState, names_no_model, read_short, verdict_on
+from kvproxy.proxy.forward.asking import EngineRequest
 from kvproxy.proxy.forward.cached_count import CachedCounts
 from kvproxy.proxy.forward.headers import RequestHead, describe_decision, response_headers
 from kvproxy.proxy.forward.relay import Relay, is_comment, is_event_stream
@@ -122,9 +122,9 @@ class Forwarding(Placement, kw_only=True):
 
     _shared: Forwarder
     _model: str
-    _asking: Asking
+    _asking: EngineRequest
     _delivery: Delivery
-    _earlier: Attempts | None = None  # set once an attempt failed
+    _earlier: RetryState | None = None  # set once an attempt failed
     _holder: EndpointId | None = None  # endpoint with the history, once another one proved to lack it
     _last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
     _suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until the blame is decided
@@ -153,7 +153,7 @@ class Forwarding(Placement, kw_only=True):
         target = raw_path + b"?" + query if query else raw_path
         rank = head.repeated.rank if exchange.trusted else None
         delivery = Delivery(exchange, downstream, debug)
-        asking = Asking(
+        asking = EngineRequest(
             exchange,
             shared.pool,
             shared.timeouts,
@@ -211,7 +211,7 @@ class Forwarding(Placement, kw_only=True):
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:
-            self._earlier = Attempts(self._shared.retry, rng=self._shared.rng)
+            self._earlier = RetryState(self._shared.retry, rng=self._shared.rng)
         return self._earlier.count_failure(endpoint)
 
     def make_question(self) -> PickRequest:
@@ -456,7 +456,7 @@ class Forwarding(Placement, kw_only=True):
         pick.settle(verdict, now=now)
         policies = self.cluster.policies
         outcome = self.exchange.outcome
-        if policies.hears_reuse and outcome.cached_tokens is not None:
+        if policies.observes_reuse and outcome.cached_tokens is not None:
             self.cluster.observe_reuse(pick, outcome.cached_tokens, now)
         if succeeded and outcome.completion_tokens is not None:
             policies.observe_answer(pick.endpoint.id, pick.reservation, outcome.completion_tokens, now)

@@ -40,7 +40,7 @@ class Work:
 def background(metrics: Metrics | None = None, **changes: float) -> JobQueue:
     metrics = metrics or Metrics()
     queue = JobQueue(schema.BackgroundSettings.model_validate({"drain": 0.05, **changes}), metrics=metrics)
-    queue.show(metrics)
+    queue.bind_gauges(metrics)
     return queue
 
 

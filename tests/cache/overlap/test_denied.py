@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.base.types import Tier
 from kvproxy.cache.overlap import denied
-from kvproxy.cache.overlap.denied import EVERY_ENDPOINT, DeniedPlacements, believed_tokens
+from kvproxy.cache.overlap.denied import EVERY_ENDPOINT, DeniedPlacements, trusted_tokens
 from kvproxy.cache.service import KvCache
 from kvproxy.operate.metrics.catalog import Metrics
 from tests.cache.support import NOWHERE, A, B, cluster_of, settings
@@ -27,9 +27,9 @@ def test_where_it_was_denied() -> None:
     placements.note_denial(B, HASHES, 256, 2, STORE)
     denials = placements.find_denials(HASHES)
     assert sorted(denials) == [(EVERY_ENDPOINT, 256), (A, 600)]
-    assert [believed_tokens(one, DISK, denials) for one in (A, B)] == [600, 1536]
-    assert believed_tokens(A, DISK, [(A, 100)]) == 512
-    assert [believed_tokens(one, STORE, denials) for one in (A, B)] == [256, 256]
+    assert [trusted_tokens(one, DISK, denials) for one in (A, B)] == [600, 1536]
+    assert trusted_tokens(A, DISK, [(A, 100)]) == 512
+    assert [trusted_tokens(one, STORE, denials) for one in (A, B)] == [256, 256]
     assert placements.find_denials(HASHES[:2]) == ()
     assert placements.find_denials(array("Q", [7])) == ()
 

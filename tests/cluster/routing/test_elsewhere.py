@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.cluster.routing.elsewhere import MAX_TOLD, Elsewhere, Others
+from kvproxy.cluster.routing.elsewhere import MAX_TOLD, RemoteLoad, ReplicaSpread
 from kvproxy.cluster.routing.load import EndpointLoad, Reservation
 from kvproxy.cluster.routing.work import Features
 
@@ -26,7 +26,7 @@ class Routers:
 
     def __post_init__(self) -> None:
         for load in self.several:
-            load.elsewhere = Elsewhere(load)
+            load.remote_load = RemoteLoad(load)
 
     def begin(self, router: int, tokens: int) -> None:
         load = self.several[router]
@@ -46,8 +46,8 @@ class Routers:
         for load in self.several:
             for other in self.several:
                 if other is not load:
-                    assert load.elsewhere is not None
-                    load.elsewhere.tell(id(other), other.row(self.now), self.now)
+                    assert load.remote_load is not None
+                    load.remote_load.tell(id(other), other.row(self.now), self.now)
 
     def check(self) -> None:
         for slowness in (1.0, 2.0):
@@ -116,7 +116,7 @@ def test_many_short_requests_at_the_head_are_told_in_a_few_words() -> None:
 def chosen(*costs: float, routers: int = 4, delay_s: float = 0.25, work_s: float = 8.0) -> list[int]:
     """Where each of so many routers places the same request."""
     best = costs.index(min(costs))
-    return [Others(delay_s, routers, rank).choose_apart(best, costs, work_s) for rank in range(routers)]
+    return [ReplicaSpread(delay_s, routers, rank).choose_spread(best, costs, work_s) for rank in range(routers)]
 
 
 def test_routers_that_hear_of_each_other_late_do_not_take_the_same_idle_endpoint() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.cluster.routing.elsewhere import Elsewhere, LoadRow
+from kvproxy.cluster.routing.elsewhere import LoadRow, RemoteLoad
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.work import NO_WORK, Features
 
@@ -23,13 +23,13 @@ def row(
 def load() -> EndpointLoad:
     """A ledger that others share."""
     found = EndpointLoad()
-    found.elsewhere = Elsewhere(found)
+    found.remote_load = RemoteLoad(found)
     return found
 
 
 def test_work_that_others_showed_is_taken_once(load: EndpointLoad) -> None:
     """Up to the very end of a sample, and what came after it with the next one."""
-    elsewhere = load.elsewhere
+    elsewhere = load.remote_load
     assert elsewhere is not None
     elsewhere.tell("one", row(), 100.0)
     elsewhere.tell("one", row(prefilled=ONE), 101.0)
@@ -42,8 +42,8 @@ def test_work_that_others_showed_is_taken_once(load: EndpointLoad) -> None:
 
 def test_an_engine_is_at_what_its_hidden_requests_left(load: EndpointLoad) -> None:
     """The first one's time is over: it is at the next one since then, and not since the work of all began."""
-    assert load.elsewhere is not None
-    load.elsewhere.tell("one", row(pending=ONE, busy_s=1.0, shown_s=0.5), 100.0)
+    assert load.remote_load is not None
+    load.remote_load.tell("one", row(pending=ONE, busy_s=1.0, shown_s=0.5), 100.0)
     for _ in range(2):
         load.reserve(100, 0, 100.0, hidden=True)
     backlog = load.backlog(SECONDS, 1.0, 100.15)
@@ -53,7 +53,7 @@ def test_an_engine_is_at_what_its_hidden_requests_left(load: EndpointLoad) -> No
 
 def test_who_is_gone_takes_its_share_along(load: EndpointLoad) -> None:
     """Of the counts, of the work and of the time since when; what the others said stays."""
-    elsewhere = load.elsewhere
+    elsewhere = load.remote_load
     assert elsewhere is not None
     elsewhere.tell("one", row(pending=ONE, busy_s=5.0), 100.0)
     elsewhere.tell("two", row(pending=ONE, busy_s=1.0), 100.0)

@@ -76,7 +76,7 @@ async def etcd() -> AsyncIterator[tuple[FakeEtcd, dict[str, object]]]:
 @pytest.mark.parametrize(
     ("line", "complaint", "lists"),
     [
-        (b"{", "something that is no event", 2),  # what it said is not known: all is read again
+        (b"{", "an invalid event", 2),  # what it said is not known: all is read again
         (b'{"error":{"grpc_code":14,"message":"etcdserver: no leader"}}', "ended: etcdserver: no leader", 1),
         (
             b'{"result":{"canceled":true,"cancel_reason":"permission denied"}}',

@@ -27,7 +27,7 @@ from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.operated import find_service
 from kvproxy.features.exchange.peers import Peers, SyncStatus
 from kvproxy.features.exchange.wire import Origin
-from kvproxy.features.exchange.world import World
+from kvproxy.features.exchange.world import SharedState
 from kvproxy.operate.companion import Siblings
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.until import until
@@ -53,7 +53,7 @@ class Cluster:
     def load(self, endpoint: EndpointId) -> EndpointLoad | None:
         return self.ledgers.get(endpoint)
 
-    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
+    def receive_load(self, endpoint: EndpointId, in_flight_before: int) -> None:
         pass
 
     def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool) -> None:
@@ -69,9 +69,9 @@ class Cluster:
         self.draining[endpoint] = draining
 
     def watch_probes(self, tell: TellProbe) -> None:
-        self.tell_probe = tell
+        self.send_probe = tell
 
-    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+    def receive_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
         self.probes.append((engine, outcome))
 
 
@@ -99,7 +99,7 @@ class Node:
     def __init__(self, bus: Bus, name: str, *, epoch: int = 1, skew_s: float = 0.0, worker: int = 0) -> None:
         self.bus, self.skew_s = bus, skew_s
         self.cluster = Cluster()
-        self.world = World({"c": self.cluster})
+        self.world = SharedState({"c": self.cluster})
         self.origin = Origin(name, worker, epoch)
         self.journal = Journal(self.origin, on_news=lambda: None)
         self.served: list[Origin] = []

@@ -22,7 +22,7 @@ from kvproxy.features.exchange.datagrams import _READS, MAX_WORKERS, DatagramLin
 from kvproxy.features.exchange.deltas import Spent
 from kvproxy.features.exchange.peers import MISSED
 from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, RedisLink, StoreLink
-from kvproxy.features.exchange.wire import Batch, Beat, Bye, Origin, Standing, decode, decode_deltas, encode
+from kvproxy.features.exchange.wire import Batch, Bye, Heartbeat, Origin, PeerSnapshot, decode, decode_deltas, encode
 from kvproxy.operate.companion import Siblings
 from tests.features.exchange.support import BEAT_S, A, Bus, Node, deciding, pair
 from tests.support.fake_engine import FakeEngine
@@ -32,10 +32,10 @@ from tests.support.until import until
 FAR = 2**60
 
 
-def beat_of(node: Node, seq: int | None = None) -> Beat:
+def beat_of(node: Node, seq: int | None = None) -> Heartbeat:
     journal = node.journal
     told = journal.seq if seq is None else seq
-    return Beat(node.origin, told, node.now, journal.told, journal.digest, joining=False, blocks=0, echoes=[])
+    return Heartbeat(node.origin, told, node.now, journal.told, journal.digest, joining=False, blocks=0, echoes=[])
 
 
 def plant(node: Node, message: wire.Message) -> None:
@@ -92,7 +92,7 @@ def test_a_standing_that_never_was_gives_way() -> None:
     bus, one, two = pair()
     one.begin(A, 1)
     beats(bus, one, two)
-    plant(two, Standing(one.origin, FAR, FAR, 0, 0, [], [], more=False))
+    plant(two, PeerSnapshot(one.origin, FAR, FAR, 0, 0, [], [], more=False))
     beats(bus, one, two, count=4)
     one.begin(A, 2, 3)
     beats(bus, one, two, count=2)
@@ -106,7 +106,7 @@ def test_a_peer_that_was_said_to_be_over_and_beats_on_is_back(end: str) -> None:
     bus, one, two = pair()
     beats(bus, one, two)
     later = Origin(one.origin.host, one.origin.worker, one.origin.epoch + FAR)
-    plant(two, Bye(one.origin) if end == "bye" else Beat(later, 0, 0.0, 0, 0, joining=False, blocks=0, echoes=[]))
+    plant(two, Bye(one.origin) if end == "bye" else Heartbeat(later, 0, 0.0, 0, 0, joining=False, blocks=0, echoes=[]))
     beats(bus, one, two, count=2 * MISSED + 2)
     assert [peer.origin for peer in two.peers.living] == [one.origin]
     one.begin(A, 7)
@@ -120,7 +120,7 @@ def test_a_life_that_is_over_stays_over_while_the_next_one_beats() -> None:
     beats(bus, one, two)
     later = Origin(one.origin.host, one.origin.worker, one.origin.epoch + 1)
     for _ in range(10):
-        plant(two, Beat(later, 0, 0.0, 0, 0, joining=False, blocks=0, echoes=[]))
+        plant(two, Heartbeat(later, 0, 0.0, 0, 0, joining=False, blocks=0, echoes=[]))
         beats(bus, one, two)
     assert [peer.origin for peer in two.peers.living] == [later]
 

@@ -23,8 +23,8 @@ from kvproxy.features.exchange import peers as peers_module
 from kvproxy.features.exchange.joining import run_at_once
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.snapshot import take_pieces
-from kvproxy.features.exchange.wire import Batch, Origin, Standing
-from kvproxy.features.exchange.world import World
+from kvproxy.features.exchange.wire import Batch, Origin, PeerSnapshot
+from kvproxy.features.exchange.world import SharedState
 from tests.features.exchange.support import BEAT_S, A, B, Bus, Cluster, Node, Request, Sent, join_third, pair
 
 
@@ -246,7 +246,7 @@ def test_a_new_one_asks_one_peer_for_everything_and_keeps_the_rest_for_later() -
     assert three.in_flight()[A] == 1
     assert three.held(1, 2) == {}
     server = one if one.served else two
-    server.peers.send_to(three.origin, wire.Piece(server.origin, 0, b"", [], False))
+    server.peers.send_to(three.origin, wire.StateChunk(server.origin, 0, b"", [], False))
     bus.deliver()
     assert three.held(1, 2) == {A: 2}
     assert three.peers.status is SyncStatus.SYNCED
@@ -278,8 +278,8 @@ def test_clocks_need_not_agree() -> None:
     [peer] = two.peers.living
     assert 0.0 <= peer.lag.quantile(0.99) < 0.01
     load = two.cluster.ledgers[A]
-    assert load.elsewhere is not None
-    assert two.now - 1.0 < load.elsewhere.busy_at <= two.now
+    assert load.remote_load is not None
+    assert two.now - 1.0 < load.remote_load.busy_at <= two.now
 
 
 def test_samples_are_those_of_all_requests_on_the_engine() -> None:
@@ -479,7 +479,7 @@ def stubborn_pair() -> tuple[Bus, Node, Node, _Stubborn]:
     """Two, the second of which cannot apply all it hears."""
     bus, one, two = pair()
     two.cluster = stubborn = _Stubborn()
-    two.world = World({"c": stubborn})
+    two.world = SharedState({"c": stubborn})
     return bus, one, two, stubborn
 
 
@@ -538,7 +538,7 @@ def test_what_a_new_one_is_told_of_sessions_fits_into_messages() -> None:
         try:
             next(steps)
         except StopIteration as done:
-            pieces: list[wire.Piece] = done.value
+            pieces: list[wire.StateChunk] = done.value
             break
     assert [piece.number for piece in pieces] == list(range(len(pieces)))
     assert sum(len(piece.deltas) for piece in pieces) == 100
@@ -581,7 +581,7 @@ def test_what_cannot_be_applied_holds_nothing_back() -> None:
     """Of what waited while it joined: the rest counts, and what comes next is no longer kept waiting."""
     taken: list[int] = []
 
-    def take(message: Batch | Standing, size_bytes: int, now: float) -> None:
+    def take(message: Batch | PeerSnapshot, size_bytes: int, now: float) -> None:
         taken.append(message.seq)
         if message.seq == 1:
             raise OverflowError

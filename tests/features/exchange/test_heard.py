@@ -24,7 +24,7 @@ from kvproxy.features.exchange.deltas import (
     Started,
     Used,
 )
-from kvproxy.features.exchange.heard import Heard
+from kvproxy.features.exchange.heard import PeerApplier
 from kvproxy.features.exchange.wire import Batch, Bye, Origin, encode
 from kvproxy.operate.companion import Siblings
 from tests.features.exchange.support import Deciding, deciding
@@ -44,7 +44,7 @@ class Hearing:
         self.one, self._seq = deciding, 0
 
     @property
-    def heard(self) -> Heard:
+    def heard(self) -> PeerApplier:
         return self.one.sync.peers.known[OTHER.place].heard
 
     def hear(self, *said: Delta) -> None:

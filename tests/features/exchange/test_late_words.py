@@ -161,8 +161,8 @@ def test_a_snapshot_with_a_hole_is_asked_of_another() -> None:
     bus, one, two = pair()
     three = join_third(bus)
     asked, other = (one, two) if one.served else (two, one)
-    asked.peers.send_to(three.origin, wire.Piece(asked.origin, 0, b"first", [], True))
-    asked.peers.send_to(three.origin, wire.Piece(asked.origin, 2, b"third", [], False))
+    asked.peers.send_to(three.origin, wire.StateChunk(asked.origin, 0, b"first", [], True))
+    asked.peers.send_to(three.origin, wire.StateChunk(asked.origin, 2, b"third", [], False))
     bus.deliver()
     assert three.peers.status is SyncStatus.JOINING
     assert other.served == [three.origin]
@@ -170,6 +170,6 @@ def test_a_snapshot_with_a_hole_is_asked_of_another() -> None:
 
 def test_what_is_longer_than_any_message_is_not_read() -> None:
     """However well it is formed."""
-    long = wire.Piece(wire.Origin("one", 0, 1), 0, b"0" * (2 * wire.MAX_BYTES), [], False)
+    long = wire.StateChunk(wire.Origin("one", 0, 1), 0, b"0" * (2 * wire.MAX_BYTES), [], False)
     with pytest.raises(msgspec.DecodeError):
         wire.decode(wire.encode(long))

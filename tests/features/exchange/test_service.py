@@ -21,7 +21,7 @@ from kvproxy.features.exchange.datagrams import DatagramLink
 from kvproxy.features.exchange.deltas import Spent
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.stores import StoreLink
-from kvproxy.features.exchange.wire import Beat, Hello, Origin, decode_deltas, encode
+from kvproxy.features.exchange.wire import Heartbeat, Hello, Origin, decode_deltas, encode
 from kvproxy.operate.admin.troubles import Troubles
 from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
@@ -211,8 +211,8 @@ async def test_another_process_of_the_same_name_is_said(tmp_path: Path, caplog: 
         await until(lambda: sync.describe_state()["namesake"] is False)  # it fell silent
 
 
-def _beat_of(origin: Origin) -> Beat:
-    return Beat(origin, 0, 1.0, 0, 0, joining=False, blocks=0, echoes=[])
+def _beat_of(origin: Origin) -> Heartbeat:
+    return Heartbeat(origin, 0, 1.0, 0, 0, joining=False, blocks=0, echoes=[])
 
 
 class Echo(StoreLink):

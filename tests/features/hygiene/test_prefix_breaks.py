@@ -61,7 +61,7 @@ class World:
         self.cluster: Cluster = cluster_of({"a": NOWHERE, "b": NOWHERE}, clock=self.clock, **cluster)
         clusters = {self.cluster.name: self.cluster}
         self.kv = KvCache(settings(), clusters=clusters, metrics=self.metrics, clock=self.clock)
-        self.kv.show()
+        self.kv.bind_gauges()
         self.engines = {A: Engine(keeps_header=keeps_header), B: Engine(keeps_header=keeps_header)}
 
     @property

@@ -386,8 +386,8 @@ async def test_absurd_lists_change_nothing(follow: Follow, api: Api, raw: bytes,
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (b"no json at all\n", "something that is no event"),
-        (b'{"type":"ADDED"}\n', "something that is no event"),
+        (b"no json at all\n", "an invalid event"),
+        (b'{"type":"ADDED"}\n', "an invalid event"),
         (b'{"type":"ADDED","object":[]}\n', "Expected `object`"),
         (b'{"type":"ERROR","object":{"code":500,"message":"boom"}}\n', "ended with 500: boom"),
         (b"x" * (5 << 20), "a line over 4194304 bytes"),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.features.leases.conversations import HORIZON_S, MAX_WAITING, Waiting
-from kvproxy.features.leases.leases import MAX_RELEASED, Lease, LeaseBook, LeaseState, Why, choose_duration
+from kvproxy.features.leases.conversations import HORIZON_S, MAX_WAITING, IdleConversation
+from kvproxy.features.leases.leases import MAX_RELEASED, Lease, LeaseBook, LeaseReason, LeaseState, choose_duration
 from kvproxy.features.leases.settings import LeaseSettings
 
 A = EndpointId("a")
@@ -32,11 +32,11 @@ def waiting(
     endpoint: EndpointId = A,
     at: float = 0.0,
     calls_tool: bool = True,
-) -> Waiting:
-    return Waiting(key, at, endpoint, "default", tenant, session, calls_tool, asked_s)
+) -> IdleConversation:
+    return IdleConversation(key, at, endpoint, "default", tenant, session, calls_tool, asked_s)
 
 
-def lease(of: Waiting, tokens: int = 1000, *, held: bool = True, until: float = 60.0) -> Lease:
+def lease(of: IdleConversation, tokens: int = 1000, *, held: bool = True, until: float = 60.0) -> Lease:
     prefix = KnownPrefix(of.key, "m", "", deque(), whole=of.key, tokens=array("I", range(tokens)))
     return Lease(of, prefix, "a", of.ended_at, until, of.ended_at, held)
 
@@ -45,13 +45,13 @@ def lease(of: Waiting, tokens: int = 1000, *, held: bool = True, until: float = 
     ("of", "expected_s"),
     [(waiting(), 900.0), (waiting(asked_s=300.0, calls_tool=False), 300.0), (waiting(asked_s=86_400.0), 900.0)],
 )
-def test_a_lease_lasts_as_long_as_settings_and_client_allow(of: Waiting, expected_s: float) -> None:
+def test_a_lease_lasts_as_long_as_settings_and_client_allow(of: IdleConversation, expected_s: float) -> None:
     """The client's own wish is the bound, whether its answer calls a tool or not."""
     assert choose_duration(of, settings()) == expected_s
 
 
 def test_a_lease_has_its_reason() -> None:
-    assert (lease(waiting()).why, lease(waiting(calls_tool=False)).why) == (Why.TOOL_CALL, Why.CLIENT)
+    assert (lease(waiting()).why, lease(waiting(calls_tool=False)).why) == (LeaseReason.TOOL_CALL, LeaseReason.CLIENT)
 
 
 @pytest.mark.parametrize("name", ["touch", "share"])

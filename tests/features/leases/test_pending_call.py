@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.base.types import Prompt, RequestKind
 from kvproxy.cache.prefix.cache_marks import read_ttl_s
-from kvproxy.features.leases.pending_call import PendingCall
+from kvproxy.features.leases.pending_call import ToolCallDetector
 from kvproxy.proxy.request.parse import parse_body
 
 CHAT_STREAM = (
@@ -47,7 +47,7 @@ RESPONSES_STREAM = (
 )  # fmt: skip
 def test_an_answer_that_waits_for_a_tool(pieces: tuple[bytes, ...], found: bool) -> None:
     """By each API's own words, wherever the network cuts it; generated text says nothing, nor does half an answer."""
-    call = PendingCall()
+    call = ToolCallDetector()
     for piece in pieces:
         call.read_piece(piece)
     assert call.found is found

@@ -186,7 +186,7 @@ async def test_a_hot_prompt_under_lease_is_pinned_for_both() -> None:
         assert [lease.held for lease in proxy.book.leases.values()] == [True]
 
 
-class Elsewhere:
+class RemoteLoad:
     """Another process, which does all that it is asked to leave to it."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class Elsewhere:
 
 async def test_a_lease_is_one_process_own() -> None:
     """Others would take its pin for one of their hot prefixes, and take it back as cold."""
-    one, lmcache, others = Engine(), controller(lambda _: {}), Elsewhere()
+    one, lmcache, others = Engine(), controller(lambda _: {}), RemoteLoad()
     async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at) as proxy:
         proxy.kv.actions.executor.claims = others
         await proxy.ask()

@@ -181,7 +181,7 @@ async def test_an_engine_that_refuses_is_left_alone_for_a_while() -> None:
         assert (done(service), len(b.prompts)) == (1, 2)
 
 
-class Elsewhere:
+class RemoteLoad:
     """Another proxy has what is claimed, for so long."""
 
     granted = False
@@ -199,7 +199,7 @@ class Elsewhere:
 
 async def test_what_another_proxy_warms_is_left_to_it() -> None:
     """It is looked at again once that may have ended."""
-    clock, b, elsewhere = FakeClock(), Engine(), Elsewhere()
+    clock, b, elsewhere = FakeClock(), Engine(), RemoteLoad()
     async with warming(Engine(), b, clock) as service:
         service.kv.actions.executor.claims = elsewhere
         await rounds(service)

@@ -18,7 +18,7 @@ import pytest
 from kvproxy.features.workers import process as process_module
 from kvproxy.features.workers import supervisor as module
 from kvproxy.features.workers.assignment import remove_left_folder, shared_folder
-from kvproxy.features.workers.supervisor import Served, Slot, Supervisor, WorkersFailed, describe_exit
+from kvproxy.features.workers.supervisor import ServedConfig, Slot, Supervisor, WorkersFailed, describe_exit
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import bind_sockets
 from tests.support.until import until
@@ -35,7 +35,9 @@ async def supervised(
     """One that runs, with stand-ins for workers; ended at the end."""
     command = (sys.executable, "-S", "-E", str(STAND_IN), behaviour)
     public = await bind_sockets("127.0.0.1", 0)
-    supervisor = Supervisor(Served(CONFIG), count=count, public=public, folder=folder, command=command, on_hung=on_hung)
+    supervisor = Supervisor(
+        ServedConfig(CONFIG), count=count, public=public, folder=folder, command=command, on_hung=on_hung
+    )
     running = asyncio.create_task(supervisor.run())
     try:
         async with asyncio.timeout(60):
@@ -122,7 +124,7 @@ async def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     config = CONFIG.model_copy(update={"worker_start_timeout": 0.2})
     command = (sys.executable, "-S", "-E", str(STAND_IN), f":{tmp_path / 'allowed'}")
     public = await bind_sockets("127.0.0.1", 0)
-    supervisor = Supervisor(Served(config), count=2, public=public, folder=tmp_path, command=command)
+    supervisor = Supervisor(ServedConfig(config), count=2, public=public, folder=tmp_path, command=command)
     yield supervisor
     assert not any(slot.process for slot in supervisor.slots)
 
@@ -147,7 +149,7 @@ async def test_workers_that_always_hang_before_they_serve_end_the_start(
 ) -> None:
     """As those that die again and again."""
     monkeypatch.setattr(module, "GIVE_UP_AFTER", 2)
-    with pytest.raises(WorkersFailed, match="no worker can be started"):
+    with pytest.raises(WorkersFailed, match="no further worker can be started"):
         await asyncio.wait_for(late.run(), 60)
 
 
@@ -162,7 +164,7 @@ async def test_a_worker_whose_end_is_cut_short_leaves_nothing(tmp_path: Path, mo
     monkeypatch.setattr(module, "cancel_tasks", never_done)
     command = (sys.executable, "-S", "-E", str(STAND_IN), "serve")
     public = await bind_sockets("127.0.0.1", 0)
-    supervisor = Supervisor(Served(CONFIG), count=1, public=public, folder=tmp_path, command=command)
+    supervisor = Supervisor(ServedConfig(CONFIG), count=1, public=public, folder=tmp_path, command=command)
     supervisor.on_ended.append(over.append)
     [slot] = supervisor.slots
     process = process_module.WorkerProcess(supervisor._assignment(slot), command)
@@ -210,7 +212,7 @@ async def test_a_worker_that_dies_before_it_serves_ends_the_start(tmp_path: Path
     """Nothing is started again and again that cannot work; the others end too."""
     command = (sys.executable, "-S", "-E", str(STAND_IN), "die")
     public = await bind_sockets("127.0.0.1", 0)
-    supervisor = Supervisor(Served(CONFIG), count=2, public=public, folder=tmp_path, command=command)
+    supervisor = Supervisor(ServedConfig(CONFIG), count=2, public=public, folder=tmp_path, command=command)
     with pytest.raises(WorkersFailed, match="ended before all served"):
         await asyncio.wait_for(supervisor.run(), 60)
     assert not pids(supervisor)
@@ -219,7 +221,9 @@ async def test_a_worker_that_dies_before_it_serves_ends_the_start(tmp_path: Path
 
 async def test_a_command_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
     """As an error of the supervisor, not a traceback."""
-    supervisor = Supervisor(Served(CONFIG), count=1, public=[], folder=tmp_path, command=(str(tmp_path / "none"),))
+    supervisor = Supervisor(
+        ServedConfig(CONFIG), count=1, public=[], folder=tmp_path, command=(str(tmp_path / "none"),)
+    )
     with pytest.raises(WorkersFailed):
         await asyncio.wait_for(supervisor.run(), 60)
 
@@ -233,12 +237,12 @@ async def test_the_supervisor_gives_up_when_nothing_serves_any_more(
     allowed.touch()
     public = await bind_sockets("127.0.0.1", 0)
     command = (sys.executable, "-S", "-E", str(STAND_IN), str(allowed))
-    supervisor = Supervisor(Served(CONFIG), count=1, public=public, folder=tmp_path, command=command)
+    supervisor = Supervisor(ServedConfig(CONFIG), count=1, public=public, folder=tmp_path, command=command)
     running = asyncio.create_task(supervisor.run())
     await until(supervisor.all_ready.is_set)
     allowed.unlink()
     os.kill(pids(supervisor)[0], signal.SIGKILL)
-    with pytest.raises(WorkersFailed, match="no worker can be started"):
+    with pytest.raises(WorkersFailed, match="no further worker can be started"):
         await asyncio.wait_for(running, 60)
 
 
@@ -347,7 +351,9 @@ async def test_news_that_come_while_workers_start_do_not_end_the_start(tmp_path:
     """A worker that began with what is old is let go and started again, whether or not all served by then."""
     public = await bind_sockets("127.0.0.1", 0)
     command = (sys.executable, "-S", "-E", str(STAND_IN), "serve")
-    supervisor = Supervisor(Served(CONFIG), count=2, public=public, folder=tmp_path, command=command, first_alone=True)
+    supervisor = Supervisor(
+        ServedConfig(CONFIG), count=2, public=public, folder=tmp_path, command=command, first_alone=True
+    )
     running = asyncio.create_task(supervisor.run())
     await until(lambda: supervisor.slots[0].process is not None)
     supervisor.note_news(told=[])
@@ -363,7 +369,9 @@ async def test_the_others_may_follow_on_the_first(tmp_path: Path) -> None:
     """Where it restores what they ask it for; a drain before that ends all the same."""
     public = await bind_sockets("127.0.0.1", 0)
     command = (sys.executable, "-S", "-E", str(STAND_IN), str(tmp_path / "allowed"))
-    supervisor = Supervisor(Served(CONFIG), count=2, public=public, folder=tmp_path, command=command, first_alone=True)
+    supervisor = Supervisor(
+        ServedConfig(CONFIG), count=2, public=public, folder=tmp_path, command=command, first_alone=True
+    )
     running = asyncio.create_task(supervisor.run())
     await until(lambda: supervisor.slots[0].process is not None)
     assert supervisor.slots[1].process is None

@@ -23,7 +23,7 @@ from kvproxy.features.workers.assignment import Assignment
 from kvproxy.features.workers.control import ControlApp
 from kvproxy.features.workers.process import WorkerProcess
 from kvproxy.features.workers.share import take_share
-from kvproxy.features.workers.supervisor import Served, Supervisor
+from kvproxy.features.workers.supervisor import ServedConfig, Supervisor
 from kvproxy.features.workers.workers import Workers
 from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
@@ -78,7 +78,7 @@ class Together:
 async def together(endpoints: dict[str, str], *, count: int = 2, **config: Any) -> AsyncIterator[Together]:
     """`config` is native configuration besides the endpoints; probes are off."""
     raw = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
-    served, metrics = Served(load_config(raw)), Metrics()
+    served, metrics = ServedConfig(load_config(raw)), Metrics()
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         supervisor = Supervisor(served, count=count, public=(), folder=folder)

@@ -145,7 +145,7 @@ def test_receipts_that_do_not_say_what_prompts_share_are_not_simulated(tmp_path:
     record(path, CHATS.trace(), FLEET, prefixes="")
     (pool,), text = advise(path, budget_s=5)
     assert pool.fit is None
-    assert "do not say what prompts share" in text
+    assert "lack shared prefixes" in text
 
 
 def test_a_sample_of_the_traffic_is_not_simulated(recorded: Path) -> None:
@@ -162,7 +162,7 @@ def test_an_engine_that_cannot_be_asked_is_a_note(recorded: Path) -> None:
     assert "no answer from endpoint e1: vllm cannot be reached" in text
     assert "--enable-prefix-caching" in flags(pool)
     _, text = advise(recorded, engines=[replace(silent, id=EndpointId("e0")), silent], budget_s=5)
-    assert "no engine says how much KV memory it has" in text
+    assert "no engine reports its KV memory" in text
 
 
 def test_engines_of_two_kinds_get_their_own_flags(recorded: Path) -> None:

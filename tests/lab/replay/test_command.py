@@ -127,9 +127,9 @@ def test_several_routers_are_named_and_one_is_as_ever(trace_file: Path, tmp_path
      (("--routers", "0"), "--routers is from 1 to 64, not 0"), (("--routers", "65"), "from 1 to 64"),
      (("--routers", "2", "--delay", "-1"), "--delay is from 0 to 10000 ms, not -1"),
      (("--routers", "2", "--delay", "nan"), "--delay is from 0"), (("--routers", "2", "--delay", "10001"), "10001"),
-     (("--delay", "5"), "say how many with --routers"), (("--no-exchange",), "say how many with --routers"),
+     (("--delay", "5"), "add --routers"), (("--no-exchange",), "add --routers"),
      (("--routers", "2", "--delay", "5", "--no-exchange"), "give one"),
-     (("--routers", "2", "--policy", "kv_aware+move"), "+move goes with one router"),
+     (("--routers", "2", "--policy", "kv_aware+move"), "+move needs a single router"),
      (("--routers", "2", "--url", "http://127.0.0.1:9"), "neither --url nor --receipts")],
 )  # fmt: skip
 def test_a_wrong_option_is_an_error_message(trace_file: Path, arguments: tuple[str, ...], message: str) -> None:

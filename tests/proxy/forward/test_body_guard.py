@@ -16,7 +16,7 @@ from kvproxy.cluster.feature import NumberedRequest
 from kvproxy.cluster.pick import Pick
 from kvproxy.proxy.forward import body_guard
 from kvproxy.proxy.forward.body_guard import (
-    BodyGuard,
+    BodySanitizer,
     Unchecked,
     is_examined,
     is_guarded,
@@ -291,7 +291,7 @@ def telling(*, trusted: bool = False) -> Exchange:
 )
 async def test_a_priority_is_cut_out_where_engines_are_told_one(body: bytes, left: bytes) -> None:
     """In every spelling a parser takes, at the top alone; by the members of a scan too."""
-    guard, exchange = BodyGuard(), telling()
+    guard, exchange = BodySanitizer(), telling()
     assert await guard.checked(body, exchange, []) == left
     try:
         exchange.members = run_at_once(find_members(body, is_examined))
@@ -313,7 +313,7 @@ async def test_what_may_hold_a_priority_and_cannot_be_read_is_refused(
 ) -> None:
     """An engine may read what we cannot."""
     with pytest.raises(BodyUnchecked):
-        await BodyGuard().checked(body, telling(), headers)
+        await BodySanitizer().checked(body, telling(), headers)
 
 
 @pytest.mark.parametrize(("value", "own"), [(b"-7", -7), (b'"12"', 12), (b"5.0", 5), (b"0", 0)])
@@ -321,8 +321,8 @@ async def test_a_trusted_clients_priority_is_noted_and_cut_out(value: bytes, own
     """As engines read integers."""
     exchange = telling(trusted=True)
     body = b'{"model":"m","priority":%b}' % value
-    assert not BodyGuard().passes(body, exchange)
-    assert await BodyGuard().checked(body, exchange, []) == b'{"model":"m"}'
+    assert not BodySanitizer().passes(body, exchange)
+    assert await BodySanitizer().checked(body, exchange, []) == b'{"model":"m"}'
     assert exchange.own_number == own
 
 
@@ -330,10 +330,10 @@ async def test_a_trusted_clients_priority_is_noted_and_cut_out(value: bytes, own
 async def test_a_trusted_clients_priority_that_is_no_integer_is_refused(value: bytes) -> None:
     """As an engine would refuse it; a number of 40 digits is nonsense."""
     with pytest.raises(BodyUnchecked, match="no integer"):
-        await BodyGuard().checked(b'{"priority":%b}' % value, telling(trusted=True), [])
+        await BodySanitizer().checked(b'{"priority":%b}' % value, telling(trusted=True), [])
 
 
 async def test_a_trusted_clients_coded_body_passes() -> None:
     """It gets no number, since nothing is known of it."""
     body, headers = b"\x1f\x8b", [(b"content-encoding", b"gzip")]
-    assert await BodyGuard().checked(body, telling(trusted=True), headers) == body
+    assert await BodySanitizer().checked(body, telling(trusted=True), headers) == body

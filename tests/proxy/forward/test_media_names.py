@@ -9,7 +9,7 @@ import pytest
 
 from kvproxy.base.json_scan import MAX_DECODED_BYTES, find_members, run_at_once
 from kvproxy.base.types import RequestKind
-from kvproxy.proxy.forward.body_guard import BodyGuard, is_guarded, tenant_salt
+from kvproxy.proxy.forward.body_guard import BodySanitizer, is_guarded, tenant_salt
 from kvproxy.proxy.request.body import BodyUnchecked
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.parse import parse_body
@@ -23,9 +23,9 @@ def sent_by(tenant: str = "", *, trusted: bool = False, isolated: bool = False) 
 
 async def checked(body: bytes, exchange: Exchange) -> bytes:
     """The same by one parse of the body and from the members that a scan found on the way."""
-    clean = await BodyGuard().checked(body, exchange, [])
+    clean = await BodySanitizer().checked(body, exchange, [])
     exchange.members = run_at_once(find_members(body, is_guarded))
-    assert await BodyGuard().checked(body, exchange, []) == clean
+    assert await BodySanitizer().checked(body, exchange, []) == clean
     return clean
 
 
@@ -60,7 +60,7 @@ PICTURE = b'{"type":"image_url","image_url":{"url":"data:,x"}%b}'
 )
 async def test_names_of_media_are_cut_out_of_content_parts(part: bytes, left: bytes) -> None:
     """At any depth, in every spelling a parser takes, duplicates too; every other byte stays."""
-    assert not BodyGuard().passes(chat(part), sent_by())
+    assert not BodySanitizer().passes(chat(part), sent_by())
     assert await checked(chat(part), sent_by()) == chat(left)
 
 
@@ -96,7 +96,7 @@ async def test_other_apis_have_them_elsewhere(body: bytes, left: bytes) -> None:
 )
 async def test_the_same_words_elsewhere_stay(body: bytes) -> None:
     """Schemas of tools, arguments of calls, text and documents are prompts, and name nothing."""
-    assert await BodyGuard().checked(body, sent_by(), []) == body
+    assert await BodySanitizer().checked(body, sent_by(), []) == body
 
 
 async def test_a_tenants_uuid_is_its_own() -> None:
@@ -114,7 +114,7 @@ async def test_a_tenants_uuid_is_its_own() -> None:
 async def test_an_isolated_tenants_body_is_salted_too() -> None:
     """Also where the salt alone would have been put in front."""
     body = chat(PICTURE % b',"uuid":"logo","content_hash":"x"')
-    document = json.loads(await BodyGuard().checked(body, sent_by("alice", isolated=True), []))
+    document = json.loads(await BodySanitizer().checked(body, sent_by("alice", isolated=True), []))
     [picture, _] = document["messages"][0]["content"]
     assert document["cache_salt"] == tenant_salt("alice", None)
     assert picture["uuid"] == tenant_salt("alice", "logo")
@@ -124,7 +124,7 @@ async def test_an_isolated_tenants_body_is_salted_too() -> None:
 async def test_a_trusted_client_names_its_media() -> None:
     """Another proxy has salted them already."""
     body = chat(PICTURE % b',"uuid":"a"')
-    assert BodyGuard().passes(body, sent_by(trusted=True))
+    assert BodySanitizer().passes(body, sent_by(trusted=True))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ async def test_a_trusted_client_names_its_media() -> None:
 async def test_what_may_hold_one_and_cannot_be_read_is_refused(body: bytes) -> None:
     """An engine may read what we cannot."""
     with pytest.raises(BodyUnchecked):
-        await BodyGuard().checked(body, sent_by(), [])
+        await BodySanitizer().checked(body, sent_by(), [])
 
 
 LONG = 'words of a turn before, {braced} and "quoted" ' * 400
@@ -166,8 +166,8 @@ def chat_after(message: str, **more: object) -> tuple[bytes, Exchange]:
 async def test_names_are_found_in_a_message_of_a_long_chat(message: str, more: dict[str, Any]) -> None:
     """Messages of text, with braces and quotes, do not hide it."""
     body, exchange = chat_after(message, **more)
-    assert not BodyGuard().passes(body, exchange)
-    clean = await BodyGuard().checked(body, exchange, [])
+    assert not BodySanitizer().passes(body, exchange)
+    clean = await BodySanitizer().checked(body, exchange, [])
     document, sent = json.loads(clean), json.loads(body)
     assert '"a"' not in json.dumps(document["messages"][2])
     assert {**document, "messages": document["messages"][:2]} == {**sent, "messages": sent["messages"][:2]}
@@ -183,7 +183,7 @@ async def test_names_are_found_in_a_message_of_a_long_chat(message: str, more: d
 )
 async def test_a_long_chat_without_names_passes(message: str) -> None:
     """Whatever its texts quote."""
-    assert BodyGuard().passes(*chat_after(message))
+    assert BodySanitizer().passes(*chat_after(message))
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ async def test_names_beside_the_messages_of_a_long_chat_are_found(more: bytes, f
     body, exchange = chat_after('{"role":"user","content":"flat"}')
     exchange.body = body = b"{%b,%b" % (more, body[1:]) if first else b"%b,%b}" % (body[:-1], more)
     exchange.inference = parse_body(RequestKind.CHAT, body)
-    assert not BodyGuard().passes(body, exchange)
-    clean = await BodyGuard().checked(body, exchange, [])
+    assert not BodySanitizer().passes(body, exchange)
+    clean = await BodySanitizer().checked(body, exchange, [])
     assert b'"uuid"' not in clean
     assert b"mm_hashes" not in clean
 
@@ -214,11 +214,11 @@ async def test_a_long_body_is_looked_at_by_the_members_of_its_scan() -> None:
     body, left = (chat(part % (filling, name)) for name in (b',"uuid":"a"', b""))
     exchange = sent_by()
     exchange.members = run_at_once(find_members(body, is_guarded))
-    assert not BodyGuard().passes(body, exchange)
-    assert await BodyGuard().checked(body, exchange, []) == left
+    assert not BodySanitizer().passes(body, exchange)
+    assert await BodySanitizer().checked(body, exchange, []) == left
 
 
 async def test_a_body_without_such_names_passes_untouched() -> None:
     """As nearly all do."""
     body: dict[str, Any] = json.loads(chat(PICTURE % b""))
-    assert BodyGuard().passes(json.dumps(body).encode(), sent_by("alice"))
+    assert BodySanitizer().passes(json.dumps(body).encode(), sent_by("alice"))
