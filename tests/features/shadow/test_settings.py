@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from kvproxy.lab.published import Dynamo
 
 from kvproxy.base.settings.compose import composed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.features.published.policies import Dynamo
 from kvproxy.proxy.filters.kvcache import needs_facts
 from tests.cluster.conftest import MakeCluster
 from tests.cluster.test_reconfigure import reconfigure, taught
