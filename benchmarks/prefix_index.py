@@ -120,14 +120,14 @@ def _approximate(shape: data.Shape) -> dict[str, float]:
         return index.lookup(index.locate(hashes))
 
     assert max(index.lookup(index.locate(asked[0])).values()) == shape.blocks
-    assert index.entries == shape.stored
+    assert index.counts.entries == shape.stored
     result = {"blocks_per_s": shape.prompts * shape.blocks / spent, **data.time_lookups(lookup, asked)}
-    entries = index.entries
+    entries = index.counts.entries
     del index
     gc.collect()
     tracemalloc.start()
     index, _, _ = _filled_approximate(shape)
-    assert index.entries == entries
+    assert index.counts.entries == entries
     traced = tracemalloc.get_traced_memory()[0]
     return {**result, "bytes_per_entry": max(memory, traced) / entries}
 

@@ -225,7 +225,7 @@ class Contents:
             yield from self._fill(one, restorations[one.name], same[one.name], kept.taken_at)
         count = sum(len(cluster.endpoints) for cluster in kept.clusters)
         stay = sum(map(len, same.values()))
-        blocks = sum(self._state.indexes[one.name].approximate.entries for one in known)
+        blocks = sum(self._state.indexes[one.name].approximate.counts.entries for one in known)
         return Returned(blocks, stay, count - stay, max(0.0, away_s))
 
     def _cluster(self, name: str, cluster: Cluster, served: TablesKept) -> ClusterKept:

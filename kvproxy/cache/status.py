@@ -119,19 +119,19 @@ async def hot_prefixes(
     indexes = service.overlap.indexes
     found: list[tuple[float, str, Run]] = []
     for cluster, one in indexes.items():
-        kept = one.approximate.all_runs()
+        kept = one.approximate.counts.all_runs()
         for start in range(0, len(kept), SLICE_RUNS):
-            touched = [(one.approximate.requests(run), cluster, run) for run in kept[start : start + SLICE_RUNS]]
+            touched = [(one.approximate.counts.requests(run), cluster, run) for run in kept[start : start + SLICE_RUNS]]
             found = heapq.nlargest(limit, [*found, *touched], key=lambda each: each[0])
             await pause()
     # Entries of an early slice may be gone by now.
-    present = [(cluster, run, indexes[cluster].approximate.requests(run)) for _, cluster, run in found]
+    present = [(cluster, run, indexes[cluster].approximate.counts.requests(run)) for _, cluster, run in found]
     return [_hot_prefix(service, cluster, run, touches) for cluster, run, touches in present if touches > 0.0]
 
 
 def _hot_prefix(service: KvCache, cluster: str, run: Run, touches: float) -> dict[str, object]:
     indexes = service.overlap.indexes[cluster]
-    hashes = indexes.approximate.prefix(run)
+    hashes = indexes.approximate.counts.prefix(run)
     held = indexes.approximate.lookup(indexes.approximate.locate(hashes))
     return {
         "cluster": cluster,
@@ -150,12 +150,12 @@ def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
     rows = sum(indexes.precise.count_rows(endpoint.id) for endpoint in cluster.endpoints)
     return {
         "approximate": {
-            "entries": indexes.approximate.entries,
-            "runs": indexes.approximate.runs,
-            "estimated_bytes": indexes.approximate.estimated_bytes,
+            "entries": indexes.approximate.counts.entries,
+            "runs": indexes.approximate.counts.runs,
+            "estimated_bytes": indexes.approximate.counts.estimated_bytes,
         },
         "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
-        "hot": {"blocks": indexes.approximate.unique_blocks, "runs": indexes.approximate.runs},
+        "hot": {"blocks": indexes.approximate.counts.unique_blocks, "runs": indexes.approximate.counts.runs},
         "last_served": {"sessions": indexes.last_served.sessions, "responses": indexes.last_served.responses},
         "endpoints": {str(one.id): endpoint_index(service, cluster.name, one) for one in cluster.endpoints},
     }
@@ -175,8 +175,8 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
         "streams": [
             {"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()
         ],
-        "approximate_blocks": indexes.approximate.held_blocks(endpoint.id),
-        "approximate_capacity_blocks": indexes.approximate.capacity(endpoint.id),
+        "approximate_blocks": indexes.approximate.counts.held_blocks(endpoint.id),
+        "approximate_capacity_blocks": indexes.approximate.counts.capacity(endpoint.id),
         "told_capacity_blocks": indexes.capacities.reported_blocks(endpoint.id),
         "reuse_step_tokens": indexes.steps.known.get(endpoint.id),
         "trust": overlap.trust(cluster, endpoint.id),

@@ -65,7 +65,9 @@ async def test_ranks_are_found_by_metrics_and_event_sources() -> None:
         assert queried[0] > 500
         cache = [engine_status(service.kv, endpoint) for endpoint in service.cluster.endpoints]
         assert all(one is not None for one in cache)
-        capacities = [service.kv.overlap.indexes["default"].approximate.capacity(EndpointId(n)) for n in names(service)]
+        capacities = [
+            service.kv.overlap.indexes["default"].approximate.counts.capacity(EndpointId(n)) for n in names(service)
+        ]
         assert capacities[0] == capacities[1]
         before = service.cluster.endpoints
         await service.kv.scraper.scrape_all()

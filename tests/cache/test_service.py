@@ -88,7 +88,7 @@ async def test_a_contradiction_removes_the_prefix_at_once() -> None:
         assert service.metric("kvproxy_kvcache_predictions_total", **ROUTED_TO_A, result="miss") == 1
         # It holds what it has just prefilled, and nothing else of what was believed: not the rest of the first prompt.
         local = service.kv.overlap.indexes["default"].approximate
-        assert local.held_blocks(A) == len(wrong.hashes)
+        assert local.counts.held_blocks(A) == len(wrong.hashes)
 
 
 async def test_a_good_prediction_is_scored() -> None:

@@ -82,7 +82,7 @@ async def test_a_cluster_that_left_is_forgotten() -> None:
         async with running(settings(), cluster, state=before.kv.state):
             assert set(state.indexes) == {"default"}
         state.keep_only({})
-        assert state.index("default", endpoints=1).approximate.entries == 0
+        assert state.index("default", endpoints=1).approximate.counts.entries == 0
 
 
 def test_a_feature_keeps_one_state_of_its_own(clock: FakeClock) -> None:

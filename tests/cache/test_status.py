@@ -76,16 +76,16 @@ async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
         (f"{7:016x}", 1, {"a": 1, "b": 1}),
         (f"{7000:016x}", 2, {"a": 2, "b": 1}),
     ]
-    emptied = index.all_runs()
+    emptied = index.counts.all_runs()
 
     async def empty() -> None:
-        for endpoint in index.endpoints:
+        for endpoint in index.counts.endpoints:
             index.remove(endpoint)
         while not index.sweep(SLICE_RUNS):
             pass
 
     assert await hot_prefixes(service, 2, pause=empty) == []
-    assert index.requests(emptied[0]) == 0.0
+    assert index.counts.requests(emptied[0]) == 0.0
 
 
 def test_counted_pins_do_not_lapse(clock: FakeClock) -> None:

@@ -47,7 +47,7 @@ async def test_an_index_is_as_large_as_its_engines_cache() -> None:
     """Half or unbounded capacity costs a policy more than it gains: 25 600 tokens are 400 blocks of 256 bytes."""
     async with world({"a": engine(tokens=25_600)}) as service:
         await round_of(service)
-        assert service.kv.overlap.indexes["default"].approximate.capacity(A) == 400
+        assert service.kv.overlap.indexes["default"].approximate.counts.capacity(A) == 400
 
 
 async def test_an_engine_without_prefix_caching_holds_nothing() -> None:
@@ -79,9 +79,9 @@ async def test_the_ledger_hears_of_the_engines_memory() -> None:
 async def test_engines_that_do_not_say_change_nothing() -> None:
     quiet = Fake({"/metrics": lambda _: b"# nothing of interest\n"})
     async with world({"a": Fake({}), "b": quiet}) as service:
-        before = service.kv.overlap.indexes["default"].approximate.capacity(A)
+        before = service.kv.overlap.indexes["default"].approximate.counts.capacity(A)
         await round_of(service)
-        assert service.kv.overlap.indexes["default"].approximate.capacity(A) == before
+        assert service.kv.overlap.indexes["default"].approximate.counts.capacity(A) == before
 
 
 async def test_an_endpoint_that_left_or_moved_is_forgotten() -> None:
@@ -217,8 +217,8 @@ async def test_an_engine_whose_counters_begin_anew_holds_nothing(counters: tuple
         for _ in range(2):
             await round_of(service)
         index = service.kv.overlap.indexes["default"].approximate
-        assert (index.held_blocks(A) > 0) is held
-        assert index.capacity(A) == 400
+        assert (index.counts.held_blocks(A) > 0) is held
+        assert index.counts.capacity(A) == 400
 
 
 async def test_a_reading_that_breaks_spares_the_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -227,7 +227,7 @@ async def test_a_reading_that_breaks_spares_the_others(caplog: pytest.LogCapture
         first, _ = service.cluster.engines
         first.adapters = None  # type: ignore[assignment]
         await round_of(service)
-        capacity = service.kv.overlap.indexes["default"].approximate.capacity
+        capacity = service.kv.overlap.indexes["default"].approximate.counts.capacity
         assert capacity(B) == 400 != capacity(A)
         assert service.kv.scraper.signals.latest_scrape(service.cluster.endpoints[1]) is not None
     broken = [record for record in caplog.records if "is broken" in record.message]
@@ -245,7 +245,7 @@ async def test_an_engine_that_another_process_read_is_not_read_again(clock: Fake
             await round_of(other)
             clock.advance(5.0)
         assert asked.calls["/metrics"] == 3
-        assert other.kv.overlap.indexes["default"].approximate.capacity(A) == 400
+        assert other.kv.overlap.indexes["default"].approximate.counts.capacity(A) == 400
         clock.advance(5.0)
         await round_of(other)  # the first one says nothing any more
         assert asked.calls["/metrics"] == 4

@@ -129,7 +129,7 @@ async def test_the_endpoint_that_served_may_be_told_by_header() -> None:
     under_test = KVCacheMiddleware(Starlette(routes=[Route(CHAT, served, methods=["POST"])]), endpoints=ENGINES)
     async with under_test, client(under_test) as http:
         await http.post(CHAT, json=body(TURN))
-        assert under_test.service.overlap.indexes["default"].approximate.endpoints == ("a",)
+        assert under_test.service.overlap.indexes["default"].approximate.counts.endpoints == ("a",)
 
 
 async def test_an_app_that_tells_nothing_teaches_nothing() -> None:
@@ -156,7 +156,7 @@ async def test_failed_answers_teach_nothing() -> None:
     under_test = KVCacheMiddleware(Inner(status=503, headers=[(b"x-kvproxy-endpoint", b"a")]), endpoints=ENGINES)
     async with under_test:
         await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
-        assert under_test.service.overlap.indexes["default"].approximate.entries == 0
+        assert under_test.service.overlap.indexes["default"].approximate.counts.entries == 0
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ async def test_switched_off_it_only_passes() -> None:
     under_test = KVCacheMiddleware(inner, endpoints=ENGINES, settings=KvCacheSettings(enabled=False))
     for _ in range(2):
         await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
-    assert under_test.service.overlap.indexes["default"].approximate.entries == 0
+    assert under_test.service.overlap.indexes["default"].approximate.counts.entries == 0
 
 
 async def test_an_app_that_fails_is_not_hidden() -> None:

@@ -367,10 +367,10 @@ async def test_requests_at_once_on_one_state_do_not_see_each_others_ids() -> Non
         await asyncio.sleep(0)
         await chat(under_test, state=state, headers=[(b"x-tells", b"1")])
         await silent
-        assert under_test.service.overlap.indexes["default"].approximate.endpoints == ("a",)
-        entries = under_test.service.overlap.indexes["default"].approximate.entries
+        assert under_test.service.overlap.indexes["default"].approximate.counts.endpoints == ("a",)
+        entries = under_test.service.overlap.indexes["default"].approximate.counts.entries
         await chat(under_test, state={}, headers=[(b"x-tells", b"1")])
-        assert under_test.service.overlap.indexes["default"].approximate.entries == entries
+        assert under_test.service.overlap.indexes["default"].approximate.counts.entries == entries
 
 
 async def test_of_two_middlewares_each_keeps_its_own_ids() -> None:

@@ -127,10 +127,10 @@ def dump(index: ApproximateIndex, *, max_bytes: int) -> Generator[None, None, Du
     writer = _Writer(max_bytes)
     paths: dict[EndpointId, array[int]] = {}
     waiting: list[tuple[array[int], Iterator[Run | None]]] = []
-    for endpoint in index.endpoints:
+    for endpoint in index.counts.endpoints:
         if writer.endpoint(endpoint):
             paths[endpoint] = array("I")
-            waiting.append((paths[endpoint], index.newest_first(endpoint)))
+            waiting.append((paths[endpoint], index.counts.newest_first(endpoint)))
     while waiting:  # a path of each endpoint in turn, so that all are cut at a like age
         still = []
         for numbers, newest in waiting:
@@ -138,7 +138,7 @@ def dump(index: ApproximateIndex, *, max_bytes: int) -> Generator[None, None, Du
                 still.append((numbers, newest))
             yield
         waiting = still
-    rows = [EndpointPaths(each, index.capacity(each), _bytes(numbers)) for each, numbers in paths.items()]
+    rows = [EndpointPaths(each, index.counts.capacity(each), _bytes(numbers)) for each, numbers in paths.items()]
     columns = IndexColumns(_bytes(writer.parents), _bytes(writer.lengths), rows)
     return Dumped(columns, [*writer.full, bytes(writer.chunk)], writer.max_bytes - writer.left)
 

@@ -78,7 +78,7 @@ class Capacities:
     def reported_blocks(self, endpoint: EndpointId) -> int:
         """Blocks the endpoint has room for by what its engine reported."""
         known = self._learned.get(endpoint)
-        return self._index.capacity(endpoint) if known is None else known.reported
+        return self._index.counts.capacity(endpoint) if known is None else known.reported
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:
         """Forget an endpoint that left or is another engine now."""
@@ -87,7 +87,7 @@ class Capacities:
     def _known(self, endpoint: EndpointId) -> LearnedCapacity:
         known = self._learned.get(endpoint)
         if known is None:
-            known = self._learned[endpoint] = LearnedCapacity(self._index.capacity(endpoint))
+            known = self._learned[endpoint] = LearnedCapacity(self._index.counts.capacity(endpoint))
         return known
 
 

@@ -35,12 +35,12 @@ def show_indexes(
     indexes = by_cluster.values()
     held = metrics.group(IndexMetrics)
     blocks = held.index_blocks
-    blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
-    blocks.labels("in_flight").set_function(lambda: sum(one.approximate.in_flight_entries for one in indexes))
+    blocks.labels("approximate").set_function(lambda: sum(one.approximate.counts.entries for one in indexes))
+    blocks.labels("in_flight").set_function(lambda: sum(one.approximate.counts.in_flight_entries for one in indexes))
     blocks.labels("precise").set_function(shown.precise_blocks)
-    blocks.labels("hot").set_function(lambda: sum(one.approximate.unique_blocks for one in indexes))
+    blocks.labels("hot").set_function(lambda: sum(one.approximate.counts.unique_blocks for one in indexes))
     size = held.index_bytes
-    size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
+    size.labels("approximate").set_function(lambda: sum(one.approximate.counts.estimated_bytes for one in indexes))
     size.labels("precise").set_function(lambda: shown.precise_blocks() * PRECISE_ROW_BYTES)
     size.labels("sessions").set_function(lambda: sum(one.sessions.held_bytes for one in indexes))
     size.labels("last_served").set_function(lambda: sum(one.last_served.held_bytes for one in indexes))
@@ -141,16 +141,16 @@ class _Shown:
         """Blocks each endpoint is estimated to hold against its capacity."""
         for name, endpoint in self._endpoints():
             approximate = self._indexes[name].approximate
-            capacity = approximate.capacity(endpoint.id)
+            capacity = approximate.counts.capacity(endpoint.id)
             if capacity:
-                yield (name, str(endpoint.id)), approximate.held_blocks(endpoint.id) / capacity
+                yield (name, str(endpoint.id)), approximate.counts.held_blocks(endpoint.id) / capacity
 
     def capacity_series(self) -> Series:
         """Yield each endpoint's capacity in blocks, reported and learned."""
         for name, endpoint in self._endpoints():
             indexes = self._indexes[name]
             yield (name, str(endpoint.id), "told"), indexes.capacities.reported_blocks(endpoint.id)
-            yield (name, str(endpoint.id), "learned"), indexes.approximate.capacity(endpoint.id)
+            yield (name, str(endpoint.id), "learned"), indexes.approximate.counts.capacity(endpoint.id)
 
     def step_series(self) -> Series:
         """Step in which endpoints reuse, where they are known."""

@@ -268,4 +268,4 @@ class SyncService(Companion):
 
     def _blocks(self) -> int:
         parts = self._world.clusters.values()
-        return sum(part.indexes.approximate.entries for part in parts if part.indexes is not None)
+        return sum(part.indexes.approximate.counts.entries for part in parts if part.indexes is not None)

@@ -64,13 +64,13 @@ async def test_an_engine_that_tells_long_blocks_is_believed_at_once() -> None:
         service.kv.scraper.hear("default", str(service.cluster.engines[0].id), told)
         engine = Hybrid(service)
         assert engine.step == STEP
-        capacity = service.kv.overlap.indexes["default"].approximate.capacity(A)
+        capacity = service.kv.overlap.indexes["default"].approximate.counts.capacity(A)
         for number in range(40):
             await engine.turn("short", 100 + number)
         facts = await engine.turn("short", 150)
         assert facts.overlaps.by_endpoint[A].tokens == 0 < facts.overlaps.by_endpoint[A].held_tokens
         assert facts.preferred is None
-        assert service.kv.overlap.indexes["default"].approximate.capacity(A) == capacity
+        assert service.kv.overlap.indexes["default"].approximate.counts.capacity(A) == capacity
         assert not service.kv.state.predictions.raised_alarms()
 
 

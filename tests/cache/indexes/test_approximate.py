@@ -26,7 +26,7 @@ def test_a_failed_request_takes_back_what_it_alone_inserted() -> None:
     index.rollback(second)
     assert index.lookup(index.locate(chained(PROMPT))) == {A: 3}
     index.rollback(second)
-    assert index.entries == 3
+    assert index.counts.entries == 3
 
 
 def test_a_confirmed_request_vouches_for_all_of_its_prompt() -> None:
@@ -78,7 +78,7 @@ def test_an_endpoint_forgets_like_its_engine() -> None:
     index.insert(A, index.locate(chained((50, *PROMPT[:8]))))
     index.insert(A, index.locate(chained((60, 61, 62))))
     assert index.lookup(index.locate(chained(PROMPT))) == {A: 8}
-    assert index.held_blocks(A) == 20
+    assert index.counts.held_blocks(A) == 20
 
 
 def test_a_late_settlement_after_a_restart_is_void() -> None:
@@ -91,7 +91,7 @@ def test_a_late_settlement_after_a_restart_is_void() -> None:
     for claim in (confirmed, gone):
         index.confirm(claim)
     index.rollback(failed)
-    assert (index.entries, index.endpoints) == (0, (A,))
+    assert (index.counts.entries, index.counts.endpoints) == (0, (A,))
 
 
 def test_clearing_keeps_the_capacity() -> None:
@@ -99,16 +99,16 @@ def test_clearing_keeps_the_capacity() -> None:
     index = ApproximateIndex(capacity_blocks=100)
     index.set_capacity(A, 7)
     index.clear(A)
-    assert index.capacity(A) == 7
+    assert index.counts.capacity(A) == 7
     index.remove(A)
-    assert index.capacity(A) == 100
+    assert index.counts.capacity(A) == 100
 
 
 def test_no_engine_makes_the_index_keep_what_it_likes() -> None:
     """Its word on how much it holds is believed up to a bound."""
     index = ApproximateIndex()
     index.set_capacity(A, 10**18)
-    assert index.capacity(A) == MAX_CAPACITY_BLOCKS
+    assert index.counts.capacity(A) == MAX_CAPACITY_BLOCKS
 
 
 def test_a_growing_chat_stays_one_run() -> None:
@@ -116,7 +116,7 @@ def test_a_growing_chat_stays_one_run() -> None:
     index = ApproximateIndex()
     for turn in range(1, 200):
         index.confirm(index.route(A, index.locate(chained(range(5 * turn)))))
-    assert (index.runs, index.held_blocks(A)) == (1, 995)
+    assert (index.counts.runs, index.counts.held_blocks(A)) == (1, 995)
 
 
 def test_touch_records_do_not_pile_up() -> None:
@@ -126,7 +126,7 @@ def test_touch_records_do_not_pile_up() -> None:
     index.insert(A, index.locate(chained((50, 51))))
     for _ in range(1000):
         index.insert(A, index.locate(chained(PROMPT)))
-    touched = list(index.newest_first(A))
+    touched = list(index.counts.newest_first(A))
     assert len(touched) < 100
     assert len([run for run in touched if run is not None]) == 2
     index.insert(A, index.locate(chained((70, *range(9)))))
@@ -141,13 +141,13 @@ def test_no_single_call_gives_up_more_than_a_step() -> None:
         index.insert(A, index.locate(chained((session,))))
         index.insert(B, index.locate(chained((session,))))
     index.set_capacity(B, 0)
-    assert index.held_blocks(B) == 2 * STEP_RUNS
+    assert index.counts.held_blocks(B) == 2 * STEP_RUNS
     index.remove(A)
     assert index.lookup(index.locate(chained((3 * STEP_RUNS - 1,)))) == {B: 1}
-    assert index.entries == 4 * STEP_RUNS
-    while not index.sweep(STEP_RUNS) or index.entries:
+    assert index.counts.entries == 4 * STEP_RUNS
+    while not index.sweep(STEP_RUNS) or index.counts.entries:
         index.insert(B, index.locate(chained((1,))))
-    assert index.entries == index.runs == 0
+    assert index.counts.entries == index.counts.runs == 0
 
 
 def test_unswept_blocks_of_an_endpoint_that_left_match_nobody() -> None:

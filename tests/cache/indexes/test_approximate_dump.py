@@ -60,10 +60,10 @@ def test_a_restart_knows_what_was_known(paths: list[tuple[EndpointId, list[int]]
     for endpoint, path in paths:
         index.insert(endpoint, index.locate(chained(path)))
     warm = restored(dumped(index))
-    assert warm.entries == index.entries
+    assert warm.counts.entries == index.counts.entries
     for room in range(capacity, -1, -1):
-        for endpoint in index.endpoints:
-            assert warm.held_blocks(endpoint) == index.held_blocks(endpoint)
+        for endpoint in index.counts.endpoints:
+            assert warm.counts.held_blocks(endpoint) == index.counts.held_blocks(endpoint)
             index.set_capacity(endpoint, room)
             warm.set_capacity(endpoint, room)
         for _, path in paths:
@@ -129,7 +129,7 @@ def test_a_run_that_grows_between_two_steps_is_written_anew() -> None:
     steps = dump(index, max_bytes=1 << 20)
     next(steps)  # a's path is written
     index.insert(A, index.locate(chained((1, 2, 3, 4))))
-    assert index.runs == 2  # the same run, only longer
+    assert index.counts.runs == 2  # the same run, only longer
     index.insert(B, index.locate(chained((1, 2, 3, 4, 5))))
     warm = restored(finished(steps))
     assert warm.lookup(warm.locate(chained((1, 2, 3, 4, 5)))) == {A: 2, B: 5}
@@ -142,7 +142,7 @@ def test_speculative_entries_are_left_out() -> None:
     index.route(A, index.locate(chained((1, 2, 3))))
     index.route(A, index.locate(chained((9,))))
     warm = restored(dumped(index))
-    assert warm.entries == 2
+    assert warm.counts.entries == 2
     assert warm.lookup(warm.locate(chained((1, 2, 3)))) == {A: 2}
     assert warm.lookup(warm.locate(chained((9,)))) == {}
 
@@ -156,7 +156,7 @@ def test_the_most_recently_used_fits_first() -> None:
     data = dumped(index, 4_000)
     assert sum(map(len, data.hashes)) < data.bytes_used <= 4_000
     warm = restored(data)
-    assert 0 < warm.entries < index.entries
+    assert 0 < warm.counts.entries < index.counts.entries
     assert warm.lookup(warm.locate(chained((99, *range(20))))) == {A: 21}
     assert warm.lookup(warm.locate(chained((599, *range(20))))) == {B: 21}
     assert warm.lookup(warm.locate(chained((0, *range(20))))) == {}
@@ -168,7 +168,7 @@ def test_no_room_even_for_the_endpoints() -> None:
     index.insert(C, index.locate(chained((1, 2))))
     data = dumped(index, 20)
     assert (data.columns.endpoints, data.bytes_used) == ([], 0)
-    assert restored(data).endpoints == ()
+    assert restored(data).counts.endpoints == ()
 
 
 def test_endpoints_that_are_not_wanted_stay_away() -> None:
@@ -178,7 +178,7 @@ def test_endpoints_that_are_not_wanted_stay_away() -> None:
     index.insert(B, index.locate(chained((1, 2, 3))))
     warm = restored(dumped(index), keep={"b"})
     assert warm.lookup(warm.locate(chained((1, 2, 3)))) == {B: 3}
-    assert warm.endpoints == (B,)
+    assert warm.counts.endpoints == (B,)
 
 
 def test_hashes_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_hashes_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         index.insert(A, index.locate(chained((session, 1, 2, 3))))
     data = dumped(index)
     assert len(data.hashes) > 4
-    assert restored(data).entries == index.entries
+    assert restored(data).counts.entries == index.counts.entries
 
 
 def columns(parents: list[int], lengths: list[int], endpoints: list[EndpointPaths] | None = None) -> IndexColumns:

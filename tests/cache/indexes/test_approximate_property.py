@@ -213,17 +213,17 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
 
     @invariant()
     def same_blocks(self) -> None:
-        assert self.index.entries == sum(len(known.touched) for known in self.naive.values())
+        assert self.index.counts.entries == sum(len(known.touched) for known in self.naive.values())
         for path in self.seen:
             assert self.index.lookup(self.index.locate(chained(path))) == self.expected(path)
             assert self.index.lookup_in_flight(self.index.locate(chained(path))) == self.in_flight(path)
         promises = [
             {block for path in known.flights.values() for block in blocks_of(path)} for known in self.naive.values()
         ]
-        assert self.index.in_flight_entries == sum(map(len, promises))
-        assert self.index.unique_blocks == sum(len(run.hashes) for run in self.index.all_runs())
+        assert self.index.counts.in_flight_entries == sum(map(len, promises))
+        assert self.index.counts.unique_blocks == sum(len(run.hashes) for run in self.index.counts.all_runs())
         for endpoint, known in self.naive.items():
-            assert self.index.held_blocks(endpoint) == len(known.touched) <= known.capacity
+            assert self.index.counts.held_blocks(endpoint) == len(known.touched) <= known.capacity
             self.check_recency(endpoint, known)
 
     def check_recency(self, endpoint: EndpointId, known: NaiveEndpoint) -> None:
@@ -273,7 +273,7 @@ def test_empty_hashes_match_nobody() -> None:
     nothing = index.locate(array("Q"))
     index.confirm(index.route(A, nothing))
     index.insert(A, nothing)
-    assert (index.lookup(nothing), index.entries) == ({}, 0)
+    assert (index.lookup(nothing), index.counts.entries) == ({}, 0)
 
 
 def test_a_promise_outlives_what_is_believed() -> None:
@@ -291,4 +291,4 @@ def test_a_promise_outlives_what_is_believed() -> None:
     assert index.lookup_in_flight(index.locate(chained((1, 2, 3)))) == {A: 3}
     index.rollback(second)
     assert index.lookup_in_flight(index.locate(chained((1, 2, 3)))) == {}
-    assert index.runs == 1
+    assert index.counts.runs == 1

@@ -84,7 +84,7 @@ def play(
         index.confirm(claim)
         if lost:
             index.insert(A, index.locate(prompt))
-        found.append(index.capacity(A) / TRUE_CAPACITY)
+        found.append(index.counts.capacity(A) / TRUE_CAPACITY)
     return found
 
 
@@ -140,7 +140,7 @@ def test_a_restart_empties_the_index_at_once() -> None:
         said.append(capacities.observe_reuse(claim, 0))
         index.confirm(claim)
     assert said.count(True) == 1
-    assert index.held_blocks(A) == 10 * (39 - said.index(True))
+    assert index.counts.held_blocks(A) == 10 * (39 - said.index(True))
 
 
 def test_claims_from_before_a_loss_say_nothing() -> None:
@@ -158,7 +158,7 @@ def test_what_is_reported_and_learned_is_shown_and_forgotten() -> None:
     assert capacities.reported_blocks(A) == 1000
     capacities.set_reported(A, 3000)
     capacities.set_reported(B, 0)
-    assert (capacities.reported_blocks(A), index.capacity(A), index.capacity(B)) == (3000, 3000, 0)
+    assert (capacities.reported_blocks(A), index.counts.capacity(A), index.counts.capacity(B)) == (3000, 3000, 0)
     for _ in range(2):
         capacities.forget_endpoint(A)
         index.remove(A)

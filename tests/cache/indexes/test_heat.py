@@ -100,7 +100,7 @@ def test_a_request_that_was_never_routed_does_not_count() -> None:
     for _ in range(9):
         hot(index, SYSTEM)
     ask(index, SYSTEM)
-    assert index.requests(index.all_runs()[0]) == 1.0
+    assert index.counts.requests(index.counts.all_runs()[0]) == 1.0
 
 
 def test_what_no_endpoint_holds_is_cold() -> None:
@@ -108,9 +108,9 @@ def test_what_no_endpoint_holds_is_cold() -> None:
     index = index_of(1, capacity_blocks=10)
     for _ in range(4):
         ask(index, SYSTEM)
-    run = index.all_runs()[0]
+    run = index.counts.all_runs()[0]
     ask(index, range(10))
-    assert (hot(index, SYSTEM), index.requests(run)) == (0, 0.0)
+    assert (hot(index, SYSTEM), index.counts.requests(run)) == (0, 0.0)
     for _ in range(4):
         ask(index, SYSTEM, B)
     assert hot(index, SYSTEM) == 10
@@ -127,7 +127,7 @@ def test_a_contradicted_prompt_begins_again() -> None:
     index.contradict(A, entry.cursor, 4)
     index.confirm(entry)
     assert hot(index, SYSTEM) == 4
-    assert min(index.requests(run) for run in index.all_runs()) == 1.0
+    assert min(index.counts.requests(run) for run in index.counts.all_runs()) == 1.0
 
 
 def test_turns_of_a_chat_that_is_one_run_are_told_apart() -> None:
@@ -135,14 +135,14 @@ def test_turns_of_a_chat_that_is_one_run_are_told_apart() -> None:
     index = index_of(1)
     for turn in range(1, 11):
         ask(index, range(5 * turn))
-    assert index.runs == 1
+    assert index.counts.runs == 1
     assert hot(index, range(50)) == 40
     ask(index, (*range(17), 99))
-    assert index.runs == 3
+    assert index.counts.runs == 3
     assert hot(index, (*range(17), 99)) == 17
     assert hot(index, range(50)) == 40
     index.set_capacity(A, 38)
-    assert hot(index, range(50)) == index.held_blocks(A) - 1 == 37
+    assert hot(index, range(50)) == index.counts.held_blocks(A) - 1 == 37
 
 
 def test_a_chat_of_many_turns_does_not_pile_up_steps() -> None:
@@ -152,7 +152,7 @@ def test_a_chat_of_many_turns_does_not_pile_up_steps() -> None:
         ask(index, range(turn))
         for other in range(20):
             ask(index, (5000 + other,))
-    steps = max((run.steps or [] for run in index.all_runs()), key=len)
+    steps = max((run.steps or [] for run in index.counts.all_runs()), key=len)
     assert 10 < len(steps) < 64
 
 

@@ -125,7 +125,7 @@ async def test_a_deadline_hit_opens_no_breaker_and_what_comes_late_still_teaches
         await until(lambda: lmcache.calls["/lookup"] == 10)
         answer.set()
         local = service.kv.overlap.indexes["default"].approximate
-        await until(lambda: local.held_blocks(B) > 0)
+        await until(lambda: local.counts.held_blocks(B) > 0)
         assert service.kv.overlap.lookups.possible
         assert service.metric("kvproxy_kvcache_token_memory_bytes") > 0
         assert service.kv.gather(*chat(long_text("w3-")), cluster=service.cluster).preferred == B
@@ -161,7 +161,7 @@ async def test_a_late_hint_that_may_be_no_prefix_teaches_nothing() -> None:
         await until(lambda: service.metric("kvproxy_queue_depth", queue="kvcache_lookup") == 0)
         await asyncio.sleep(0)
         local = service.kv.overlap.indexes["default"].approximate
-        assert (local.held_blocks(A), local.held_blocks(B)) == (0, 0)
+        assert (local.counts.held_blocks(A), local.counts.held_blocks(B)) == (0, 0)
 
 
 async def test_a_dead_service_costs_no_more_than_the_deadline_and_then_nothing() -> None:

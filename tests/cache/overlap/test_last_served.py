@@ -148,7 +148,7 @@ async def test_a_history_teaches_nothing_of_bytes_and_fills_no_index() -> None:
         for number in range(30):
             served(service, request_of("s", previous_response_id="?"), A, tokens=100_000, response=f"resp_{number}")
         assert service.kv.state.bytes_per_token.learned == {}
-        assert service.kv.overlap.indexes["default"].approximate.entries == 0
+        assert service.kv.overlap.indexes["default"].approximate.counts.entries == 0
 
 
 LONG = "what all histories begin with " * 400  # 12,000 bytes
@@ -166,9 +166,9 @@ async def test_a_history_begins_with_what_others_hold_as_well() -> None:
         assert found[A] == Overlap(9000, (), FactSource.SESSION)
         assert 2900 < found[B].tokens <= 3100
         assert found[B].source is FactSource.APPROXIMATE
-        blocks = indexes.approximate.held_blocks(A)
+        blocks = indexes.approximate.counts.held_blocks(A)
         served(service, request_of(previous_response_id="resp_2"), A, tokens=9500, cached=9000, response="resp_3")
-        assert indexes.approximate.held_blocks(A) == blocks == 46
+        assert indexes.approximate.counts.held_blocks(A) == blocks == 46
         served(service, request_of(previous_response_id="resp_3"), A, tokens=9600, cached=0, response="resp_4")
         served(service, request_of(previous_response_id="resp_1"), B, tokens=3200, cached=3000, response="fork")
         assert [*held(service, request_of(previous_response_id="fork"))] == [B, A]

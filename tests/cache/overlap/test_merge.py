@@ -76,7 +76,7 @@ def test_two_requests_in_flight_promise_together(local: LocalIndexes) -> None:
     assert overlaps(local) == {"a": Overlap(4096)}
     local.settle_entry(second, prefilled=False)
     assert overlaps(local) == {}
-    assert local.approximate.in_flight_entries == 0
+    assert local.approximate.counts.in_flight_entries == 0
 
 
 def test_a_promise_survives_a_reload(local: LocalIndexes) -> None:
@@ -107,7 +107,7 @@ def test_without_events_nothing_is_kept_twice() -> None:
     """The index of requests under way costs nothing where no events are followed."""
     local = LocalIndexes(IndexState(), follows_events=False)
     local.route(A, local.approximate.locate(HASHES))
-    assert local.approximate.in_flight_entries == 0
+    assert local.approximate.counts.in_flight_entries == 0
     assert overlaps(local)[A].tokens == pytest.approx(4096, rel=0.01)
 
 

@@ -240,7 +240,7 @@ class Deciding:
     def entries(self) -> int:
         """Blocks in its approximate index."""
         assert self.proxy.kvcache is not None
-        return self.proxy.kvcache.overlap.indexes["default"].approximate.entries
+        return self.proxy.kvcache.overlap.indexes["default"].approximate.counts.entries
 
     def sessions(self) -> int:
         """Of which it knows where they are."""

@@ -279,7 +279,7 @@ async def test_columns_that_cannot_be_are_found_before_anything_changes(tmp_path
         restart = restart_of(service, Faulty(Saved(snapshot.kept, [memoryview(one) for one in hashes], 0)))
         async with restart:
             assert restart.restored is Outcome.CORRUPT
-        assert service.kv.overlap.indexes["default"].approximate.entries == 0
+        assert service.kv.overlap.indexes["default"].approximate.counts.entries == 0
 
 
 class Faulty:

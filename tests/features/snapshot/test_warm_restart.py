@@ -101,7 +101,7 @@ async def test_what_an_engine_dropped_meanwhile_is_noticed(tmp_path: Path) -> No
             assert endpoint == home
             assert usage["prompt_tokens_details"]["cached_tokens"] == 0
             assert counted(after, "kvproxy_kvcache_predictions_total", source="approximate", result="miss") == 1
-            assert held.entries > 0
+            assert held.counts.entries > 0
             _, usage, _ = await ask(after.client, SAID, "yes", MORE, "and", "more")
             assert usage["prompt_tokens_details"]["cached_tokens"] > 500
             assert counted(after, "kvproxy_kvcache_predictions_total", source="approximate", result="hit") == 1
@@ -116,9 +116,9 @@ async def test_an_engine_that_began_anew_is_known_to_be_empty(tmp_path: Path) ->
         place.fleet.engines["a"].state.metrics.started_at += 60.0  # as a new process would show it
         async with life(place, tmp_path / "kept", engine_metrics_interval="1h") as after:
             held = service(after).overlap.indexes["default"].approximate
-            assert held.entries > 0
+            assert held.counts.entries > 0
             await service(after).scraper.scrape_all()
-            assert held.held_blocks(held.endpoints[0]) == 0
+            assert held.counts.held_blocks(held.counts.endpoints[0]) == 0
             _, _, decision = await ask(after.client, SAID, "yes", MORE)
             assert "reason=no_overlap" in decision
 

@@ -48,7 +48,9 @@ async def test_what_one_worker_routed_the_other_knows() -> None:
             first = await both.clients[0].post(CHAT, json=prompt)
             entries = [proxy.kvcache for proxy in both.proxies]
             await until(
-                lambda: all(one is not None and one.overlap.indexes["default"].approximate.entries for one in entries)
+                lambda: all(
+                    one is not None and one.overlap.indexes["default"].approximate.counts.entries for one in entries
+                )
             )
             again = await both.clients[1].post(CHAT, json=prompt, headers={"x-kvproxy-debug": "1"})
             assert f"matched={first.headers['x-kvproxy-endpoint']}:" in again.headers["x-kvproxy-decision"]
@@ -66,7 +68,7 @@ async def test_a_worker_that_starts_again_is_told_everything() -> None:
         both.end(1)
         async with begin_worker(both.workers.supervisor, 1) as again:
             await until(lambda: status_of(again) is SyncStatus.SYNCED)
-            entries = [one.kvcache.overlap.indexes["default"].approximate.entries
+            entries = [one.kvcache.overlap.indexes["default"].approximate.counts.entries
                        for one in (both.proxies[0], again) if one.kvcache is not None]  # fmt: skip
             assert entries[0] == entries[1] > 0
 

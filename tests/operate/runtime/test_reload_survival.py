@@ -79,11 +79,11 @@ async def test_indexes(changes: dict[str, Any]) -> None:
         first = await running.client.post("/v1/chat/completions", json=chat(TURN))
         went = first.headers["x-kvproxy-endpoint"]
         local = service(running).overlap.indexes["default"]
-        held = local.approximate.held_blocks(EndpointId(went))
+        held = local.approximate.counts.held_blocks(EndpointId(went))
         assert held > 0
         await reload(running, urls, changes)
         assert service(running).overlap.indexes["default"] is local
-        assert local.approximate.held_blocks(EndpointId(went)) == held
+        assert local.approximate.counts.held_blocks(EndpointId(went)) == held
         headers = {"x-kvproxy-debug": "1"}
         again = await running.client.post("/v1/chat/completions", json=chat(TURN), headers=headers)
         assert again.headers["x-kvproxy-endpoint"] == went

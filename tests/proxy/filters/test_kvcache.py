@@ -203,7 +203,7 @@ async def test_facts_that_nothing_would_use_are_not_gathered() -> None:
     """Under a policy that weighs no overlap the default chain neither hashes nor learns."""
     async with simulated() as place, running_proxy(place.engines) as proxy:
         assert [await ask(proxy, TURN) for _ in range(2)] == ["a", "b"]
-        assert service(proxy).overlap.indexes["default"].approximate.entries == 0
+        assert service(proxy).overlap.indexes["default"].approximate.counts.entries == 0
         assert proxy.metric("kvproxy_kvcache_facts_seconds_count") == 0
 
 
@@ -249,8 +249,8 @@ async def test_a_retry_is_told_of_as_a_pick_of_its_own() -> None:
     ):
         assert await ask(proxy, TURN) == "b"
         local = service(proxy).overlap.indexes["default"].approximate
-        assert local.held_blocks(EndpointId("a")) == 0
-        assert local.held_blocks(EndpointId("b")) > 0
+        assert local.counts.held_blocks(EndpointId("a")) == 0
+        assert local.counts.held_blocks(EndpointId("b")) > 0
 
 
 # The filter alone
