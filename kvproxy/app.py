@@ -36,14 +36,15 @@ from kvproxy.operate.metrics.catalog import make_metrics
 from kvproxy.operate.metrics.process import ProcessMetrics
 from kvproxy.operate.receipts.recorder import make_recorder
 from kvproxy.operate.receipts.writer import WritingObserver
-from kvproxy.operate.runtime.generation import Generation, Reloader, Shared, StateStore
+from kvproxy.operate.runtime.generation import Shared
+from kvproxy.operate.runtime.generations import Generations
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, WallClock
 from kvproxy.proxy.filters.registry import discover
 from kvproxy.proxy.forward.public import NO_WEBSOCKET
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.error_reply import error_body
-from kvproxy.proxy.request.observer import RecentDecisions, RequestObserver
+from kvproxy.proxy.request.observer import RecentDecisions
 
 if TYPE_CHECKING:
     from kvproxy.operate.admin.app import AccessControl
@@ -92,22 +93,16 @@ class Proxy:
         self.certificates = CertificateWatch(
             metrics=self.metrics, wall_clock=lambda: wall_clock().timestamp()
         )  # of its listeners and towards engines
-        pool = config.pool
-        self._pool = UpstreamPool(
-            max_connections=pool.max_connections,
-            max_idle=pool.max_idle,
-            idle_timeout_s=pool.idle_timeout,
-            max_waiting=pool.max_waiting,
-            max_head_bytes=pool.max_response_head,
-            clock=clock,
-            metrics=self.metrics,
-            certificates=self.certificates,
-        )
+        self._pool = _make_pool(config, clock=clock, metrics=self.metrics, certificates=self.certificates)
         # A full pool must not starve probes.
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock, certificates=self.certificates)
         recorder = make_recorder(self, config.receipts, key=receipts_key)
         self._written = [*(() if recorder is None else (recorder,)), *_observe_requests(self, config)]
-        self._shared = Shared(
+        #: Observers of every request.
+        self.observers = (*((self.recent,) if config.admin.enabled else ()), *self._written)
+        #: The count of all bodies held.
+        self.bodies = HeldBodies(config.limits.bodies, metrics=self.metrics)
+        shared = Shared(
             self.metrics,
             clock,
             wall_clock,
@@ -115,23 +110,16 @@ class Proxy:
             self._pool,
             self._probes,
             extra_filters,
-            tuple(self._observers(config)),
-            HeldBodies(config.limits.bodies, metrics=self.metrics),
+            self.observers,
+            self.bodies,
         )
-        self._states = StateStore()
-        self._generation = Generation(config, self._shared, self._states)
-        self._reloader = Reloader(clock=clock, patience_s=config.shutdown.drain)
+        self.generations = Generations(config, shared, certificates=self.certificates)
         show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
-        self.companions: Sequence[Companion] = list(_accompany(self, config, siblings))
+        self.generations.companions = self.companions = tuple(_accompany(self, config, siblings))
         self._history = History(self)
         self._running = AsyncExitStack()
         self._began = False
         self._beginning = asyncio.Lock()
-
-    def _observers(self, config: Config) -> Iterator[RequestObserver]:
-        if config.admin.enabled:
-            yield self.recent
-        yield from self._written
 
     @cached_property
     def admin(self) -> AccessControl:
@@ -143,42 +131,32 @@ class Proxy:
     @property
     def config(self) -> Config:
         """Present configuration."""
-        return self._generation.config
+        return self.generations.current.config
 
     @property
     def clusters(self) -> dict[str, Cluster]:
         """Clusters by name."""
-        return self._generation.clusters
+        return self.generations.current.clusters
 
     @property
     def routes(self) -> Routes:
         """Routes from requests to clusters."""
-        return self._generation.routes
-
-    @property
-    def observers(self) -> Sequence[RequestObserver]:
-        """Observers of every request."""
-        return self._shared.observers
-
-    @property
-    def bodies(self) -> HeldBodies:
-        """The count of all bodies held."""
-        return self._shared.bodies
+        return self.generations.current.routes
 
     @property
     def running(self) -> int:
         """Open requests, of the configuration it serves by now."""
-        return self._generation.running
+        return self.generations.current.running
 
     @property
     def replaced(self) -> int:
         """Configurations that were replaced and have ended."""
-        return self._reloader.ended
+        return self.generations.ended
 
     @property
     def kvcache(self) -> KvCache | None:
         """The service behind the `kvcache` filter."""
-        return self._generation.kvcaches.get(kvcache.NAME)
+        return self.generations.current.kvcaches.get(kvcache.NAME)
 
     async def reload(self, config: Config) -> Reloaded:
         """Serve by this configuration from now on; running requests finish by the one before.
@@ -186,48 +164,18 @@ class Proxy:
         Unchanged parts stay as they are: endpoints with their loads, learned speeds and health, indexes, leases,
         connections, rate limits. Raises ConfigError, and whatever a new part raises when it is started; then nothing
         has changed."""
-        return self.adopt(await self.prepare(config))
-
-    async def prepare(self, config: Config) -> Generation:
-        """Return the first half of a reload: everything that may fail. `adopt` or `discard` what it gives."""
-        await self.certificates.look()
-        after = Generation(config, self._shared, self._states)
-        await self._reloader.begin_generation(after)
-        await asyncio.sleep(0)  # thousands of endpoints take long enough without the build in the same turn
-        return after
-
-    def adopt(self, after: Generation) -> Reloaded:
-        """Return the second half: serve by it from now on."""
-        before = self._generation
-        lost = after.begin_serving()
-        self._generation = after
-        self._follow(after)
-        self._reloader.retire_generation(before)
-        return Reloaded(after_restart=tuple(_needs_restart(before.config, after.config)), lost=lost)
-
-    def discard(self, after: Generation) -> None:
-        """Instead of the second half: nothing has changed."""
-        self._reloader.retire_generation(after)
+        return self.generations.adopt(await self.generations.prepare(config))
 
     async def __aenter__(self) -> Proxy:
         async with AsyncExitStack() as starting:  # a part that cannot start ends those before it
             await starting.enter_async_context(LoopLag(self.metrics.group(ProcessMetrics).loop_lag, clock=self.clock))
-            for part in (self.certificates, self._pool, self._probes, *self._written, self._reloader):
+            for part in (self.certificates, self._pool, self._probes, *self._written, self.generations):
                 await starting.enter_async_context(part)
-            await self._reloader.begin_generation(self._generation)
-            self._generation.begin_serving()
-            self._follow(self._generation)
-            for companion in self.companions:
-                await starting.enter_async_context(companion)
             if self.config.admin.enabled:
                 await starting.enter_async_context(self._history)
             self._running = starting.pop_all()
         self._began = True
         return self
-
-    def _follow(self, generation: Generation) -> None:
-        for companion in self.companions:
-            companion.follow(generation)
 
     async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()
@@ -238,7 +186,7 @@ class Proxy:
                 await self._begin()
             if scope.get("root_path"):
                 scope = _without_root(scope)
-            generation = self._generation
+            generation = self.generations.current
             generation.running += 1
             try:
                 await generation.chain(scope, receive, send)
@@ -309,6 +257,20 @@ async def _refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "websocket.http.response.body", "body": body})
 
 
+def _make_pool(config: Config, *, clock: Clock, metrics: Metrics, certificates: CertificateWatch) -> UpstreamPool:
+    pool = config.pool
+    return UpstreamPool(
+        max_connections=pool.max_connections,
+        max_idle=pool.max_idle,
+        idle_timeout_s=pool.idle_timeout,
+        max_waiting=pool.max_waiting,
+        max_head_bytes=pool.max_response_head,
+        clock=clock,
+        metrics=metrics,
+        certificates=certificates,
+    )
+
+
 def _accompany(proxy: Proxy, config: Config, siblings: Siblings | None) -> Iterator[Companion]:
     for feature in installed(Feature):
         if (companion := feature.accompany(proxy, config, siblings=siblings)) is not None:
@@ -318,10 +280,3 @@ def _accompany(proxy: Proxy, config: Config, siblings: Siblings | None) -> Itera
 def _observe_requests(proxy: Proxy, config: Config) -> Iterator[WritingObserver[Any]]:
     for feature in installed(Feature):
         yield from feature.observe_requests(proxy, config)
-
-
-def _needs_restart(old: Config, new: Config) -> list[str]:
-    """Return changed settings that take effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
-    of_features = (name for feature in installed(Feature) for name in feature.read_at_start)
-    return [name for name in (*names, *of_features) if getattr(old, name) != getattr(new, name)]

@@ -74,7 +74,7 @@ class ControlApp:
         config = pickle.loads(await receive_body(request, most=_MAX_CONFIG_BYTES))
         mine = take_share(config, self._assignment.index, self._assignment.count)
         try:
-            self._prepared = await self._proxy.prepare(mine)
+            self._prepared = await self._proxy.generations.prepare(mine)
         except ConfigError as refused:
             return reply_error(422, refused.problems)
         except Exception as failed:  # any error of a part: the old ones still run
@@ -89,7 +89,7 @@ class ControlApp:
         generation = self._prepared
         self._prepared = None
         self._drop()
-        reloaded = self._proxy.adopt(generation)
+        reloaded = self._proxy.generations.adopt(generation)
         return reply_json({"after_restart": reloaded.after_restart, "lost": reloaded.lost})
 
     async def _discard(self, request: Request) -> Response:
@@ -104,4 +104,4 @@ class ControlApp:
         if self._prepared is not None:
             generation = self._prepared
             self._prepared = None
-            self._proxy.discard(generation)
+            self._proxy.generations.discard(generation)

@@ -162,7 +162,7 @@ async def test_off_asks_and_does_nothing() -> None:
 
 async def versions_of(proxy: RunningProxy) -> None:
     """What the background does a second after the start."""
-    shield = next(one for one in proxy.proxy._generation.chain.steps if isinstance(one, ShieldFilter))  # type: ignore[attr-defined]
+    shield = next(one for one in proxy.proxy.generations.current.chain.steps if isinstance(one, ShieldFilter))  # type: ignore[attr-defined]
     await shield._versions.ask()
 
 

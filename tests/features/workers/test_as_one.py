@@ -32,7 +32,7 @@ async def test_a_rate_limit_holds_for_all_workers_together() -> None:
         one, other = both.clients
         for _ in range(3):
             assert (await one.post(CHAT, json=chat())).status_code == 200
-        limits = both.proxies[1]._generation.limits["rate_limit"]
+        limits = both.proxies[1].generations.current.limits["rate_limit"]
         await until(lambda: sum(missing for _, _, missing in limits.missing(both.proxies[1].clock())) > 2.5)
         assert (await other.post(CHAT, json=chat())).status_code == 200
         assert (await other.post(CHAT, json=chat())).status_code == 429

@@ -22,13 +22,13 @@ ENDPOINTS = {"a": "http://127.0.0.1:9"}
 def watch_discards(proxy: Proxy) -> list[Generation]:
     """Those it lets go from now on."""
     found: list[Generation] = []
-    discard = proxy.discard
+    discard = proxy.generations.discard
 
     def watched(after: Generation) -> None:
         found.append(after)
         discard(after)
 
-    proxy.discard = watched  # type: ignore[method-assign]
+    proxy.generations.discard = watched  # type: ignore[method-assign]
     return found
 
 
@@ -48,7 +48,7 @@ async def test_what_was_prepared_is_let_go_when_another_refuses() -> None:
         async def refuse(config: object) -> None:
             raise RuntimeError("no port left")
 
-        both.proxies[1].prepare = refuse  # type: ignore[method-assign,assignment]
+        both.proxies[1].generations.prepare = refuse  # type: ignore[method-assign,assignment]
         with pytest.raises(ConfigError, match="no port left"):
             await both.workers.reload(both.workers.config)
         assert len(discarded) == 1
@@ -68,7 +68,7 @@ async def test_of_two_that_are_prepared_the_first_is_let_go() -> None:
         answer = await both.workers.ask(both.workers.supervisor.slots[0], Change("POST", f"{RELOAD}/adopt"))
         assert answer is not None
         assert answer.is_success
-        assert both.proxies[0]._generation is not discarded[0]
+        assert both.proxies[0].generations.current is not discarded[0]
 
 
 async def test_what_nobody_asks_for_any_more_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +87,8 @@ async def test_what_is_taken_into_use_is_not_let_go(monkeypatch: pytest.MonkeyPa
         (proxy,) = one.proxies
         discarded = watch_discards(proxy)
         await one.workers.reload(one.workers.config)
-        adopted = proxy._generation
+        adopted = proxy.generations.current
         await prepare(one, 0)
         await until(lambda: bool(discarded))
         assert adopted not in discarded
-        assert proxy._generation is adopted
+        assert proxy.generations.current is adopted

@@ -1,0 +1,83 @@
+"""The configuration that serves, and how another one takes its place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from kvproxy.base.installed import installed
+from kvproxy.base.tls.watch import CertificateWatch
+from kvproxy.operate.admin.operated import Reloaded
+from kvproxy.operate.companion import Companion
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.feature import Feature
+from kvproxy.operate.runtime.generation import Generation, Reloader, Shared, StateStore
+
+
+class Generations:
+    """An async context manager: inside it `current` serves. `companions` follow it; they are set before.
+
+    A reload has two halves: `prepare` may fail, and `adopt` takes its generation into use, or `discard` ends it.
+    """
+
+    def __init__(self, config: Config, shared: Shared, *, certificates: CertificateWatch) -> None:
+        self.shared = shared
+        self.companions: Sequence[Companion] = ()
+        self._certificates = certificates
+        self._states = StateStore()
+        self._reloader = Reloader(clock=shared.clock, patience_s=config.shutdown.drain)
+        self.current = Generation(config, shared, self._states)
+        self._running = AsyncExitStack()
+
+    @property
+    def ended(self) -> int:
+        """Generations that were replaced and have ended."""
+        return self._reloader.ended
+
+    async def prepare(self, config: Config) -> Generation:
+        """Return a generation whose parts run. Raises ConfigError, and whatever a new part raises when it starts; then
+        nothing has changed."""
+        await self._certificates.look()
+        after = Generation(config, self.shared, self._states)
+        await self._reloader.begin_generation(after)
+        await asyncio.sleep(0)  # thousands of endpoints take long enough without the build in the same turn
+        return after
+
+    def adopt(self, after: Generation) -> Reloaded:
+        """Serve by it from now on; running requests finish by the one before."""
+        before = self.current
+        lost = after.begin_serving()
+        self.current = after
+        self._follow()
+        self._reloader.retire_generation(before)
+        return Reloaded(after_restart=tuple(_needs_restart(before.config, after.config)), lost=lost)
+
+    def discard(self, after: Generation) -> None:
+        """End one that was prepared."""
+        self._reloader.retire_generation(after)
+
+    async def __aenter__(self) -> Generations:
+        async with AsyncExitStack() as starting:  # a part that cannot start ends those before it
+            await starting.enter_async_context(self._reloader)
+            await self._reloader.begin_generation(self.current)
+            self.current.begin_serving()
+            self._follow()
+            for companion in self.companions:
+                await starting.enter_async_context(companion)
+            self._running = starting.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._running.aclose()
+
+    def _follow(self) -> None:
+        for companion in self.companions:
+            companion.follow(self.current)
+
+
+def _needs_restart(old: Config, new: Config) -> list[str]:
+    """Return changed settings that take effect only at the next start of the process, by path."""
+    names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
+    of_features = (name for feature in installed(Feature) for name in feature.read_at_start)
+    return [name for name in (*names, *of_features) if getattr(old, name) != getattr(new, name)]
