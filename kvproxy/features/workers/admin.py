@@ -66,6 +66,58 @@ class MetricsOfAll:
         return write_page(add_pages([own, self._gone, *self._last.values()], self._rules))
 
 
+class Questions:
+    """Puts an operator's questions to one worker, to the next in turn, or to all."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._turn = count()
+
+    async def ask(self, index: int, change: Change, **options: Any) -> httpx.Response:
+        """Return one worker's answer. RequestRefused when it gives none."""
+        slot = next((one for one in self._workers.serving if one.index == index), None)
+        answer = None if slot is None else await self._workers.ask(slot, change, **options)
+        if answer is None:
+            raise _nothing_serves()
+        return answer
+
+    async def ask_one(self, request: Request, **options: Any) -> tuple[int, httpx.Response]:
+        """Return the next worker in turn, and its answer to this request."""
+        body = await receive_body(request, most=self._workers.config.limits.body + MAX_BODY_BYTES)
+        serving = self._workers.serving
+        if not serving:
+            raise _nothing_serves()
+        index = serving[next(self._turn) % len(serving)].index
+        said = {FROM.decode(): _origin_of(request)}
+        return index, await self.ask(index, Change("POST", _target(request), body), headers=said, **options)
+
+    async def ask_all(self, target: str) -> list[httpx.Response]:
+        """Answers in the order of the workers; RequestRefused when there is none."""
+        found = await self._workers.ask_all(Change("GET", target), self._workers.serving)
+        answers = []
+        for index, one in found.items():
+            if one is not None:
+                one.extensions["worker"] = index
+                answers.append(one)
+        if not answers:
+            raise _nothing_serves()
+        return answers
+
+    def decode(self, answers: Sequence[httpx.Response]) -> list[Any]:
+        """Decode the answers; a decision's number includes its worker."""
+        found = []
+        for one in answers:
+            data = one.json()
+            for decision in (*data.get("decisions", ()), *data.get("failed_decisions", ())):
+                decision["number"] = self.number(decision["number"], one.extensions["worker"])
+            found.append(data)
+        return found
+
+    def number(self, number: int, worker: int) -> int:
+        """Return the number that a worker's decision has here."""
+        return number * len(self._workers.supervisor.slots) + worker
+
+
 class WorkersAdmin:
     """Reads, changes and picks; `app` is all of it behind access control."""
 
@@ -74,7 +126,7 @@ class WorkersAdmin:
         self._workers = workers
         self._clock = clock
         self._found_at = clock()
-        self._turn = count()
+        self._questions = Questions(workers)
 
     def app(self) -> AccessControl:
         """Return the ASGI app."""
@@ -109,7 +161,7 @@ class WorkersAdmin:
         """Where one worker is ready, clients are served."""
         if self._workers.supervisor.ending.is_set():
             return PlainTextResponse("draining\n", 503)
-        answers = await self._ask_all("/readyz")
+        answers = await self._questions.ask_all("/readyz")
         best = next((one for one in answers if one.is_success), answers[0])
         return PlainTextResponse(best.text, best.status_code)
 
@@ -117,10 +169,10 @@ class WorkersAdmin:
         return Response(await self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def _live(self, request: Request) -> Response:
-        answers = await self._ask_all(_target(request))
+        answers = await self._questions.ask_all(_target(request))
         if not all(one.is_success for one in answers):
             return _passed_on(answers)
-        live = merge_answers("/live", self._decoded(answers))
+        live = merge_answers("/live", self._questions.decode(answers))
         now = self._clock()
         reloader = self._workers.reloader
         live["findings"] = merge_findings([self._own_findings(), live["findings"]])
@@ -149,13 +201,13 @@ class WorkersAdmin:
     async def _decision(self, request: Request) -> Response:
         number = request.path_params["number"]
         workers = len(self._workers.supervisor.slots)
-        answer = await self._ask(number % workers, Change("GET", f"/decisions/{number // workers}"))
+        answer = await self._questions.ask(number % workers, Change("GET", f"/decisions/{number // workers}"))
         if not answer.is_success:
             return _passed_on([answer])
         return reply_json({**answer.json(), "number": number})
 
     async def _pick(self, request: Request) -> Response:
-        index, answer = await self._ask_one(request)
+        index, answer = await self._questions.ask_one(request)
         if answer.status_code != 201:
             return _passed_on([answer])
         shown = answer.json()
@@ -166,15 +218,15 @@ class WorkersAdmin:
         index = request.path_params["index"]
         rest = request.path_params["rest"]
         change = Change("POST", f"/pick/{rest}", await receive_body(request))
-        return _passed_on([await self._ask(index, change)])
+        return _passed_on([await self._questions.ask(index, change)])
 
     async def _warm(self, request: Request) -> Response:
         """Send each prompt through one worker; all learn of the endpoints' new contents."""
-        return _passed_on([(await self._ask_one(request, timeout_s=_WARM_S))[1]])
+        return _passed_on([(await self._questions.ask_one(request, timeout_s=_WARM_S))[1]])
 
     async def _read(self, request: Request) -> Response:
         path = request.url.path
-        answers = await self._ask_all(_target(request))
+        answers = await self._questions.ask_all(_target(request))
         if not all(one.is_success for one in answers):
             return _passed_on(answers)
         most = int(request.query_params.get("limit", _LIMITS[path])) if path in _LIMITS else None
@@ -182,7 +234,7 @@ class WorkersAdmin:
             ranks = zip_longest(*(one.content.splitlines(keepends=True) for one in answers), fillvalue=b"")
             lines = [line for line in dict.fromkeys(chain.from_iterable(ranks)) if line]
             return Response(b"".join(lines[:most]), media_type=answers[0].headers["content-type"])
-        return reply_json(merge_answers(path, self._decoded(answers), limit=most))
+        return reply_json(merge_answers(path, self._questions.decode(answers), limit=most))
 
     async def _change(self, request: Request) -> Response:
         body = await receive_body(request)
@@ -198,48 +250,6 @@ class WorkersAdmin:
         if answer.status_code == 200:
             set_root_level(str(msgspec.json.decode(answer.body)["level"]).upper())
         return answer
-
-    async def _ask(self, index: int, change: Change, **options: Any) -> httpx.Response:
-        slot = next((one for one in self._workers.serving if one.index == index), None)
-        answer = None if slot is None else await self._workers.ask(slot, change, **options)
-        if answer is None:
-            raise _nothing_serves()
-        return answer
-
-    async def _ask_one(self, request: Request, **options: Any) -> tuple[int, httpx.Response]:
-        """Return the next worker in turn, and its answer to this request."""
-        body = await receive_body(request, most=self._workers.config.limits.body + MAX_BODY_BYTES)
-        serving = self._workers.serving
-        if not serving:
-            raise _nothing_serves()
-        index = serving[next(self._turn) % len(serving)].index
-        said = {FROM.decode(): _origin_of(request)}
-        return index, await self._ask(index, Change("POST", _target(request), body), headers=said, **options)
-
-    async def _ask_all(self, target: str) -> list[httpx.Response]:
-        """Answers in the order of the workers; RequestRefused when there is none."""
-        found = await self._workers.ask_all(Change("GET", target), self._workers.serving)
-        answers = []
-        for index, one in found.items():
-            if one is not None:
-                one.extensions["worker"] = index
-                answers.append(one)
-        if not answers:
-            raise _nothing_serves()
-        return answers
-
-    def _decoded(self, answers: Sequence[httpx.Response]) -> list[Any]:
-        """Decode the answers; a decision's number includes its worker."""
-        found = []
-        for one in answers:
-            data = one.json()
-            for decision in (*data.get("decisions", ()), *data.get("failed_decisions", ())):
-                decision["number"] = self._number(decision["number"], one.extensions["worker"])
-            found.append(data)
-        return found
-
-    def _number(self, number: int, worker: int) -> int:
-        return number * len(self._workers.supervisor.slots) + worker
 
 
 def _origin_of(request: Request) -> str:

@@ -204,7 +204,7 @@ async def test_a_reload_that_one_worker_refuses_changes_none(refusing: int) -> N
         async def refuse(config: object) -> None:
             raise RuntimeError("no port left")
 
-        both.proxies[refusing].prepare = refuse  # type: ignore[method-assign,assignment]
+        both.proxies[refusing].generations.prepare = refuse  # type: ignore[method-assign,assignment]
         config = both.workers.config
         with pytest.raises(ConfigError, match="no port left") as raised:
             await both.workers.reload(
