@@ -119,7 +119,7 @@ async def test_the_router_queue_is_shown(browser: Browser) -> None:
         await asyncio.gather(*asked)
         await browser.until(f"{QUEUE}.innerText.includes('empty') && {QUEUE}.cells[4].innerText === '2'")
         assert await browser.complaints() == []
-    async with stage() as on:
+    async with stage(queue={"enabled": False}) as on:
         await browser.open(on.admin.url)
         await browser.until(f"{ROW}", "a")
         assert await browser.script("return document.querySelector('#queues-card').hidden")
