@@ -66,7 +66,6 @@ def test_blocks_of_other_programs_are_known() -> None:
     pages = {
         "kvproxy/features/autoscaling/README.md": 2,
         "docs/deployment.md": 1,
-        "docs/engines.md": 1,
         "kvproxy/features/kubernetes/README.md": 5,
     }
     assert foreign == pages

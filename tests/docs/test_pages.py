@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvproxy.cluster.settings import PolicyName
 from tests.docs.blocks import PAGES, ROOT
@@ -40,3 +42,40 @@ def test_anchors_are_headings(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text())
     missing = [anchor for file, anchor in links if anchor not in _anchors(page.parent / file if file else page)]
     assert not missing
+
+
+GENERATED = {"configuration.md", "metrics.md"}
+BY_HAND = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED),
+]
+FEATURES = sorted((ROOT / "kvproxy" / "features").glob("*/README.md"))
+
+
+def test_the_documentation_stays_short() -> None:
+    """At most 25 pages by hand, each feature's page beside them: a new subject takes the place of another."""
+    assert len(BY_HAND) <= 25
+    assert sum(_count_words(page) for page in BY_HAND) <= 23_000
+    assert {page.parent.name: _count_words(page) for page in FEATURES if _count_words(page) > 900} == {}
+
+
+def _count_words(page: Path) -> int:
+    return len(page.read_text().split())
+
+
+def test_the_site_lists_every_page() -> None:
+    """In its navigation, which names no page that is gone."""
+    listed = set(_pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    wanted = {str(page.relative_to(ROOT)) for page in [*BY_HAND, *FEATURES]}
+    assert wanted - listed == set()
+    assert [page for page in sorted(listed) if not (ROOT / page).exists()] == []
+
+
+def _pages_of(entry: object) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict):
+        yield from _pages_of(list(entry.values()))
+    elif isinstance(entry, list):
+        for one in entry:
+            yield from _pages_of(one)
