@@ -20,7 +20,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """The first exit status that is not 0."""
+    """Run the benchmarks and return the first exit status that is not 0."""
     names = [argument for argument in arguments if argument in BENCHMARKS]
     options = arguments[1:] if len(names) == 1 else []
     unknown = [argument for argument in arguments if argument not in BENCHMARKS and argument not in options]

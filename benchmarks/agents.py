@@ -59,7 +59,7 @@ class Asked:
 
 
 async def ask(http: httpx.AsyncClient, session: Session, request: Request) -> Asked:
-    """Sends it and tells the session what was answered."""
+    """Send the request and pass the answer to the session."""
     headers = {**request.headers, "x-kvproxy-debug": "1", "content-type": "application/json"}
     answer = await http.post(request.path, content=json.dumps(request.body).encode(), headers=headers)
     if answer.status_code != 200:

@@ -145,7 +145,7 @@ class Codex(Session):
         self._items += [item for item in document["output"] if item["type"] == "message"]
 
     def _called(self, id_: str) -> list[dict[str, Any]]:
-        """A call, every third one of the tool of free text, and its result."""
+        """Return a call, every third one of the tool of free text, and its result."""
         result = text(RESULT, seed=f"{self._seed} {id_}")
         if self.turn % 3:
             call = {"type": "function_call", "name": "shell", "arguments": '{"command": ["ls", "-l"]}'}

@@ -55,7 +55,7 @@ class Report:
         self._runs: list[dict[str, Any]] = json.loads(known.read_text())["runs"] if resume and known.exists() else []
 
     def has(self, kind: str, source: str, version: str) -> bool:
-        """Whether that was run."""
+        """Return True if that was run."""
         return any((run["kind"], run["source"], run["version"]) == (kind, source, version) for run in self._runs)
 
     def add(self, run: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ POLICIES = ("kv_aware", "round_robin")
 
 @dataclass(frozen=True)
 class Case:
-    """What wrk sends, over how many connections."""
+    """Load of wrk and its number of connections."""
 
     name: str
     size: int
@@ -104,7 +104,7 @@ class Bench:
         self._runs = 0
 
     def servers(self, stack: ExitStack, policy: str) -> dict[str, Server]:
-        """A proxy of each checkout in front of the same stub engines."""
+        """Start a proxy of each checkout in front of the same stub engines."""
         engines = free_ports(2)
         stub = [sys.executable, "-m", "benchmarks.stub", *map(str, engines)]
         log = self._folder / f"engines-{policy}.log"
@@ -125,7 +125,7 @@ class Bench:
         return servers
 
     def pairs(self, case: Case, servers: Mapping[str, Server], count: int) -> Iterator[dict[str, Sample]]:
-        """Samples by checkout, after one second of each that is thrown away."""
+        """Yield samples by checkout, after one second of each that is thrown away."""
         program = self._folder / "load.lua"
         program.write_text(script(case))
         for server in servers.values():
@@ -150,7 +150,7 @@ class Bench:
 
 
 def _cores() -> tuple[int, int]:
-    """The proxies' core, and that of engines and load."""
+    """Return the proxies' core, and that of engines and load."""
     usable = sorted(os.sched_getaffinity(0))
     return usable[0], usable[-1]
 

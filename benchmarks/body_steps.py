@@ -95,7 +95,7 @@ class Turns:
 
 
 def post(port: int, path: str, body: bytes) -> bytes:
-    """The head of the answer; runs in a thread, so that its work is not counted."""
+    """Send a body and return the head of the answer; runs in a thread, so that its work is not counted."""
     head = f"POST {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(head.encode() + body)
@@ -104,7 +104,7 @@ def post(port: int, path: str, body: bytes) -> bytes:
 
 @contextlib.contextmanager
 def engine() -> Iterator[str]:
-    """Reads requests and answers them shortly."""
+    """Start an engine that reads requests and answers them shortly."""
     port = free_port()
     child = subprocess.Popen([sys.executable, "-m", "benchmarks.body_steps", "--engine", str(port)])
     try:
@@ -131,7 +131,7 @@ async def proxy(engine_url: str, *, lmcache: bool) -> AsyncIterator[int]:
 
 
 async def measure(rounds: int, *, lmcache: bool) -> None:
-    """A line a body: the best of so many rounds."""
+    """Print a line a body: the best of the rounds."""
     print(f"{'body':34} {'MiB':>6} {'longest turn':>13} {'all CPU':>10}  answer   memory")
     with engine() as url:
         await asyncio.to_thread(wait_for, url)
@@ -156,7 +156,7 @@ async def measure(rounds: int, *, lmcache: bool) -> None:
 
 
 def wait_for(url: str) -> None:
-    """Returns once something listens there."""
+    """Wait until a listener is there."""
     for _ in range(100):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))):
             return
@@ -164,7 +164,7 @@ def wait_for(url: str) -> None:
 
 
 def serve_engine(port: int) -> None:
-    """Counts the bytes of each body and answers."""
+    """Serve an engine that counts the bytes of each body and answers."""
 
     def one(connection: socket.socket) -> None:
         usage = b'{"usage":{"prompt_tokens":10,"completion_tokens":2}}'
@@ -194,7 +194,7 @@ def serve_engine(port: int) -> None:
 
 
 def main() -> None:
-    """The engine, or the measurement."""
+    """Run the engine, or the measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lmcache", action="store_true", help="with a lookup service and its tokens")

@@ -23,9 +23,8 @@ def measure_traces(
     traces: Sequence[str] = TRACES,
     **numbers: int,
 ) -> None:
-    """What the module was started for, whose docstring this is `about`: play, print, write NAME.md and NAME.json.
-    `numbers` are the job's arguments with their defaults, each a flag of the command line (`requests`: of each trace at
-    most)."""
+    """Run a module's measurement, whose docstring is `about`: play, print, write NAME.md and NAME.json. `numbers` are
+    the job's arguments with their defaults, each a flag of the command line (`requests`: of each trace at most)."""
     name = about.partition("python -m benchmarks.")[2].split()[0]
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for number, default in numbers.items():

@@ -131,7 +131,7 @@ async def measure(engine_url: str, shape: Shape, *, repeats: int, folder: str) -
 
 
 def hits(turns: Sequence[Turn]) -> float:
-    """The share of later turns whose engine reused the prompt of the chat's turn before, but for two blocks."""
+    """Return the share of later turns whose engine reused the prompt of the chat's turn before, but for two blocks."""
     prompts = {(turn.session, turn.turn): turn.prompt_tokens for turn in turns}
     later = [turn for turn in turns if turn.turn > 1]
     wanted = [prompts[turn.session, turn.turn - 1] - 2 * BLOCK_TOKENS for turn in later]
@@ -139,7 +139,7 @@ def hits(turns: Sequence[Turn]) -> float:
 
 
 def report(runs: Sequence[Mapping[str, Any]], shape: Shape, *, command: str, engine: str) -> str:
-    """The table for people."""
+    """Return the table for people."""
     lines = [
         "# One vLLM with two data-parallel ranks, growing chats",
         "",

@@ -1,8 +1,8 @@
-"""What carrying a request costs: kvproxy beside nginx and the routers, on one core each, interleaved in one run.
+"""Cost of forwarding a request: kvproxy beside nginx and the routers, on one core each, interleaved in one run.
 
 `python -m benchmarks.data_plane [--rounds 3] [--seconds 3] [--only NAME...] [--out FOLDER]`. The proxy runs on core 0,
-load generator and engines on core 1 (cores 0 and 0 where there is only one). Writes data-plane.md and data-plane.json.
-"""
+load generator and engines on core 1 (cores 0 and 0 where there is only one). Writes data-plane.md and
+data-plane.json."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Case:
     stream: str = ""  # "", burst, paced
 
     def body(self) -> bytes:
-        """A chat request of about that size."""
+        """Return a chat request of about that size."""
         request = {"model": "bench", "stream": bool(self.stream), "messages": [{"role": "user", "content": ""}]}
         text = json.dumps(request, separators=(",", ":"))
         # The engine reads the pace from the prompt: some routers write the body again and drop fields like `user`.
@@ -152,7 +152,7 @@ def stub_engines(stack: contextlib.ExitStack, folder: Path, *, core: int) -> tup
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The whole run and its report."""
+    """Run everything and write the report."""
     options = _options(arguments)
     cores = psutil.cpu_count() or 1
     load_core = 1 if cores > 1 else 0

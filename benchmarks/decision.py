@@ -1,9 +1,8 @@
-"""What a request's routing decision costs the proxy, by its parts, and how that grows.
+"""Cost of a request's routing decision in the proxy, by its parts, and how that grows.
 
 `python -m benchmarks.decision [--rounds N] [--out FOLDER]`; writes decision.md and decision.json. The proxy's own
 objects decide (the kvcache service and a cluster with kv_aware), one process and one core, no sockets; first sights,
-next turns and prompts asked again alternate, and so do the two kinds of knowledge, round by round.
-"""
+next turns and prompts asked again alternate, and so do the two kinds of knowledge, round by round."""
 
 from __future__ import annotations
 
@@ -129,7 +128,7 @@ def watched(world: World) -> Stopwatch:
 
 
 def parts_of(world: World, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Median microseconds a request by case and part. What is settled meanwhile is the traffic of others."""
+    """Return median microseconds per request by case and part. Settling meanwhile is that of others' traffic."""
     world.fill(tokens)
     one_round(world, tokens)
     watch = watched(world)

@@ -1,12 +1,11 @@
 """A routing decision of this code beside that of another checkout, as a ratio.
 
 `python -m benchmarks.decision_pair --before CHECKOUT [--rounds N] [--out FOLDER]`; CHECKOUT is a working tree with an
-environment of its own in `.venv`. Each side is a process of its own that decides when it is told to; batches alternate,
-so that whatever else the machine does slows both alike. Writes decision_pair.md and decision_pair.json.
+environment of its own in `.venv`. Each side is a process of its own that decides on command; batches alternate, so that
+other load on the machine slows both alike. Writes decision_pair.md and decision_pair.json.
 
 A decision is `Cluster.pick`: screening, kv_aware's cost of every endpoint, hooks, the reservation. Requests are under
-way on every endpoint, speeds were learned of each, and one in eight holds a part of the prompt.
-"""
+way on every endpoint, speeds were learned of each, and one in eight holds a part of the prompt."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ PROMPT_TOKENS = 4096
 
 
 def module(*names: str) -> ModuleType:
-    """The first of these that this checkout has: they were moved."""
+    """Return the first of these that this checkout has, since they were moved."""
     for name in names:
         try:
             return importlib.import_module(f"kvproxy.{name}")
@@ -92,7 +91,7 @@ class World:
             self.decide()
 
     def request(self) -> Any:
-        """A prompt that some endpoints hold a part of."""
+        """Return a prompt that some endpoints hold a part of."""
         held = self.rng.sample(self.names, self.holders)
         made = [
             self.policy.Overlap(self.rng.randrange(16, PROMPT_TOKENS, 16)) for _ in range(self.lengths or len(held))

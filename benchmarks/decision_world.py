@@ -122,7 +122,7 @@ class World:
         return self.now
 
     def chat(self, tokens: int) -> Iterator[bytes]:
-        """The turns of a new session."""
+        """Yield the turns of a new session."""
         return Chat(self.rng, self.system, tokens).turns()
 
     def fill(self, tokens: int) -> None:
@@ -155,7 +155,7 @@ class World:
         self._settled(decided, 1e6 * (perf_counter() - began))
 
     def _finish(self, decided: Decided) -> None:
-        """The engine did as predicted, and says so."""
+        """Finish a request with the engine's report, which is as predicted."""
         pick, facts, now = decided.pick, decided.facts, self.now
         cached = facts.overlaps.matched_tokens(pick.endpoint.id) // BLOCK_TOKENS * BLOCK_TOKENS
         tokens = tokens_of(facts.request.prompt)
@@ -173,7 +173,7 @@ class World:
         self.spent_us += us
 
     def _tell(self, facts: RequestFacts, endpoint: EndpointId, tokens: array[int]) -> None:
-        """What the engine's events and `/tokenize` bring after the response."""
+        """Apply the engine's events and the tokens of `/tokenize` after the response."""
         whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
         hashes = tuple(token_blocks(whole, BLOCK_TOKENS, 1))
         self.local.precise.apply_events(endpoint, 0, [BlockStored(hashes, None, whole, BLOCK_TOKENS)])

@@ -39,14 +39,14 @@ CASES = {"2 KB": (2_048, False), "64 KB": (65_536, False), "2 KB, stream of 64 e
 
 @dataclass
 class Taken:
-    """What one kind of client took, by round."""
+    """Times of one kind of client, by round."""
 
     p50_us: list[float] = field(default_factory=list)
     cpu_us: list[float] = field(default_factory=list)
 
 
 def body_of(size: int, *, stream: bool, session: int) -> bytes:
-    """A chat of this size whose session has its own beginning."""
+    """Return a chat of this size whose session has its own beginning."""
     content = f"session {session} " + "water river mountain answer " * (size // 28)
     return json.dumps({"model": "bench", "stream": stream, "messages": [{"role": "user", "content": content}]}).encode()
 
@@ -90,7 +90,7 @@ async def measure(
 
 
 async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads the body and answers."""
+    """Read the body and answer."""
     while (await receive()).get("more_body"):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": []})

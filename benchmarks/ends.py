@@ -66,7 +66,7 @@ class Setup:
 
 
 async def _silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Take a connection, and say nothing on it."""
+    """Take a connection, and send nothing on it."""
     with suppress(OSError):
         while await reader.read(65536):
             pass
@@ -115,7 +115,7 @@ def kubernetes_at(url: str) -> dict[str, Any]:
 
 
 def with_programs(folder: Path) -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
-    """Stores that are programs of their own: the command and what kvproxy is configured with."""
+    """Return stores that are programs of their own: the command and kvproxy's settings for it."""
     redis, halted, nats, etcd, etcd_peer = free_ports(5)
     redis_server = ("redis-server", "--save", "", "--dir", str(folder), "--port")
     etcd_url = f"http://127.0.0.1:{etcd}"

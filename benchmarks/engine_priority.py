@@ -131,7 +131,7 @@ async def proxies(server: Vllm, modes: Sequence[str], folder: str) -> AsyncItera
 
 
 def written(folder: str, mode: str, config: Mapping[str, Any]) -> str:
-    """The configuration as a file."""
+    """Write the configuration to a file and return its path."""
     path = Path(folder, f"{mode}.yaml")
     path.write_text(json.dumps(config))  # JSON is YAML
     return str(path)
@@ -162,7 +162,7 @@ async def measure(
 
 
 async def found_out(place: Place) -> Mapping[str, Any] | None:
-    """What the proxy says of the engine in the end."""
+    """Return the proxy's finding about the engine at the end."""
     async with httpx.AsyncClient(timeout=30) as http:
         clusters = (await http.get(f"{place.admin}/endpoints")).json()["clusters"]
     said: Mapping[str, Any] | None = clusters["default"][0]["engine_priority"]

@@ -1,4 +1,4 @@
-"""What `engine_priority` measured, as tables for people and as JSON."""
+"""Tables of `engine_priority`'s results for people, and JSON."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ def _requests(runs: _Runs, mode: str, repeats: set[int]) -> list[Mapping[str, fl
 
 
 def p99(values: Sequence[float]) -> float:
-    """The nearest rank."""
+    """Return the 99th percentile by nearest rank."""
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]

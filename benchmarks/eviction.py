@@ -1,11 +1,10 @@
-"""What each order of eviction finds again on request traces, against the optimum that knows the future.
+"""Hits of each order of eviction on request traces, against the optimum with knowledge of the future.
 
     python -m benchmarks.eviction [--traces T,T...] [--sizes X,X...]
 
 Each trace's requests go, one after the other in the order of their nominal times, through one simulated block cache
-with room for a share of the trace's distinct blocks. Nothing waits and nothing is routed: what is compared is only what
-is evicted. Writes eviction.md and eviction.json of benchmarks/reports.
-"""
+with room for a share of the trace's distinct blocks. Nothing waits and nothing is routed: only evictions are compared.
+Writes eviction.md and eviction.json of benchmarks/reports."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def measure(trace: Trace, sizes: Sequence[float]) -> list[dict[str, Any]]:
 
 
 def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
-    """The report."""
+    """Render the report."""
     lines = [
         "# Eviction: what each order finds again", "",
         f"`{command}`. One simulated cache with room for a share of a trace's distinct blocks (at least for its "

@@ -1,13 +1,11 @@
-"""What it costs that several processes decide as one, at 10,000 decisions a second: CPU, messages and lag, by what
-carries them.
+"""Cost of several processes that decide as one, at 10,000 decisions a second: CPU, messages and lag, by the link.
 
     python -m benchmarks.exchange [--rates N,N...] [--seconds S]
 
-One process decides (index, ledger, first token, end: no HTTP), a second one only listens; the same decisions with
-nobody to tell stand beside it, and so do bare datagrams: two more processes that do nothing else but send one every
-5 ms and receive it, at the same time, which is what the machine's own pauses make of anything. Writes exchange.md of
-benchmarks/reports. Redis and NATS are left out where they are not installed.
-"""
+One process decides (index, ledger, first token, end: no HTTP), a second one only listens; the same decisions without a
+listener stand beside it, and so do bare datagrams: two more processes that only send one every 5 ms and receive it, at
+the same time, which shows the machine's own pauses. Writes exchange.md of benchmarks/reports. Redis and NATS are left
+out where they are not installed."""
 
 from __future__ import annotations
 
@@ -250,7 +248,7 @@ def measure(kind: str, where: str, rate: int, seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def server(program: str) -> Iterator[str]:
-    """A store of its own, without a password."""
+    """Start a store of its own, without a password."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

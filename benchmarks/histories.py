@@ -1,11 +1,10 @@
-"""Conversations that go on by `previous_response_id`: what it is worth to know where a session was served last.
+"""Conversations that go on by `previous_response_id`: the benefit of the session's last endpoint.
 
     python -m benchmarks.histories            # writes benchmarks/reports/histories.md
 
 A trace of sessions is played in virtual time on eight engines. Of a later turn the router sees no text: its prompt
-begins with what only an engine has. It goes by nothing, by the session (`cache/overlap/last_served.py`, the class the
-proxy uses), or, to compare, by the text that a client with the whole history sends.
-"""
+begins with a history that only an engine has. It uses nothing, the session (`cache/overlap/last_served.py`, the class
+the proxy uses), or, to compare, the text that a client with the whole history sends."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ LOADS = (0.7,)
 
 
 class Blind(VirtualRouter):
-    """Knows nothing of a later turn but its length."""
+    """Router without information on later turns but their length."""
 
     def facts_of(self, request: LiveRequest, now: float) -> OverlapFacts:
         facts = super().facts_of(request, now)
@@ -38,7 +37,7 @@ class Blind(VirtualRouter):
 
 
 class Remembering(VirtualRouter):
-    """Knows where the session was served last, and what others hold of its first prompt, as the proxy does."""
+    """Router that keeps where the session was served last, and overlaps of its first prompt, as the proxy does."""
 
     def facts_of(self, request: LiveRequest, now: float) -> OverlapFacts:
         facts = super().facts_of(request, now)

@@ -1,4 +1,4 @@
-"""What looking for broken prefixes costs a request, for `benchmarks.prefix_hygiene`: with and without, in pairs."""
+"""Cost of looking for broken prefixes per request, for `benchmarks.prefix_hygiene`: with and without, in pairs."""
 
 from __future__ import annotations
 

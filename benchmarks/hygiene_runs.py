@@ -27,7 +27,7 @@ SPARED_TOKENS, SPARED_SHARE = 256, 0.1
 
 @dataclass
 class World:
-    """A running proxy with what it says of breaks, and a client."""
+    """Running proxy with its reports of breaks, and a client."""
 
     proxy: Proxy
     http: httpx.AsyncClient
@@ -51,7 +51,7 @@ class World:
 
     @property
     def breaks(self) -> Any:
-        """What the service keeps."""
+        """State of the service."""
         assert self.proxy.kvcache is not None
         observer: Any = self.proxy.kvcache.observers.by_feature["hygiene"]
         return observer.book
@@ -59,7 +59,7 @@ class World:
 
 @dataclass(frozen=True)
 class Turn:
-    """What became of a request: tokens, endpoint, and the break that was reported (cause, part, tokens)."""
+    """Outcome of a request: tokens, endpoint, and the break that was reported (cause, part, tokens)."""
 
     prompt: int
     cached: int
@@ -105,7 +105,7 @@ class Planted:
 
 
 async def plant(world: World, client: Client, name: str, *, model: str, lines: int) -> Planted:
-    """A session with the habit beside a twin without it."""
+    """Play a session with the habit beside a twin without it."""
     habit, rng, found = HABITS[name], random.Random(f"{client.name}{name}"), Planted(name, client.name)
     header = client.name == "claude-code"
     dialogue, twin = (Dialogue.begun(rng, lines=lines, header=header) for _ in range(2))
@@ -150,7 +150,7 @@ async def run_planted(engine: tuple[str, str] | None, lines: int) -> list[Plante
 
 @dataclass
 class Clean:
-    """What really happened, and what was reported."""
+    """True events, and reported ones."""
 
     turns: int = 0
     sessions: int = 0
@@ -225,14 +225,14 @@ class CleanSession:
             own.go_on(rng)
 
     async def side_request(self, main: Dialogue) -> None:
-        """A title, for instance."""
+        """Send a side request, such as one for a title."""
         side = main.copy()
         side.system, side.tools = [words(self.rng, 30)], []
         side.messages = [("user", "Give a title: " + main.messages[0][1] + words(self.rng, 300))]
         await self.send(side, f"side-{self.rng.random()}")
 
     async def taken_back(self, main: Dialogue) -> None:
-        """The user goes back a turn and says something else."""
+        """Take a turn back and send another text."""
         main.messages = [*main.messages[:-3], ("user", words(self.rng, 60))]
         await self.send(main, "main", goes_on=False)
 

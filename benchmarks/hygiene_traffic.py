@@ -44,7 +44,7 @@ class Dialogue:
         return deepcopy(self)
 
     def go_on(self, rng: random.Random) -> None:
-        """An answer, and what the user or a tool says to it."""
+        """Add an answer, and the reply of the user or a tool."""
         self.messages += [("assistant", words(rng, 60)), ("user", words(rng, 60))]
 
 
@@ -85,7 +85,7 @@ def as_responses(dialogue: Dialogue, rng: random.Random) -> Body:
 
 
 def as_chat(dialogue: Dialogue, rng: random.Random) -> Body:
-    """A program with the `openai` package."""
+    """Return the body of a program with the `openai` package."""
     messages = [{"role": "system", "content": "\n".join(dialogue.system)}]
     messages += [{"role": role, "content": text} for role, text in dialogue.messages]
     tools = [
@@ -100,7 +100,7 @@ def as_chat(dialogue: Dialogue, rng: random.Random) -> Body:
 
 @dataclass(frozen=True)
 class Client:
-    """What it sends, where, and as whom."""
+    """Client: its body, path and headers."""
 
     name: str  # as metrics call it
     path: str
@@ -135,7 +135,7 @@ CLIENTS = (
 
 @dataclass(frozen=True)
 class Habit:
-    """What a client does to its dialogue before it sends it in some turn, and what that should be called. `at` is the
+    """Change that a client makes to its dialogue before it sends it in some turn, and its expected name. `at` is the
     number of a message, if it is one; `once`: in one turn only, and the dialogue stays so."""
 
     cause: str
@@ -146,7 +146,8 @@ class Habit:
     apis: frozenset[str] = field(default_factory=lambda: frozenset(client.path for client in CLIENTS))
 
     def is_named(self, client: Client, cause: str, part: str) -> bool:
-        """Whether a report names it. The client counts its messages; a range of lines must hold the changed one."""
+        """Return True if a report names it. The client counts its messages; a range of lines must hold the changed
+        one."""
         expected = self.part if self.at is None else f"message {self.at + client.messages_before}"
         if cause == "system" and (lines := re.fullmatch(r"system block 1, lines (\d+)-(\d+)", part)):
             return self.cause == cause and int(lines[1]) <= LIVELY_LINE <= int(lines[2])

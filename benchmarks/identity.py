@@ -1,14 +1,13 @@
-"""What it costs to know prompts by what engines read of them, beside a checkout that hashed them as they were sent.
+"""Cost of identifying prompts by the parts that engines read, beside a checkout that hashed them as they were sent.
 
 `python -m benchmarks.identity --before CHECKOUT [--rounds N] [--out FOLDER]`; CHECKOUT is a working tree of the commit
 before prompts had an identity (c2eba98b). Each side is a process of its own with this interpreter; batches alternate,
 and of each side the least time of all counts: whatever else a machine does makes a batch longer, never shorter. Writes
 identity.md.
 
-Prompts of 64 KB, by API and shape. Timed: from the parsed body to the prompt's text blocks and message keys, of a
-prompt that nothing is known of (first), of one whose session's last turn, two messages shorter, was hashed before
-(next); and the same from the body's bytes (read).
-"""
+Prompts of 64 KB, by API and shape. Timed: from the parsed body to the prompt's text blocks and message keys, of an
+unknown prompt (first), of one whose session's last turn, two messages shorter, was hashed before (next); and the same
+from the body's bytes (read)."""
 
 from __future__ import annotations
 
@@ -195,7 +194,7 @@ class Case:
         self._indexes, self._state = LocalIndexes, IndexState
 
     def times_us(self) -> list[float]:
-        """The least of a batch: first, next, read."""
+        """Return the least times of a batch: first, next, read."""
         least = [math.inf] * len(TIMED)
         for _ in range(BATCH):
             for place, us in enumerate((self._first(), self._next(), self._read())):
@@ -220,7 +219,7 @@ class Case:
 
 
 def _without_last_turn(body: Body, listed: str) -> Body:
-    """The session's turn before: Claude Code had another header then, and its mark on the last message."""
+    """Return the session's previous turn: Claude Code had another header then, and its mark on the last message."""
     header = body.get("system", [{}])[0]
     if isinstance(header, dict) and header.get("text", "").startswith("x-anthropic"):
         body["system"][0]["text"] = header["text"][:-6] + "00000;"
@@ -242,7 +241,7 @@ def _hasher(indexes: Any) -> Callable[[Any], object]:
 
 
 def _steps() -> str:
-    """What the parts of it take in this checkout, the least of many."""
+    """Return the times of its parts in this checkout, the least of many."""
     from xxhash import xxh3_64_intdigest
 
     from kvproxy.base.types import RequestKind
@@ -277,7 +276,7 @@ def _least_us(run: Callable[[], object]) -> float:
 
 
 def serve() -> None:
-    """Times a batch for every line that names a case."""
+    """Time a batch for every line that names a case."""
     cases: dict[str, Case] = {}
     gc.disable()
     for line in sys.stdin:

@@ -1,9 +1,8 @@
-"""What the Python under the proxy costs: kv_aware on several of them beside vllm-router's cache_aware, interleaved.
+"""Cost of the Python under the proxy: kv_aware on several of them beside vllm-router's cache_aware, interleaved.
 
 `python -m benchmarks.interpreters NAME=PYTHON ... [--rounds 7] [--seconds 2] [--out FOLDER]`. Each PYTHON has kvproxy's
 requirements installed and runs this checkout, on core 0; load generator and engines are on core 1. Writes
-interpreters.md.
-"""
+interpreters.md."""
 
 from __future__ import annotations
 
@@ -57,12 +56,12 @@ def run(targets: Sequence[Target], case: Case, *, rounds: int, seconds: float, c
 
 
 def ratio(costs: Costs, name: str, to: str) -> float:
-    """The median over the rounds, whose two sides had the same neighbours on the machine."""
+    """Return the median over the rounds, whose two sides had the same neighbours on the machine."""
     return statistics.median(ours / theirs for ours, theirs in zip(costs[name], costs[to], strict=True))
 
 
 def lines(results: Mapping[str, Costs], about: Mapping[str, str], first: str) -> list[str]:
-    """The report."""
+    """Return the lines of the report."""
     text = ["# The Python under the proxy", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     text += [
         f"CPU per request of `kv_aware`; medians over the rounds, ratios within each round; the first: {first}.",
@@ -79,7 +78,7 @@ def lines(results: Mapping[str, Costs], about: Mapping[str, str], first: str) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The whole run and its report."""
+    """Run everything and write the report."""
     options = _options(arguments)
     pythons = dict(pair.split("=", 1) for pair in options.pythons) or {"kvproxy": sys.executable}
     cores = psutil.cpu_count() or 1

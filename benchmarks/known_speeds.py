@@ -1,4 +1,4 @@
-"""kv_aware that is told the engines' true speeds: what learning them is measured against."""
+"""kv_aware with the engines' true speeds: the reference for learned ones."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class KnownSpeeds(SpeedModel):
         lower: LowerTokens = (),
         scraped: bool = False,
     ) -> None:
-        """It knows better."""
+        """Ignore the sample."""
 
 
 def knowing(fleet: ReplayFleet, duration_s: float, *, rng: Random) -> KvAware:
-    """The policy with the fleet's true speeds."""
+    """Return the policy with the fleet's true speeds."""
     timings = {endpoint_id(i): fleet.engine_settings(512, i, duration_s).timing for i in range(fleet.instances)}
     return KvAware(rng=rng, speeds=KnownSpeeds(average_seconds(fleet), timings))

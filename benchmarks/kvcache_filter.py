@@ -1,8 +1,7 @@
-"""What the kvcache filter costs, how well it keeps its deadline, and how often a chat's next turn has a preference.
+"""Cost of the kvcache filter, its deadline, and how often a chat's next turn has a preference.
 
 `python -m benchmarks.kvcache_filter [--requests N] [--out FOLDER]`; writes kvcache-filter.md. One process and one core:
-whole proxies as ASGI apps over a stub engine on loopback, the variants interleaved request by request.
-"""
+whole proxies as ASGI apps over a stub engine on loopback, the variants interleaved request by request."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def chat(*contents: str) -> bytes:
-    """A chat's raw body."""
+    """Return a chat's raw body."""
     roles = ("system", "user", "assistant")
     messages = [{"role": roles[min(i, 1) + (i > 1 and i % 2 == 0)], "content": c} for i, c in enumerate(contents)]
     return json.dumps({"model": "bench", "max_tokens": 4, "messages": messages}).encode()
@@ -81,13 +80,13 @@ def text(rng: random.Random, size: int) -> str:
 
 
 async def started(stack: AsyncExitStack, filters: list[Any], endpoints: dict[str, str]) -> Proxy:
-    """A proxy with this chain, its kv_aware policy deciding."""
+    """Start a proxy with this chain and the kv_aware policy."""
     raw = {"endpoints": endpoints, "policy": "kv_aware", "health": {"active": False}, "filters": filters}
     return await stack.enter_async_context(Proxy(load_config(raw)))
 
 
 def kvcache_of(proxy: Proxy) -> KvCache:
-    """The proxy's kvcache service."""
+    """Return the proxy's kvcache service."""
     assert proxy.kvcache is not None
     return proxy.kvcache
 
@@ -213,7 +212,7 @@ def _late_service() -> Iterator[str]:
 
 
 def _serve_late(parent: Connection) -> None:
-    """The child process's main function; it sends its URL."""
+    """Run the child process, which sends its URL."""
     controller = create_controller_app(ControllerSettings((WorkerSettings("a"),), lookup_s=1.0), rng=random.Random(2))
 
     async def serve() -> None:

@@ -2,14 +2,12 @@
 
     python -m benchmarks.leases [--requests N] [--jobs N] [--seeds N]
 
-What the proxy decides is decided by its own code: which prompts get a lease, and how long it lasts. A trace does not
-say which turns wait for a tool: every answer counts as one that does, save a session's last, after which the session
-ends. The engines' own memory is cut to the share that is named; prompts are pinned in each engine's host memory, of as
-much and of four times as much, read at 20 GB/s, or in a store that all engines share, of twice an engine's memory, read
-at 2.5 GB/s. Beside them the memory that prompts are pinned in gives up first what is needed last, and when each session
-goes on is known; and the bound: it has room for all.
-Writes leases.md and leases.json of benchmarks/reports.
-"""
+The proxy's own code decides which prompts get a lease, and how long it lasts. A trace does not show which turns wait
+for a tool: every answer counts as one that does, save a session's last, after which the session ends. The engines' own
+memory is cut to the share that is named; prompts are pinned in each engine's host memory, of as much and of four times
+as much, read at 20 GB/s, or in a store that all engines share, of twice an engine's memory, read at 2.5 GB/s. Beside
+them the memory that prompts are pinned in evicts the block needed last, with the time of each session's next turn
+known; and the bound: it has room for all. Writes leases.md and leases.json of benchmarks/reports."""
 
 from __future__ import annotations
 
@@ -79,8 +77,8 @@ def cells_of(trace: str) -> tuple[Cell, ...]:
 
 
 class NextTurns(Future):
-    """When each session that was served last by an engine goes on, known as soon as its turn is over. What no session
-    under way needs is needed after all others, the longest unused last."""
+    """Times at which sessions that an engine served last go on, known as soon as a turn is over. Blocks that no session
+    in progress needs are needed after all others, the longest unused last."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -93,12 +91,12 @@ class NextTurns(Future):
         self._used.update(dict.fromkeys(block_hashes, self._prompts))
 
     def expect_turn(self, session: int, blocks: Sequence[int], at: float) -> None:
-        """It needs these then."""
+        """Expect the session to need these blocks then."""
         for block in blocks:
             self._goes_on[block][session] = at
 
     def forget_turn(self, session: int, blocks: Sequence[int]) -> None:
-        """It has come, or there is none."""
+        """Forget a turn that has come, or will not."""
         for block in blocks:
             self._goes_on[block].pop(session, None)
 
@@ -152,7 +150,7 @@ class LeasedTime(VirtualTime):
         super()._arrive(turn_of_session, now)
 
     def _goes_on(self, session: int, number: int) -> bool:
-        """Whether the turn's prompt begins with the one before it, but for its last block."""
+        """Return True if the turn's prompt begins with the one before it, but for its last block."""
         turns = self._trace.sessions[session].turns
         before = turns[number - 1].blocks[:-1] if number else turns[number].blocks
         return bool(number) and turns[number].blocks[: len(before)] == before
@@ -277,7 +275,7 @@ class Job:
 
 
 def as_markdown(rows: Rows, command: str) -> str:
-    """The report."""
+    """Render the report."""
     lines = [
         "# Leases: what keeping prompts over pauses is worth in virtual time", "",
         f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, at {LOAD} of what they serve with all of their "

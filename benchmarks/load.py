@@ -26,7 +26,7 @@ _EVENT_MARK = b'data: {"id"'
 
 @dataclass(frozen=True)
 class Load:
-    """What a load did: `latency_p50_ms` of whole responses, `events` of streams."""
+    """Result of a load: `latency_p50_ms` of whole responses, `events` of streams."""
 
     requests: int
     seconds: float
@@ -86,7 +86,7 @@ class _Client(asyncio.Protocol):
 
 
 async def drive(port: int, body: bytes, connections: int, seconds: float) -> Load:
-    """The load itself, in this process."""
+    """Drive the load in this process."""
     head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
     request = head.encode() + b"content-length: %d\r\n\r\n%b" % (len(body), body)
     counter = _Counter()

@@ -47,7 +47,7 @@ ENGINE = VllmSettings(
 
 
 def png(rng: random.Random, width: int, height: int, size_bytes: int) -> bytes:
-    """A PNG of this size, most of it in a chunk that decoders pass over."""
+    """Return a PNG of this size, most of it in a chunk that decoders skip."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -126,7 +126,7 @@ async def least_ms(call: Callable[[], Coroutine[Any, Any, object]]) -> float:
 
 
 async def costs() -> list[list[object]]:
-    """What is done with a body of 2 MB of pictures, beside hashing the pictures once."""
+    """Return the costs of a body of 2 MB of pictures, beside hashing the pictures once."""
     rng = random.Random(1)
     shots = [png(rng, 1280, 960, 500_000) for _ in range(4)]
     body = json.dumps(chat(words(rng), *shots)).encode()

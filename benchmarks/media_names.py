@@ -1,4 +1,4 @@
-"""What the search for a client's own names of media costs an untrusted request that has none.
+"""Cost of the search for a client's own names of media in an untrusted request without any.
 
 `python -m benchmarks.media_names [--before CHECKOUT] [--rounds N] [--out FOLDER]`. Each side is a process of its own
 with this interpreter; batches alternate, and of each side the least time of all counts. Timed is `BodySanitizer.passes`
@@ -107,7 +107,7 @@ def _search_us(name: str, size: str) -> float:
 
 
 def serve() -> None:
-    """Times a batch for every line that names a case."""
+    """Time a batch for every line that names a case."""
     for line in sys.stdin:
         name, _, size = line.strip().partition(";")
         print(_search_us(name, size), flush=True)

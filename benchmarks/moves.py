@@ -118,7 +118,7 @@ def find_parts(outcomes: Sequence[ReplayOutcome], seconds: Features) -> dict[str
 
 
 def as_markdown(rows: Rows, command: str) -> str:
-    """The report."""
+    """Render the report."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for run in rows:
         found.setdefault((run["trace"], *(run[name] for name in Cell.__dataclass_fields__)), []).append(run)

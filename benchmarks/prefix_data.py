@@ -83,6 +83,6 @@ def time_lookups(lookup: Callable[[Any], object], asked: Sequence[Any]) -> dict[
 
 
 def resident_bytes() -> int:
-    """This process's resident memory (Linux)."""
+    """Return this process's resident memory (Linux)."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096

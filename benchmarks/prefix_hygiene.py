@@ -1,4 +1,4 @@
-"""Whether what breaks prefixes is named: planted habits, clean traffic, and what looking costs.
+"""Detection of broken prefixes: planted habits, clean traffic, and its cost.
 
 `python -m benchmarks.prefix_hygiene [--turns N] [--engine URL MODEL] [--lines N] [--out FOLDER]`; writes
 prefix-hygiene.md and prefix-hygiene.json. Whole proxies in front of simulated engines on loopback, which count for
@@ -8,8 +8,7 @@ Planted: sessions of six turns with one habit each, beside a twin without it. Th
 engine computed for it more than for the twin. Clean: sessions side by side with retries, sub-agents, branches, side
 requests, conversations taken back, compaction, and engines with too little memory. Truth is the engine's own count: a
 turn that begins with its session's last prompt, and of which the engine reused less than that by more than 256 tokens
-and a tenth, was lost. Cost: the service's work for a request with and without looking, in pairs, the least of many.
-"""
+and a tenth, was lost. Cost: the service's work for a request with and without looking, in pairs, the least of many."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ Of the reports of lost prompts {wrong} were of turns that were not lost by the e
 
 
 def render(arguments: argparse.Namespace, planted: Sequence[Planted], clean: Clean | None, cost: Sequence[Cost]) -> str:
-    """The page."""
+    """Render the page."""
     rows = [
         f"| {one.habit} | {one.client} | {one.breaks} | {one.named} | "
         f"{', '.join(sorted({cause for cause, _ in one.said})) or '-'} | "

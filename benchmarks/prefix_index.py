@@ -2,9 +2,8 @@
 
 `python -m benchmarks.prefix_index [--entries 1000000] [--rounds 3] [--peer-python PATH] [--out FOLDER]`. The peer wants
 `pip install ai-dynamo-runtime==1.6.1`, in this interpreter or in the one of `--peer-python`; without it the report
-says why its rows are missing. Every measurement is a process of its own; rounds are interleaved, medians reported.
-Writes prefix-index.md and prefix-index.json.
-"""
+names the reason for its missing rows. Every measurement is a process of its own; rounds are interleaved, medians
+reported. Writes prefix-index.md and prefix-index.json."""
 
 from __future__ import annotations
 
@@ -185,7 +184,7 @@ def _precise(shape: data.Shape) -> dict[str, float]:
 
 
 def _tokens(hashes: array[int]) -> array[int]:
-    """16 tokens a block, told by its hash."""
+    """Return 16 tokens a block, derived from its hash."""
     return array("I", [each >> shift & 0xFFFF for each in hashes for shift in range(_BLOCK_TOKENS)])
 
 

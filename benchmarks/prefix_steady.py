@@ -1,4 +1,5 @@
-"""What single events cost the precise index: at an engine's capacity, where every block stored evicts one, and else."""
+"""Cost of single events in the precise index: at an engine's capacity, where every block stored evicts one, and
+else."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Engine:
         return BlockStored(names, parent, array("I", self._rng.randbytes(64 * blocks)), 16)
 
     def request(self) -> list[KvEvent]:
-        """What one request has the engine say: an event for each block that must go, then what is stored."""
+        """Return the events of one request: one for each evicted block, then the stored ones."""
         events: list[KvEvent] = []
         names: list[int] = []
         parent = self.system.block_hashes[-1]

@@ -91,7 +91,7 @@ class Process:
 
 
 def free_port() -> int:
-    """A port without a listener now."""
+    """Return a port without a listener now."""
     return free_ports(1)[0]
 
 

@@ -64,7 +64,7 @@ class Session:
         self.asked = 0
 
     async def ask(self, http: httpx.AsyncClient) -> Turn:
-        """The next turn, streamed."""
+        """Send the next turn, streamed."""
         self.asked += 1
         question = text(self._shape.turn_words, seed=f"{self._seed} turn {self.asked}")
         self._messages.append({"role": "user", "content": question})
@@ -113,7 +113,7 @@ async def one_run(proxy_url: str, shape: Shape, *, seed: str) -> list[Turn]:
 
 
 def config_file(folder: str, pair: Pair, policy: str) -> str:
-    """A configuration with nothing but endpoints and policy, on a free port."""
+    """Write a configuration with nothing but endpoints and policy, on a free port."""
     path = Path(folder, f"{policy}.yaml")
     config = {"listen": "127.0.0.1:0", "admin": {"enabled": False}, "endpoints": pair.urls, "policy": policy}
     path.write_text(json.dumps(config))  # JSON is YAML

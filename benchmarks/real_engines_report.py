@@ -1,4 +1,4 @@
-"""What `real_engines` measured, as a table for people and as JSON."""
+"""Table of `real_engines`' results for people, and JSON."""
 
 from __future__ import annotations
 

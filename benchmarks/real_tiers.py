@@ -2,13 +2,10 @@
 
     python -m benchmarks.real_tiers [--repeats N] [--sessions N] [--turns N]
 
-Without a shared store: later turns of chats, of which an engine keeps a quarter and its server's memory all,
-through a proxy that follows the engines' KV events and one that asks the coordinator's directory too, for clients that
-do not name their sessions and for such that do. (The connector
-that vLLM brings along tells of engine memory alone.)
-Arms take turns. Needs what `make test-real` installs. Writes real-tiers.md and .json of
-benchmarks/reports.
-"""
+Without a shared store: later turns of chats, of which an engine keeps a quarter and its server's memory all, through a
+proxy that follows the engines' KV events and one that asks the coordinator's directory too, for clients with and
+without session names. (vLLM's own connector reports engine memory alone.) Arms take turns. Needs what `make test-real`
+installs. Writes real-tiers.md and .json of benchmarks/reports."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ async def first_token(proxy: RunningProxy, session: str | None, messages: Sequen
 
 
 def turn_of(session: str, turn: int, words: int = FIRST_WORDS) -> list[str]:
-    """The chat up to this turn."""
+    """Return the chat up to this turn."""
     messages = [text(words, seed=session)]
     for number in range(turn):
         messages += ["Yes.", text(MORE_WORDS, seed=f"{session} {number}")]
@@ -114,20 +111,20 @@ def mean_rows(rows: Sequence[dict[str, Any]], before: str, after: str, first: in
 
 
 def awareness(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The table of both arms."""
+    """Return the table of both arms."""
     cached = [f"{mean_of(rows, arm, None, 1, 'cached'):.0f}" for arm in (BLIND, AWARE)]
     means = [*mean_rows(rows, BLIND, AWARE, 1), ["tokens reused of a prompt, mean", *cached, ""]]
     return table(["later turns", "blind", "aware", "aware / blind"], means)
 
 
 def verdict_on(rows: Sequence[dict[str, Any]]) -> str:
-    """Whether the ratio is what was wanted."""
+    """Return whether the ratio is within the target, as text."""
     ratio = mean_of(rows, AWARE, None, 1) / mean_of(rows, BLIND, None, 1)
     return f"{'reached' if ratio <= _TARGET else '**missed**'} ({ratio:.2f})"
 
 
 def as_markdown(rows: dict[str, list[dict[str, Any]]], command: str) -> str:
-    """The report."""
+    """Render the report."""
     lines = ["# Tiers on real engines", "",
              f"`{command}`. Two vLLM 0.32 (CPU, one core each, 10,240 tokens of cache of their own, a random model of "
              "102 M parameters), an LMCache 0.5.6 server beside each, LMCache's coordinator; other work on the same "

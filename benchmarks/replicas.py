@@ -1,12 +1,11 @@
-"""Several routers that tell each other what they decide, late, against one router: mean TTFT in virtual time.
+"""Several routers that exchange their decisions with a delay, against one router: mean TTFT in virtual time.
 
     python -m benchmarks.replicas [--requests N] [--jobs N] [--traces T,T...] [--seeds N,N...]
 
 Every request of a trace goes to a router by chance. Each router has its own ledgers, approximate index, learned speeds
-and policy (kv_aware), and the proxy's own code of the exchange (kvproxy/features/exchange) carries what it does to the
-others, each word so many milliseconds late. *Unseen*: the prefill that a request stands behind since another router
-placed it on the same endpoint within the delay. Writes replicas.md of benchmarks/reports.
-"""
+and policy (kv_aware), and the proxy's own code of the exchange (kvproxy/features/exchange) carries its changes to the
+others, each message with the same delay. *Unseen*: the prefill that a request stands behind since another router placed
+it on the same endpoint within the delay. Writes replicas.md of benchmarks/reports."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ GOALS = {0.01: 1.01, 0.05: 1.03, 0.25: 1.10}
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `delay_s` None: no exchange. `index`: what routers know of the engines' caches."""
+    """One run. `delay_s` None: no exchange. `index`: the routers' source of the engines' caches."""
 
     trace: str
     routers: int
@@ -97,7 +96,7 @@ class _Watched(ManyRouters):
 
 @lru_cache(1)
 def _bound_of(trace: str, fleet: ReplayFleet) -> Bound:
-    """The trace at its pace: the runs of one follow each other."""
+    """Measure the trace at its pace: the runs of one follow each other."""
     return measure_bound(trace_of(trace), fleet, LOAD)
 
 
@@ -143,7 +142,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
 
 
 def render(rows: Sequence[dict[str, Any]], command: str) -> str:
-    """The report."""
+    """Render the report."""
     seeds = len({row["cell"].seed for row in rows})
     lines = [
         "# Several routers against one",

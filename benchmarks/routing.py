@@ -59,7 +59,7 @@ def fingerprint(places: Sequence[str]) -> str:
 
 
 def known_results(path: Path, version: str) -> dict[Cell, dict[str, Any]]:
-    """What earlier runs of the same code found."""
+    """Return the results of earlier runs of the same code."""
     found = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         row = json.loads(line)
@@ -69,7 +69,7 @@ def known_results(path: Path, version: str) -> dict[Cell, dict[str, Any]]:
 
 
 def run_missing(wanted: Sequence[Cell], work: Path, *, jobs: int, minutes: float) -> list[dict[str, Any]]:
-    """The figures of every cell that was run, in order; after so many minutes no further one is begun."""
+    """Return the figures of every cell that was run, in order; after `minutes` no further one is begun."""
     version, path = fingerprint(DEPENDS_ON), work / "routing.jsonl"
     results = known_results(path, version)
     missing = [cell for cell in wanted if cell not in results]

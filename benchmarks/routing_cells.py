@@ -1,4 +1,4 @@
-"""What the routing benchmark runs: every cell is one policy, once, on one trace or scenario."""
+"""Cells of the routing benchmark: each is one policy, once, on one trace or scenario."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ONLY_AT_EIGHT = ("llm_d", "llm_d_sticky")
 
 
 def capacity_tokens_of(trace: str) -> int:
-    """What an engine has room for: enough for its share of what comes again, and not for all of it."""
+    """Return the capacity of an engine: enough for its share of recurring prompts, but not for all."""
     return _CAPACITY_TOKENS.get(trace, 819_200)
 
 
@@ -99,7 +99,7 @@ def cells(*, quick: bool) -> list[Cell]:
 
 
 def fleet_of(cell: Cell) -> ReplayFleet:
-    """The engines of a cell."""
+    """Return the engines of a cell."""
     if cell.trace in SCENARIOS:
         return SCENARIOS[cell.trace].disturb(ReplayFleet(instances=cell.instances))
     changes = {key: value for key, value in VARIANTS[cell.variant].items() if key not in ("priors", "known")}
@@ -108,14 +108,14 @@ def fleet_of(cell: Cell) -> ReplayFleet:
 
 
 def trace_of(name: str) -> Trace:
-    """The report half of a trace of benchmarks/traces or of a scenario."""
+    """Return the report half of a trace of benchmarks/traces or of a scenario."""
     if name in SCENARIOS:
         return SCENARIOS[name].draw(Half.REPORT)
     return read_trace(ROOT / "benchmarks" / "traces" / f"{name}.jsonl.gz").take_half(Half.REPORT)
 
 
 def reference_of(cell: Cell, work: Path, version: str) -> Bound:
-    """The cell's pace and the pooled reference, computed once and kept."""
+    """Return the cell's pace and the pooled reference, computed once and kept."""
     path = work / f"reference-{cell.trace}-{cell.instances}-{cell.load}-{version}.pickle"
     if path.exists():
         loaded: Bound = pickle.loads(path.read_bytes())

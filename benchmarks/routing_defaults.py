@@ -65,7 +65,7 @@ def play_cell(name: str, load: float, *, requests: int, seeds: int) -> Played:
 
 
 def as_markdown(cells: dict[str, Played], *, command: str, about: str) -> str:
-    """The report: summary first, then a line a cell."""
+    """Render the report: summary first, then a line a cell."""
     best = [(figure, [_of_best(played, figure) for played in cells.values()]) for figure in ("mean_s", "p99_s")]
     summary = [
         [

@@ -19,7 +19,7 @@ def of_policy(rows: Sequence[Row], policy: str) -> list[Row]:
 
 
 def cell_of(row: Row) -> tuple[str, int, float]:
-    """What policies are compared within."""
+    """Return the group within which policies are compared."""
     return row["trace"], row["instances"], row["load"]
 
 
@@ -35,7 +35,7 @@ def ratio(rows: Sequence[Row], policy: str, against: str, figure: str) -> Ratio:
 
 
 def variant_ratio(rows: Sequence[Row], variant: str, other: str, traces: Sequence[str] = ()) -> Ratio:
-    """The mean TTFT of kv_aware under one variant against another."""
+    """Return the mean TTFT of kv_aware under one variant against another."""
     base = {(*cell_of(row), row["seed"]): row["ttft_mean_s"] for row in rows if row["variant"] == other}
     pairs = [
         [(row["ttft_mean_s"], base[(*cell_of(row), row["seed"])])]

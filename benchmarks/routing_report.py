@@ -31,7 +31,7 @@ _FIGURES = (
 
 
 def as_markdown(rows: Sequence[Row], *, command: str, wanted: int) -> str:
-    """The whole report."""
+    """Render the whole report."""
     scenarios = [row for row in rows if row["trace"] in SCENARIOS]
     traces = [row for row in rows if row["trace"] not in SCENARIOS]
     grid = [row for row in traces if not row["variant"]]

@@ -1,4 +1,4 @@
-"""What routing was to reach, held against what the runs found."""
+"""Targets of routing against the results of the runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def p99_by_trace(grid: Sequence[Row], policy: str) -> Iterator[tuple[Ratio, str,
 
 
 def best_peer(rows: Sequence[Row], figure: str) -> str:
-    """The policy of other routers that is best in this figure, over all seeds of one scenario."""
+    """Return the policy of other routers that is best in this figure, over all seeds of one scenario."""
     found = {name: of_policy(rows, name) for name in SCENARIO_PEERS}
     means = {name: sum(row[figure] for row in each) / len(each) for name, each in found.items() if each}
     return min(means, key=means.__getitem__) if means else ""

@@ -1,9 +1,8 @@
-"""What a scrape of `/metrics` costs the proxy: throughput, latency, and how long it holds the event loop.
+"""Cost of a scrape of `/metrics` in the proxy: throughput, latency, and how long it holds the event loop.
 
 `python -m benchmarks.scrape [--rounds 7] [--seconds 5] [--out FOLDER]`. The proxy with its default chain runs on core
 0; stub engines, load and scraper share core 1. Rounds with and without a scrape a second alternate. Writes scrape.md
-and scrape.json.
-"""
+and scrape.json."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ CONNECTIONS = 32
 
 
 def body(model: str, number: int) -> bytes:
-    """A chat request of about 2 KB; each number another prompt."""
+    """Return a chat request of about 2 KB; each number another prompt."""
     content = f"{number} " + "lorem ipsum dolor " * 105
     return json.dumps({"model": model, "messages": [{"role": "user", "content": content}]}).encode()
 
@@ -82,7 +81,7 @@ class Bench:
         self._body.write_bytes(body(MODELS[0], 0))
 
     def warm(self, endpoints: int) -> int:
-        """Requests until every endpoint has answered for every model; bytes of the page then."""
+        """Send requests until every endpoint has answered for every model; returns the page's bytes then."""
         wanted = {f'endpoint="engine-{e}",model="{model}"' for e in range(endpoints) for model in MODELS}
         for number in range(200):
             for model in MODELS:
@@ -95,7 +94,7 @@ class Bench:
         raise SystemExit(f"never answered: {sorted(wanted)[:5]}")
 
     def saturated(self, seconds: float) -> tuple[float, float, float, float, int]:
-        """Rate, p50, p99, p99.9 (ms; 0 where the load does not say) and errors under as much as it takes."""
+        """Return rate, p50, p99, p99.9 (ms; 0 if the load does not report it) and errors at saturation."""
         done = load.run(
             self._port,
             self._body.read_bytes(),
@@ -107,7 +106,7 @@ class Bench:
         return done.requests / done.seconds, done.latency_p50_ms, 0.0, 0.0, done.errors
 
     def steady(self, seconds: float) -> tuple[float, float, float, float, int]:
-        """The same at a steady rate."""
+        """Return the same at a steady rate."""
         command = [sys.executable, "-m", "benchmarks.steady", str(self._port), str(self._body)]
         pinned = ["taskset", "-c", str(self._core), *command, str(STEADY_RATE), str(seconds)]
         line = subprocess.run(pinned, check=True, capture_output=True, text=True).stdout
@@ -143,7 +142,7 @@ class Bench:
 
 
 def measure(endpoints: int, *, rounds: int, seconds: float, core: int) -> Measured:
-    """A proxy over that many engines, its rounds with and without a scraper in turn."""
+    """Measure a proxy over that many engines, with and without a scraper in turn."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         *ports, listen, admin = free_ports(endpoints + 2)
@@ -171,7 +170,7 @@ def measure(endpoints: int, *, rounds: int, seconds: float, core: int) -> Measur
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The whole run and its report."""
+    """Run everything and write the report."""
     parser = argparse.ArgumentParser(prog="benchmarks.scrape", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each load")

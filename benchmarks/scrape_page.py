@@ -41,7 +41,7 @@ def configuration(ports: Sequence[int], *, listen: int = 0, admin: int = 0) -> d
 
 
 async def page(endpoints: int) -> Page:
-    """The page of a proxy whose endpoints have answered with every model and status."""
+    """Return the page of a proxy whose endpoints have answered with every model and status."""
     async with Proxy(load_config(configuration(range(1, endpoints + 1)))) as proxy:
         for endpoint in proxy.clusters["default"].endpoints:
             for model in MODELS:

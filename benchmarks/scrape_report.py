@@ -1,4 +1,4 @@
-"""What scrapes cost, as a table for people and as JSON."""
+"""Table of scrapes' costs for people, and JSON."""
 
 from __future__ import annotations
 

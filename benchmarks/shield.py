@@ -1,7 +1,6 @@
-"""What the shield costs a request: microseconds of `before`, beside the body guard that reads the same names.
+"""Cost of the shield per request: microseconds of `before`, beside the body guard that reads the same names.
 
-python -m benchmarks.shield > benchmarks/reports/shield.md
-"""
+python -m benchmarks.shield > benchmarks/reports/shield.md"""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ ROUNDS, CALLS = 15, 2000
 
 
 def bodies() -> dict[str, bytes]:
-    """A short chat, a long one, and an agent's with tools."""
+    """Return a short chat, a long one, and an agent's with tools."""
     words = random.Random(1)
     text = " ".join(f"w{words.randrange(9999)}" for _ in range(2000))
     tool = {"type": "function", "function": {"name": "read", "description": text[:1500], "parameters": {
@@ -49,7 +48,7 @@ def bodies() -> dict[str, bytes]:
 
 
 def shield_of(version: str) -> ShieldFilter:
-    """A filter whose fleet reports this version."""
+    """Return a filter whose fleet reports this version."""
     pool, held = UpstreamPool(), HeldBodies(1 << 30)
     versions = EngineVersions({}, Engines(pool, timeout_s=1.0))
     versions.rules = open_rules(version)
@@ -63,7 +62,7 @@ async def _nothing(scope: object, receive: object, send: object) -> None: ...
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """The least of some rounds: what others do on the machine only adds."""
+    """Return the least of some rounds, since other load only adds."""
     rounds = []
     for _ in range(ROUNDS):
         began = time.process_time()

@@ -83,7 +83,7 @@ class Sample:
 
 @dataclass
 class Soak:
-    """What runs, and what came of it."""
+    """Processes of a soak, and its results."""
 
     ports: list[int]
     listen: int
@@ -105,7 +105,7 @@ class Soak:
         return f"http://127.0.0.1:{self.listen}"
 
     def start(self, name: str, *command: str) -> None:
-        """A child process, its output in a file of its name."""
+        """Start a child process with its output in a file of its name."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log)
 
@@ -187,7 +187,7 @@ class Clients:
         self._soak.answers[f"{exchange.__name__}: {ended}"] += 1
 
     async def turn(self) -> str:
-        """A chat grows by a turn, streamed."""
+        """Add a turn to a chat, streamed."""
         chat = self._rng.choice(self._chats)
         chat.append({"role": "user", "content": _words(self._rng, 60)})
         if len(chat) > 24:
@@ -195,7 +195,7 @@ class Clients:
         return await self._stream({"messages": list(chat)})
 
     async def unary(self) -> str:
-        """The same without a stream."""
+        """Send a chat without a stream."""
         chat = self._rng.choice(self._chats)
         answer = await self._client.post(CHAT, json={"model": MODEL, "messages": chat[:3], "max_tokens": 8})
         return str(answer.status_code)
@@ -205,7 +205,7 @@ class Clients:
         return await self._stream({"messages": [{"role": "user", "content": _words(self._rng, 4000)}]})
 
     async def leave(self) -> str:
-        """A client that closes its connection before the first byte or in the middle."""
+        """Close the connection before the first byte or in the middle."""
         body = {"model": MODEL, "stream": True, "max_tokens": 64, "messages": self._rng.choice(self._chats)[:2]}
         stop_after = self._rng.choice((0, 1, 3))
         with contextlib.suppress(TimeoutError):
@@ -221,7 +221,7 @@ class Clients:
         return "left"
 
     async def tokens(self) -> str:
-        """A completion of token ids."""
+        """Send a completion of token ids."""
         ids = [self._rng.randrange(1000) for _ in range(600)]
         answer = await self._client.post("/v1/completions", json={"model": MODEL, "prompt": ids, "max_tokens": 4})
         return str(answer.status_code)
@@ -233,19 +233,19 @@ class Clients:
         return str(answer.status_code)
 
     async def many_parts(self) -> str:
-        """A million tiny messages."""
+        """Send a million tiny messages."""
         body = b'{"model": "sim", "messages": [' + b"1," * 999_999 + b"1]}"
         answer = await self._client.post(CHAT, content=body, headers={"content-type": "application/json"})
         return str(answer.status_code)
 
     async def long_name(self) -> str:
-        """A model name of 1 MB, another one each time."""
+        """Send a model name of 1 MB, another one each time."""
         name = f"{self._rng.random()}" + "x" * 1_000_000
         answer = await self._client.post(CHAT, json={"model": name, "messages": [{"role": "user", "content": "hi"}]})
         return str(answer.status_code)
 
     async def upload(self) -> str:
-        """An upload that never ends."""
+        """Send an upload that never ends."""
 
         async def pieces() -> AsyncIterator[bytes]:
             for _ in range(20):
@@ -310,7 +310,7 @@ async def _faults(client: httpx.AsyncClient, port: int, faults: dict[str, Any]) 
 
 
 async def watch(soak: Soak, until: float, samples: list[Sample]) -> None:
-    """Memory, what the proxy says it holds of that, descriptors and threads."""
+    """Record memory, the part of it that the proxy reports as held, descriptors and threads."""
     process, began = psutil.Process(soak.processes["proxy"].pid), time.monotonic()
     async with httpx.AsyncClient(timeout=10) as client:
         while time.monotonic() < until:
@@ -356,7 +356,7 @@ async def wait_ready(soak: Soak) -> None:
 
 
 async def run(soak: Soak, minutes: float) -> dict[str, float]:
-    """The whole soak; gauges that were left over."""
+    """Run the whole soak; returns gauges that were left over."""
     await wait_ready(soak)
     until = time.monotonic() + 60 * minutes
     await asyncio.gather(load(soak, until), disturb(soak, until), watch(soak, until, soak.samples))
@@ -366,7 +366,7 @@ async def run(soak: Soak, minutes: float) -> dict[str, float]:
 
 
 def quarters(samples: list[Sample]) -> list[float]:
-    """The median memory of each quarter of the run, in MB."""
+    """Return the median memory of each quarter of the run, in MB."""
     ends = [len(samples) * quarter // 4 for quarter in range(5)]
     return [median(one.rss_mb for one in samples[begin:end]) for begin, end in pairwise(ends) if end > begin]
 

@@ -24,7 +24,7 @@ MODEL = "sim"
 
 
 async def main(ports: list[int], controller: int, time_scale: float, kv_events: bool) -> None:
-    """Serves until the process is ended."""
+    """Serve until the process is ended."""
     engine = EngineSettings(2048, 16, token_outputs=True, timing=EngineTiming(time_scale=time_scale))
     publisher = PublisherSettings() if kv_events else None
     settings = VllmSettings(model=MODEL, engine=engine, kv_events=publisher, default_output_tokens=16)

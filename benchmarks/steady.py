@@ -26,7 +26,7 @@ TICK_S = 0.0005
 
 @dataclass(frozen=True)
 class Steady:
-    """What came of it; latencies of whole responses in ms."""
+    """Results; latencies of whole responses in ms."""
 
     rate: float
     p50_ms: float
@@ -99,7 +99,7 @@ class SteadyLoad:
 
 
 async def drive(port: int, body: bytes, rate: float, seconds: float) -> Steady:
-    """The load itself, in this process."""
+    """Drive the load in this process."""
     head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
     load = SteadyLoad(head.encode() + b"content-length: %d\r\n\r\n%b" % (len(body), body))
     loop = asyncio.get_running_loop()

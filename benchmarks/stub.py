@@ -1,10 +1,9 @@
 """A stand-in engine that costs as little as Python can: a raw protocol on uvloop, no parsing beyond what it needs.
 
 `python -m benchmarks.stub PORT...`: as many engines in one process. A body with `"stream":true` gets 64 events, all at
-once, or 20 ms apart when it says `paced`; `/v1/chat/completions/render` (vllm-router's cache_aware asks it about every
-prompt) the prompt's tokens, as vLLM's with `--enable-scale-out`; every other POST a short completion; GET what routers
-ask at start.
-"""
+once, or 20 ms apart when it has `paced`; `/v1/chat/completions/render` (vllm-router's cache_aware calls it for every
+prompt) the prompt's tokens, as vLLM's with `--enable-scale-out`; every other POST a short completion; GET the paths
+that routers read at start."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ def _chunk(data: bytes) -> bytes:
 
 @lru_cache(maxsize=64)
 def rendered(body: bytes, *, chat: bool) -> bytes:
-    """What vLLM 0.32 answers to `/render` (captured from one), with four bytes a token: prompts that differ have other
-    tokens from there on. A load sends one body again and again; tokenizing it once is enough."""
+    """Return vLLM 0.32's answer to `/render` (captured from one), with four bytes a token: prompts that differ have
+    other tokens from there on. A load sends one body again and again; tokenizing it once is enough."""
     count = len(body) // _TOKEN_BYTES
     ids = b",".join(b"%d" % (each % _VOCABULARY) for each in struct.unpack_from(f"<{count}I", body))
     kind = b"chatcmpl" if chat else b"cmpl"
@@ -124,7 +123,7 @@ class Engine(asyncio.Protocol):
 
 
 async def main(ports: Sequence[int]) -> None:
-    """Serves until killed."""
+    """Serve until killed."""
     loop = asyncio.get_running_loop()
     servers = [await loop.create_server(Engine, "127.0.0.1", port, backlog=4096) for port in ports]
     await asyncio.gather(*(server.serve_forever() for server in servers))

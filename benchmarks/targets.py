@@ -1,4 +1,4 @@
-"""What the data plane was to reach, held against what a run measured."""
+"""Targets of the data plane against the results of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 def rows(results: Results, memory: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """A table of those figures that this run has both sides of."""
+    """Return a table of those figures that this run has both sides of."""
     lines = [
         f"| {figure} | {target} | {measured} | {'yes' if met else '**no**'} |"
         for figure, target, measured, met in (*_speed(results), *_aware(results), *_memory(memory))

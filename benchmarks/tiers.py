@@ -4,9 +4,8 @@
 
 Engine memory is cut to a quarter, with host memory of four times what is left, which engines write through to and read
 at 20, 5 or 1.5 GB/s; a token's KV is 128 KiB (32 layers, 8 KV heads of 128 values of two bytes). Tier-blind routing
-does not hear what events say of host memory; the engines are the same. Loads are stated for engines with all of that
-memory on the device. Writes tiers.md and tiers.json of benchmarks/reports.
-"""
+ignores events of host memory; the engines are the same. Loads are stated for engines with all of that memory on the
+device. Writes tiers.md and tiers.json of benchmarks/reports."""
 
 from __future__ import annotations
 
@@ -112,7 +111,7 @@ def _play(trace: Trace, bound: Bound, fleet: ReplayFleet, cell: Cell, seed: int)
 
 
 def as_markdown(rows: Rows, command: str) -> str:
-    """The report."""
+    """Render the report."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for run in rows:
         cell = run["trace"], run["policy"], run["gb_per_s"], run["variant"], run["load"]

@@ -1,12 +1,11 @@
-"""What one warm request makes the event loop's thread enter: files, classes, functions, calls.
+"""Files, classes, functions and calls that one warm request enters on the event loop's thread.
 
 `python -m benchmarks.turn [--tree CHECKOUT]... [--case NAME]... [--diff] [--trace] [--out FOLDER]`
 
 Each checkout's `kvproxy serve` runs with its own `.venv` in front of simulated engines in another process, and its main
 thread is watched with `sys.setprofile` for the length of single requests from a third one. Counts do not depend on how
 busy the machine is. Without `--tree` it is this checkout. With two, `--diff` lists the functions whose calls differ;
-`--trace` prints the calls of a turn in their order. `--out` writes turn.md.
-"""
+`--trace` prints the calls of a turn in their order. `--out` writes turn.md."""
 
 from __future__ import annotations
 
@@ -120,7 +119,7 @@ class Turn:
     lines: Mapping[str, int]
 
     def counts(self) -> Counter[str]:
-        """Calls by function."""
+        """Count the calls by function."""
         return Counter(call.name for call in self.calls)
 
     def row(self) -> list[int]:
@@ -154,7 +153,7 @@ COLUMNS = (
 
 
 def body(number: int, *, streamed: bool) -> bytes:
-    """A chat of about 2 KB whose last message is new, as long as any other's."""
+    """Return a chat of about 2 KB whose last message is new, as long as any other's."""
     words = "the cache holds what the engine has computed before and the proxy knows it "
     messages = [
         {"role": "system", "content": words * 12},
@@ -193,7 +192,7 @@ def engines(folder: Path, *, kv_events: bool) -> Iterator[tuple[list[int], int]]
 
 
 def counted(tree: Path, case: Case) -> Turn:
-    """The turn seen most often."""
+    """Return the turn seen most often."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ports, controller = stack.enter_context(engines(folder, kv_events=case.kv_events))
@@ -242,7 +241,7 @@ def _turns(proxy: Process, port: int, counts: Path, case: Case) -> list[Turn]:
 
 @contextmanager
 def _watched(proxy: Process, counts: Path) -> Iterator[list[Turn]]:
-    """What was called within the block, filled in at its end."""
+    """Record the calls within the block, filled in at its end."""
     counts.unlink(missing_ok=True)
     seen: list[Turn] = []
     proxy.send_signal(signal.SIGUSR1)
@@ -283,7 +282,8 @@ def _core() -> int:
 
 
 def differences(before: Turn, after: Turn) -> list[tuple[int, int, str]]:
-    """Calls before and after by function, for those that differ; one that moved or changed its class is one line."""
+    """Return calls before and after by function, for those that differ; one that moved or changed its class is one
+    line."""
     old, new = before.counts(), after.counts()
     for part in (":", "."):
         old = _renamed(old, new, part)
@@ -292,7 +292,8 @@ def differences(before: Turn, after: Turn) -> list[tuple[int, int, str]]:
 
 
 def _renamed(old: Counter[str], new: Counter[str], part: str) -> Counter[str]:
-    """The old counts under the new names, where what follows the last `part` names one function on either side."""
+    """Return the old counts under the new names, where the part after the last `part` names one function on either
+    side."""
     gone, come = Counter[str](), Counter[str]()
     for name in (name for name in old if name not in new):
         gone[name.rpartition(part)[2]] += 1
@@ -334,7 +335,7 @@ functions, calls and C calls are those of the package; a coroutine that goes on 
 
 
 def main() -> None:
-    """Counts, and prints or writes."""
+    """Count, and print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, action="append", default=[], help="a checkout with a .venv; repeatable")
     parser.add_argument("--case", action="append", default=[], help="(part of) a case's name; repeatable")

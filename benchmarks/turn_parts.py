@@ -1,11 +1,10 @@
-"""What each part of a warm turn costs: the same requests with one part after the other left out, in pairs.
+"""Cost of each part of a warm turn: the same requests with one part after the other left out, in pairs.
 
 `python -m benchmarks.turn_parts [--rounds N] [--out FOLDER]`
 
 No sockets and no second thread: clients and engines are transports in memory, around the listener's own protocol and
-the whole proxy. Every variant is a process of its own on one core, and all take turns, with slices short enough for
-the least of many to be undisturbed. About two minutes.
-"""
+the whole proxy. Every variant is a process of its own on one core, and all take turns, with slices short enough for the
+least of many to be undisturbed. About two minutes."""
 
 from __future__ import annotations
 
@@ -94,7 +93,7 @@ class Load:
         return f"{head}content-length: {len(data)}\r\n\r\n{data}".encode()
 
     def answer(self) -> Sequence[bytes]:
-        """What the engine sends, piece by piece."""
+        """Return the engine's answer, piece by piece."""
         usage = _USAGE % (self.tokens, self.tokens - 20)
         if not self.chat:
             body = _ANSWER + usage
@@ -115,7 +114,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _constant(owner: Any, name: str) -> Callable[..., Any]:
-    """The method, of which only the first result counts."""
+    """Return the method with its first result cached."""
     method, kept = getattr(owner, name), list[Any]()
 
     def answer(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +138,7 @@ _turns = itertools.cycle((Choice(0, "load"), Choice(1, "load")))
 
 @dataclass(frozen=True)
 class Part:
-    """Something that a turn does, and how it is left out: filters, or methods with what stands in for them."""
+    """Part of a turn, and how it is left out: filters, or methods with their replacements."""
 
     name: str
     what: str = ""
@@ -221,7 +220,7 @@ class Pipe(asyncio.Transport):
 
 
 class Loop(uvloop.Loop):
-    """Whose connections lead to an engine that answers each whole request, a piece in each turn of the loop."""
+    """Loop whose connections lead to an engine that answers each whole request, a piece in each turn of the loop."""
 
     answer: Sequence[bytes] = ()
 
@@ -296,7 +295,7 @@ class Clients:
 
 
 async def _serve(part: Part, load: Load, parent: Connection) -> None:
-    """The child: each message is answered with what a request costs, until the parent is gone."""
+    """Run the child: each message is answered with the cost of a request, until the parent is gone."""
     endpoints = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
     filters = [{"kvcache": {"engine_metrics_interval": 0}} if one == "kvcache" else one for one in part.chain]
     raw = {"endpoints": endpoints, "policy": part.policy, "health": {"active": False}, "filters": filters}
@@ -320,8 +319,8 @@ def _child(part: Part, load: Load, parent: Connection) -> None:
 
 
 def measure(load: Load, rounds: int) -> Mapping[str, float]:
-    """The least CPU microseconds a request of all rounds, by the part that was left out. That of everything is the
-    median of several processes among the others: those that do the same differ."""
+    """Measure the least CPU microseconds per request of all rounds, by the part that was left out. That of everything
+    is the median of several processes among the others: equal processes differ."""
     context = multiprocessing.get_context("fork")  # what all of them import is imported once
     variants = [WHOLE]
     for at, part in enumerate(PARTS, 1):
@@ -346,7 +345,7 @@ def measure(load: Load, rounds: int) -> Mapping[str, float]:
 
 
 def report(results: Mapping[str, Mapping[str, float]], about: Mapping[str, str]) -> str:
-    """A row a part, a column a load."""
+    """Render a row a part, a column a load."""
     lines = ["# The parts of a turn", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     lines.append(TEXT)
     lines += [f"| part | what it is | {' | '.join(results)} |", "|---|---" + "|---" * len(results) + "|"]

@@ -28,13 +28,13 @@ class Watcher:
         self._open: list[list[Any]] = []
 
     def start(self, *_: object) -> None:
-        """Counts from now on."""
+        """Start counting."""
         self._calls = []
         self._open = []
         sys.setprofile(self._event)
 
     def stop(self, *_: object) -> None:
-        """Writes `{"calls": [[depth, module, class, function, resumed, C calls]], "lines": {module: lines}}`."""
+        """Write `{"calls": [[depth, module, class, function, resumed, C calls]], "lines": {module: lines}}`."""
         sys.setprofile(None)
         calls = [
             [depth, *_name(code, module, maker), resumed, c] for depth, code, module, maker, resumed, c in self._calls
@@ -62,7 +62,7 @@ class Watcher:
 
 
 def _is_resumed(frame: FrameType) -> bool:
-    """A coroutine or generator that goes on, not one that starts."""
+    """Return True for a coroutine or generator that goes on, not one that starts."""
     code = frame.f_code
     if not code.co_flags & _COROUTINE or frame.f_lasti < 0:
         return False
@@ -71,7 +71,7 @@ def _is_resumed(frame: FrameType) -> bool:
 
 
 def _name(code: CodeType, module: str, maker: str) -> tuple[str, str, str]:
-    """Module, class ("" for a plain function) and qualified name."""
+    """Return module, class ("" for a plain function) and qualified name."""
     if maker:
         return module, maker, f"{maker}.{code.co_name}"
     qualified = code.co_qualname

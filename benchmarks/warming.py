@@ -46,7 +46,7 @@ PROMPTS = 64  # system prompts: most are at one engine alone
 
 
 def draw_agents(rng: Random) -> Trace:
-    """Which system prompt a session has is its tenant's name."""
+    """Draw sessions; a session's tenant names its system prompt."""
     draw = Draw(rng, BLOCK)
     systems = [draw.blocks(rng.randint(2000, 8000)) for _ in range(PROMPTS)]
     shares = [1 / (1 + rank) ** 0.7 for rank in range(PROMPTS)]
@@ -122,7 +122,7 @@ class WarmedTime(VirtualTime):
             self._send(name, 0, now)
 
     def _send(self, name: str, sent: int, now: float) -> None:
-        """The next piece, if the engine has room for it and the budget too."""
+        """Send the next piece, if the engine has room for it and the budget too."""
         endpoint, blocks = self._empty, self._systems[name]
         assert endpoint is not None
         assert self._most is not None
@@ -154,7 +154,7 @@ class WarmedTime(VirtualTime):
 
 
 def play(load: float, seed: int) -> dict[str, dict[str, float | None]]:
-    """A run of each plan on one draw; figures of the first requests after the engine came back."""
+    """Play a run of each plan on one draw; figures of the first requests after the engine came back."""
     fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=400_000)
     bound = measure_bound(draw_agents(Random(seed)), fleet, load)
     return {plan: _play_plan(fleet, bound, most, seed) for plan, most in PLANS.items()}
@@ -176,7 +176,7 @@ def _play_plan(fleet: ReplayFleet, bound: Bound, most: int | None, seed: int) ->
 
 
 def _systems(trace: Trace) -> dict[str, list[int]]:
-    """What the prompts of each tenant begin with: what two of them share."""
+    """Return the common beginning of each tenant's prompts."""
     found: dict[str, list[int]] = {}
     for session in trace.sessions:
         blocks, known = list(session.turns[0].blocks), found.get(session.tenant)
@@ -195,7 +195,7 @@ def _figures(outcomes: list[ReplayOutcome], where: str) -> dict[str, float | Non
 
 
 def as_markdown(rows: list[dict[str, Any]], command: str, seeds: int) -> str:
-    """The report."""
+    """Render the report."""
     lines = [
         "# The first requests after an engine's restart", "",
         f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, {PROMPTS} system prompts of 2,000 to 8,000 "

@@ -1,9 +1,8 @@
-"""What several workers gain, what one that is killed takes along, and how late the others know what it decided.
+"""Gain of several workers, loss with a killed one, and delay of its decisions at the others.
 
 `python -m benchmarks.workers [--workers 2] [--rounds 5] [--seconds 5] [--out FOLDER]`. Stub engines, load and proxy
-share all the cores there are, so that the rate says what this machine gives and CPU per request what another one would.
-Rounds of one process and of several workers alternate. Writes workers.md and workers.json.
-"""
+share all cores, so that the rate is this machine's and CPU per request predicts that of another. Rounds of one process
+and of several workers alternate. Writes workers.md and workers.json."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ class Served:
         return Rate(rate, 1e6 * cpu_s / done["requests"], done["latency_p50_ms"], done["errors"], shares)
 
     def workers(self) -> dict[int, int]:
-        """The latest pid of each."""
+        """Return the latest pid of each."""
         text = (self._folder / "log").read_text(errors="replace")
         return {int(index): int(pid) for index, pid in _SERVES.findall(text)}
 
@@ -106,7 +105,7 @@ class Served:
         return {one.raddr.port for one in found if one.status == "ESTABLISHED" and one.laddr.port == self.port}
 
     def lags(self) -> list[dict[str, Any]]:
-        """What the workers say of each other."""
+        """Return the workers' reports of each other."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._admin}/sync", timeout=5) as answer:
             peers: list[dict[str, Any]] = json.load(answer)["peers"]
         return peers
@@ -196,7 +195,7 @@ async def _send(port: int, body: bytes) -> tuple[asyncio.StreamReader, asyncio.S
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The whole run and its report."""
+    """Run everything and write the report."""
     parser = argparse.ArgumentParser(prog="benchmarks.workers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)

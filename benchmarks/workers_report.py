@@ -41,7 +41,7 @@ without answer: {refused}.
 
 
 def render(raw: Mapping[str, Any]) -> str:
-    """The page, with the notes of the last run that was looked at below."""
+    """Render the page, with the notes of the last reviewed run below."""
     (_, ones), (count, several) = sorted(raw["rates"].items(), key=lambda pair: int(pair[0]))
     one, more = (_medians(each) for each in (ones, several))
     text = _TEXT.format(

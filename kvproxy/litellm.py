@@ -55,7 +55,7 @@ class KVCacheRouting(CustomLogger):
         request_kwargs: dict[str, Any] | None = None,
         parent_otel_span: Any = None,
     ) -> list[Deployment]:
-        """As of LiteLLM: the deployment to take, alone. Never raises: all of them where none can be told."""
+        """Return the deployment to take, alone, as LiteLLM expects. Never raises: all of them if none can be chosen."""
         by_id = {_id_of(one): one for one in healthy_deployments if isinstance(one, dict) and _url_of(one)}
         if len(by_id) < len(healthy_deployments) or len(by_id) < 2:
             return healthy_deployments

@@ -31,11 +31,11 @@ _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "inpu
 
 
 class KVCacheRouter(FIFOMixin, MultiplexMixin, RequestRouter):
-    """Chooses replicas by the prefixes they were sent and by their load.
+    """Router of Ray Serve by the prefixes sent to replicas and by their load.
 
     A request's prompt is its first argument that has `messages`, `prompt` or `input`: a mapping, or an object of Ray
     Serve LLM. Others go by the shortest queue. With `request_router_kwargs={"settings": {...}}` a configuration of the
-    policy. Each ingress replica decides by what it placed itself, and by the queue lengths that Ray knows.
+    policy. Each ingress replica decides by what it placed itself, and by the queue lengths that Ray reports.
     """
 
     def initialize_state(self, settings: Mapping[str, Any] | None = None, **_: Any) -> None:

@@ -36,7 +36,7 @@ class ClusterTools(NamedTuple):
 
 
 class NumberedRequest(NamedTuple):
-    """What is known of a request that may be sent with a number."""
+    """Facts about a request that may be sent with a number."""
 
     facts: OverlapFacts
     received_at: float

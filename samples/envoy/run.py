@@ -71,7 +71,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def with_ports(text: str, ports: Mapping[int, int]) -> str:
-    """The file with these in place of those it names."""
+    """Return the file with these ports in place of its own."""
     return re.sub(r"\b\d{4,5}\b", lambda found: str(ports.get(int(found[0]), found[0])), text)
 
 

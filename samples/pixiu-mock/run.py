@@ -58,7 +58,7 @@ def tokenize(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine(name: str, *, tokenizes: bool) -> Mock:
-    """An engine that says its name; only one of the two can tokenize."""
+    """Return an engine that answers with its name; only one of the two can tokenize."""
 
     def chat(_: dict[str, Any]) -> dict[str, Any]:
         message = {"role": "assistant", "content": f"answered by {name}"}
@@ -83,7 +83,7 @@ def controller() -> Mock:
 
 
 async def run() -> dict[str, bool]:
-    """The five checks by name."""
+    """Run the five checks; results by name."""
     a, b, lmcache = engine("mock-llm-a", tokenizes=True), engine("mock-llm-b", tokenizes=False), controller()
     async with AsyncExitStack() as stack:
         ports = {}

@@ -10,8 +10,8 @@ from tests.prose import SOURCES, find_broken
 LIMITS = {
     ("docstrings", "clause"): 0.002,
     ("docstrings", "talk"): 0.002,
-    ("docs", "clause"): 0.025,
-    ("docs", "talk"): 0.025,
+    ("docs", "clause"): 0.01,
+    ("docs", "talk"): 0.01,
 }
 
 

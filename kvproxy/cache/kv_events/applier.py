@@ -1,4 +1,4 @@
-"""Applies batches of KV events in slices, and knows the last one applied and what is missing."""
+"""Application of KV event batches in slices; keeps the last applied one and the missing part."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class EndpointPriority(EndpointObserver):
             self._endpoint.metrics.count(self._metrics.engine_priority_requests, outcome)
 
     def show(self) -> None:
-        """Bind the gauges, if the engine is told a priority at all. Idempotent."""
+        """Bind the gauges, if the engine gets a priority at all. Idempotent."""
         endpoint = self._endpoint
         if self.off or self._shown or endpoint is None or self._metrics is None:
             return

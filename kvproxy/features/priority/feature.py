@@ -29,7 +29,7 @@ class PriorityFeature(Feature):
         return (EnginePriorityMetrics,)
 
     def list_notes(self) -> Mapping[str, type]:
-        """Return the number that the engine was told, in milliseconds."""
+        """Return the type of the note: the engine's number in milliseconds."""
         return {"engine_priority": int}
 
     def explain(self, receipt: Receipt) -> Iterator[str]:
@@ -42,7 +42,7 @@ class PriorityFeature(Feature):
             yield f"sent with priority {priority} ({made_of}; the engine admits the {order} first)"
 
     def observe_cluster(self, cluster: ObservedCluster, tools: ClusterTools) -> ClusterObserver:
-        """Return what its engines are told, which the settings may turn on at any reload."""
+        """Return the priorities of the cluster's engines, which the settings may turn on at any reload."""
         from kvproxy.features.priority.engine_priority import ClusterPriority
 
         return ClusterPriority(cluster, tools)

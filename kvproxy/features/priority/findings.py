@@ -1,4 +1,4 @@
-"""What people are shown: whether it is on, and engines that are told a priority and do not go by it."""
+"""Texts for people: whether it is on, and engines that get a priority and ignore it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-pr
 
 
 def find_unheeded(clusters: Mapping[str, Cluster]) -> Iterator[Trouble]:
-    """Yield one for every cluster whose engines are told a priority by `on` and do not go by it."""
+    """Yield a trouble for every cluster whose engines get a priority by `on` and ignore it."""
     for name, cluster in clusters.items():
         for state, what in _UNHEEDED.items():
             if unheeding := [one for one in cluster.endpoints if _is_told_in_vain(one, state)]:
@@ -38,7 +38,7 @@ def _is_told_in_vain(endpoint: Endpoint, state: PriorityState) -> bool:
 
 
 def describe_capability(config: Config, operated: AdminTarget | None) -> Capability:
-    """Return whether any engine may be told a priority, and how many are told one now."""
+    """Return whether any engine may get a priority, and how many get one now."""
     clusters = config.clusters.values()
     own = (one.engine_priority for cluster in clusters for one in cluster.endpoints)
     modes = {*(cluster.engine_priority for cluster in clusters), *(one for one in own if one is not None)}

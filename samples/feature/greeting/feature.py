@@ -33,12 +33,12 @@ class Greeting(Feature):
         return (GreetingMetrics,)
 
     def verify(self, config: Config) -> Iterator[Finding]:
-        """A header holds one line of ASCII."""
+        """Check that the header holds one line of ASCII."""
         if not part_of(config, GreetingPlace).greeting.isascii():
             yield error_at(("greeting",), "must be ASCII")
 
     def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
-        """The filter around `inner`."""
+        """Return the filter around `inner`."""
         from greeting.filter import GreetingFilter
 
         return GreetingFilter(inner, settings, context)
