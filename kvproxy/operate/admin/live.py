@@ -15,8 +15,8 @@ from starlette.routing import Route
 from kvproxy import __version__
 from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
-from kvproxy.cache.status import hot_prefixes, pins, running_jobs
 from kvproxy.cluster.endpoint import TAKING
+from kvproxy.operate.admin.cache_status import hot_prefixes, pins, running_jobs
 from kvproxy.operate.admin.clusters import describe_endpoint, describe_routing
 from kvproxy.operate.admin.config_file import describe_file
 from kvproxy.operate.admin.event_log import EventLog, describe_events

@@ -19,7 +19,7 @@ from kvproxy.cache.actions.strategies import MAX_PRIORITIES
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.service import KvCache
-from kvproxy.cache.status import cache_status, hot_prefixes, pins
+from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, pins
 from kvproxy.operate.admin.history import count_by_label
 from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_limit, reply_json

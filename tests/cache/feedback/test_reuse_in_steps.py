@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvproxy.cache.clients.engine_metrics import CacheConfig, EngineMetrics
 from kvproxy.cache.overlap.facts import RequestFacts, Result
-from kvproxy.cache.status import endpoint_index
+from kvproxy.operate.admin.cache_status import endpoint_index
 from tests.cache.support import NOWHERE, A, Service, chat, cluster_of, long_text, running, settings
 
 STEP = 1024

@@ -11,8 +11,8 @@ from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockStored
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cache.overlap.index_state import FollowedEvents
 from kvproxy.cache.overlap.kv_event_streams import _Consumer
-from kvproxy.cache.status import endpoint_index, engine_status
 from kvproxy.cluster.endpoint import Condition
+from kvproxy.operate.admin.cache_status import endpoint_index, engine_status
 from tests.cache.support import A, B, Fake, Service, chat, long_text, tokens, world
 from tests.support.clock import FakeClock
 

@@ -26,12 +26,12 @@ from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.kv_event_streams import ASK_AGAIN_S, EventStreams, _Consumer
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.providers import TierMemory
-from kvproxy.cache.status import troubles
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.policy import FactSource
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.lab.simulator.retention import TierSettings
+from kvproxy.operate.admin.cache_status import troubles
 from kvproxy.proxy.listener.server import serve
 from tests.cache.fleet import Place, simulated
 from tests.cache.support import (

@@ -14,13 +14,13 @@ from starlette.types import Send
 from kvproxy.app import Proxy
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.service import KvCache
-from kvproxy.cache.status import pins
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.operate.admin.cache_status import pins
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.commands.reload import FileReloader
 from kvproxy.operate.config.load import load_config

@@ -17,9 +17,9 @@ from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStat
 from kvproxy.cache.overlap.gauges import index_worth
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cache.status import SLICE_RUNS, cache_status, hot_prefixes, pins, troubles
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.operate.admin.cache_status import SLICE_RUNS, cache_status, hot_prefixes, pins, troubles
 from tests.support.clock import FakeClock
 
 EXACT = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
