@@ -1,8 +1,8 @@
 """SIGTERM at random moments with every store, discovery and dead mounts: `python -m benchmarks.ends [--runs 200]`.
 
 Each run starts `kvproxy serve` with one of the setups below, opens a request that its engine never answers, and sends
-SIGTERM at a random moment between the start of the process and three times the time a start takes. It ended in time if
-the process was gone within `shutdown.drain` (1 s), the grace for what hangs (15 s), that for threads (3 s) and 1 s.
+SIGTERM: in every other run at a random moment of the start, else up to 3 s after it listens. It ended in time if it was
+gone within `shutdown.drain` (1 s), the grace for what hangs (15 s), that for threads (3 s) and 1 s.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from tests.real.engines.program import free_ports
 from tests.support.fake_kubernetes import SLICES, FakeKubernetes, member, slice_of
 
 DRAIN_S = 1.0
+_MOMENTS_S = 3.0
+#: A start that takes longer hangs.
+_START_S = 60.0
 LIMIT_S = DRAIN_S + END_GRACE_S + _THREADS_S + 1.0
 #: Calls with a path below the folder hang as in a mount whose server is gone: no signal handler of Python runs there.
 _DEAD_MOUNT = """
@@ -160,8 +163,8 @@ def without_programs(silent: int, folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-async def one_run(one: Setup, folder: Path, moment_s: float) -> None:
-    """Start a proxy, send SIGTERM at the moment, and note how long the end took."""
+async def one_run(one: Setup, folder: Path, moment_s: float, *, listens: bool) -> None:
+    """Start a proxy, send SIGTERM so long after its start, or after it listens, and note how long the end took."""
     port, admin = free_ports(2)
     path = folder / f"{port}.json"
     listeners = {"listen": f"127.0.0.1:{port}", "admin": {"port": admin}}
@@ -174,7 +177,11 @@ async def one_run(one: Setup, folder: Path, moment_s: float) -> None:
             stderr=log,
             env=environment,
         )
-        client = asyncio.create_task(_wait_for_an_answer(port))
+        open_one = asyncio.Event()
+        client = asyncio.create_task(_wait_for_an_answer(port, open_one))
+        if listens:
+            with suppress(TimeoutError):  # a start that hangs
+                await asyncio.wait_for(open_one.wait(), _START_S)
         await asyncio.sleep(moment_s)
         began = time.monotonic()
         with suppress(ProcessLookupError):
@@ -192,7 +199,7 @@ async def one_run(one: Setup, folder: Path, moment_s: float) -> None:
         print(f"{one.name}: {one.took_s[-1]:.1f} s, {folder / f'{port}.log'}", file=sys.stderr)
 
 
-async def _wait_for_an_answer(port: int) -> None:
+async def _wait_for_an_answer(port: int, connected: asyncio.Event) -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}'
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -200,6 +207,7 @@ async def _wait_for_an_answer(port: int) -> None:
     while True:
         with suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            connected.set()
             writer.write(head % len(body) + body)
             await reader.read()
             writer.close()
@@ -237,12 +245,14 @@ async def run(runs: int, at_once: int, seed: int) -> list[Setup]:
         (folder / "dead_mount" / "sitecustomize.py").write_text(hook)
         found = await setups(stack, folder)
         turns = asyncio.Semaphore(at_once)
-        longest_s = 3 * await start_s(next(one for one in found if one.name == "endpoints file"), folder)
-        print(f"moments up to {longest_s:.1f} s after the start", file=sys.stderr)
+        start = await start_s(next(one for one in found if one.name == "endpoints file"), folder)
+        print(f"a start takes {start:.1f} s", file=sys.stderr)
 
         async def next_run(number: int) -> None:
             async with turns:
-                await one_run(found[number % len(found)], folder, rng.uniform(0, longest_s))
+                listens = number // len(found) % 2 == 1
+                moment_s = rng.uniform(0, _MOMENTS_S if listens else at_once * start)
+                await one_run(found[number % len(found)], folder, moment_s, listens=listens)
                 print(f"{number + 1} of {runs}", file=sys.stderr, flush=True)
 
         await asyncio.gather(*(next_run(number) for number in range(runs)))

@@ -32,13 +32,13 @@ NEIGHBOURS = 16
 EMBEDDINGS = 600
 #: Clients of each language in the rollout.
 ROLLOUT_CLIENTS = 67
-#: Each language's clients run for so long, from when its program is up; the signal comes in the middle.
-ROLLOUT_S = 45.0
+#: Clients ask for so long before the second process is started, and after the first gets its signal.
+SETTLE_S = 8.0
 _NODE = """
 const http = require('http');
 const agent = new http.Agent({keepAlive: true});
 const counts = {};
-const stopAt = Date.now() + SECONDS * 1000;
+const fs = require('fs');
 const body = BODY;
 function ask() {
   return new Promise((done) => {
@@ -52,7 +52,7 @@ function ask() {
   });
 }
 async function client() {
-  while (Date.now() < stopAt) {
+  while (!fs.existsSync('OVER')) {
     const result = await ask();
     counts[result] = (counts[result] || 0) + 1;
     await new Promise((done) => setTimeout(done, 50));
@@ -69,6 +69,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
 	"strings"
 	"sync"
 	"time"
@@ -80,12 +81,14 @@ func main() {
 	counts := map[string]int{}
 	var guard sync.Mutex
 	var group sync.WaitGroup
-	stopAt := time.Now().Add(SECONDS * time.Second)
 	for i := 0; i < CLIENTS; i++ {
 		group.Add(1)
 		go func() {
 			defer group.Done()
-			for time.Now().Before(stopAt) {
+			for {
+				if _, missing := os.Stat("OVER"); missing == nil {
+					return
+				}
 				// A body without GetBody: the library cannot repeat the request by itself.
 				body := io.MultiReader(bytes.NewReader([]byte(BODY)))
 				request, _ := http.NewRequest("POST", "http://127.0.0.1:PORT/v1/chat/completions", body)
@@ -230,10 +233,10 @@ async def refusals(engine_url: str) -> dict[str, Counter[str]]:
 
 
 def programs(port: int, folder: Path) -> dict[str, tuple[str, ...]]:
-    """Clients of other languages that this machine can run, by name."""
+    """Clients of other languages that this machine can run, by name. They end once there is a file `over`."""
 
     def filled(script: str) -> str:
-        script = script.replace("SECONDS", f"{ROLLOUT_S:g}").replace("BODY", json.dumps(CHAT.decode()))
+        script = script.replace("OVER", str(folder / "over")).replace("BODY", json.dumps(CHAT.decode()))
         return script.replace("PORT", str(port)).replace("CLIENTS", str(ROLLOUT_CLIENTS))
 
     found: dict[str, tuple[str, ...]] = {}
@@ -251,30 +254,31 @@ async def rollout(engine_url: str) -> dict[str, Counter[str]]:
     """Replace the process under clients in Python, Node and Go: a new one on the same port, then SIGTERM."""
     (port,) = free_ports(1)
     found: dict[str, Counter[str]] = {"Python": Counter()}
+    over = asyncio.Event()
+
+    async def python() -> None:
+        client = Client(port, found["Python"])
+        while not over.is_set():
+            await client.ask("/v1/chat/completions", CHAT)
+            await asyncio.sleep(0.05)
+        client.close()
+
     with tempfile.TemporaryDirectory() as folder:
         commands = programs(port, Path(folder))
-        async with proxy(engine_url, port, more=", reuse_port: true") as old:
+        async with proxy(engine_url, port, more=", reuse_port: true") as old, asyncio.TaskGroup() as group:
             pipe = asyncio.subprocess.PIPE
             others = {
                 name: await asyncio.create_subprocess_exec(*command, stdout=pipe) for name, command in commands.items()
             }
-            until = asyncio.get_running_loop().time() + ROLLOUT_S
-
-            async def python() -> None:
-                client = Client(port, found["Python"])
-                while asyncio.get_running_loop().time() < until:
-                    await client.ask("/v1/chat/completions", CHAT)
-                    await asyncio.sleep(0.05)
-                client.close()
-
-            clients = [asyncio.create_task(python()) for _ in range(ROLLOUT_CLIENTS)]
-            await asyncio.sleep(ROLLOUT_S / 3)
+            for _ in range(ROLLOUT_CLIENTS):
+                group.create_task(python())
+            await asyncio.sleep(SETTLE_S)
             async with proxy(engine_url, port, more=", reuse_port: true"):
-                left_s = until - asyncio.get_running_loop().time()
-                if left_s < ROLLOUT_S / 3:
-                    raise RuntimeError(f"the new process came up too late, {left_s:.0f} s before the end")
                 old.terminate()
-                await asyncio.gather(*clients)
+                await old.process.wait()
+                await asyncio.sleep(SETTLE_S)
+                over.set()
+                (Path(folder) / "over").touch()
                 for name, process in others.items():
                     output, _ = await process.communicate()
                     found[name] = Counter(json.loads(output))

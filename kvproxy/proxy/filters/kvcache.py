@@ -28,8 +28,7 @@ from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.proxy.filter_settings import CachedTokens, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext
-from kvproxy.proxy.filters.router import RouterFilter
-from kvproxy.proxy.filters.step import Step, find_reader
+from kvproxy.proxy.filters.step import Step, may_read_state
 from kvproxy.proxy.forward.body_guard import tenant_salt
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange
@@ -92,7 +91,7 @@ class KvCacheFilter(Step):
         self._idle = idle
         self._header = service.settings.preference_header.lower().encode()
         #: There is an app behind to read it.
-        self._announces = bool(self._header) or not isinstance(find_reader(app), RouterFilter)
+        self._announces = bool(self._header) or may_read_state(app)
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
         """Wait only for a lookup service."""

@@ -135,6 +135,8 @@ def _preference_headers(config: ServingSettings) -> list[bytes]:
 class RouterFilter:
     """Terminal ASGI app of the chain."""
 
+    reads_state = False
+
     def __init__(self, parts: RouterParts) -> None:
         self._parts = parts
         self._clock = parts.forwarder.clock

@@ -67,13 +67,13 @@ def joined(outer: Step) -> StepRun:
     return StepRun((outer,), inner)
 
 
-def find_reader(app: ASGIApp) -> ASGIApp:
-    """Return the first app, from this one on, that may look at `scope["state"]`."""
+def may_read_state(app: ASGIApp) -> bool:
+    """Return False if no app from this one on looks at `scope["state"]`; those that do not name `reads_state` may."""
     while isinstance(app, Step | StepRun):
         if any(step.reads_state for step in (app.steps if isinstance(app, StepRun) else (app,))):
-            return app
+            return True
         app = app.app
-    return app
+    return bool(getattr(app, "reads_state", True))
 
 
 def _own(step: Step, name: str) -> bool:

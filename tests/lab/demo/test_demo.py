@@ -53,6 +53,19 @@ def test_nothing_streamed_is_no_traceback() -> None:
     assert "nan" not in out.getvalue()
 
 
+@pytest.mark.parametrize("load", [0.0, 1000.0])
+def test_tokens_are_compared_first_and_times_only_on_a_machine_that_is_not_busy(load: float) -> None:
+    """Engines of the demo share the machine: a ratio of times would be its load."""
+    out = io.StringIO()
+    plain = [DemoReply(1, "a", True, 0.1, 100, 20)]
+    aware = [DemoReply(1, "a", True, 0.139, 100, 60)]
+    print_table({"round_robin": plain, "kv_aware": aware}, out, load=lambda: (load, 0.0, 0.0))
+    said = out.getvalue()
+    assert "kv_aware: 0.50 x the prompt tokens that round_robin computed" in said
+    assert ("1.39 x round_robin's" in said) == (not load)
+    assert ("This machine is busy (load 1000" in said) == bool(load)
+
+
 def test_with_sglang() -> None:
     """The proxy knows by their events what the engines hold: later turns find what earlier ones computed."""
     out = io.StringIO()
