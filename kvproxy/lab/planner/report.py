@@ -74,10 +74,13 @@ class PlanReport:
         dtype = self.engine.dtype
         token = self.layers.bytes_per_token(dtype)
         length = engine.sequence_tokens
+        of_each = (
+            f"{token:,.0f} bytes a token ({token / 1024:.1f} KiB)" if token else "nothing beyond its windows and states"
+        )
         return [
             f"{self.model.name} ({self.model.source})",
             *(f"  {line}" for line in self.layers.describe().split("; ")),
-            f"KV in {dtype}: {token:,.0f} bytes a token ({token / 1024:.1f} KiB); a request of {length:,} tokens takes "
+            f"KV in {dtype}: {of_each}; a request of {length:,} tokens takes "
             f"{self.layers.bytes_of_sequence(length, dtype) / _GIB:.3f} GiB",
             f"an engine: {_count(engine.gpus, 'GPU')} of {engine.gpu_bytes / _GIB:.1f} GiB, of which "
             f"{engine.utilization:g} is used; weights {engine.weights_bytes / _GIB:.1f} GiB in all, "

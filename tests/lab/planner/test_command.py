@@ -30,6 +30,13 @@ def test_a_known_model_works_without_its_files() -> None:
     assert "1,638,400" in out
 
 
+def test_a_model_of_windows_alone_keeps_nothing_for_each_further_token() -> None:
+    """A figure of 0 bytes would look like a mistake."""
+    status, out, _ = plan("--model", "mistralai/Mistral-7B-v0.1")
+    assert status == 0
+    assert "KV in bf16: nothing beyond its windows and states; a request of 8,192 tokens takes 0.500 GiB" in out
+
+
 def test_every_known_model_is_listed() -> None:
     """With what a token takes."""
     status, out, _ = plan("--model", "list")

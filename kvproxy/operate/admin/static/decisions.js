@@ -158,7 +158,7 @@ function candidates(detail) {
     row.append(
       element("td", "", one.endpoint), element("td", "number", known(one.cost) ? Number(one.cost.toPrecision(4)).toString() : "–"),
       element("td", "number", `${count(one.matched_tokens)} tokens${lower}`), element("td", "", one.source ? words(one.source) : "–"),
-      element("td", "number", seconds(one.age_s)));
+      element("td", "number", known(one.age_s) ? span(one.age_s) : "–"));
     body.append(row);
   }
   return table;
