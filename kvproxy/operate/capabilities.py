@@ -18,6 +18,8 @@ from kvproxy.operate.doctor.deployment import find_kvcache_settings
 from kvproxy.operate.feature import OFF, ON, Capability, Feature
 
 _NO_FILTER = "the kvcache filter is not in use"
+_QUEUE = "`queue: {}` holds requests while every endpoint is busy"
+_EVENTS = "`kv_events: auto` follows what engines really hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,20 @@ def list_capabilities(
     found: list[Capability] = []
     for name, cluster in config.clusters.items():
         prefix = f"{name}: " if len(config.clusters) > 1 else ""
-        found += [Capability(f"{prefix}router queue", *_describe_queue(cluster))]
+        found += [Capability(f"{prefix}router queue", *_describe_queue(cluster), gain=_QUEUE)]
     clusters = tuple(config.clusters.values())
     found += [
         Capability("data-parallel ranks", *_describe_ranks(clusters, seen)),
-        Capability("KV events", *_describe_events(kvcache, clusters, seen)),
+        Capability("KV events", *_describe_events(kvcache, clusters, seen), gain=_EVENTS),
     ]
     found += _describe_cache(kvcache)
     return found + [one for feature in installed(Feature) for one in feature.list_capabilities(config, operated)]
+
+
+def list_gains(config: Config) -> list[str]:
+    """Return one line for each capability that is off and would help: what brings it, and what for."""
+    off = [f"{one.name}: {one.gain}" for one in list_capabilities(config) if one.state == OFF and one.gain]
+    return ["not on, but would help:", *(f"  {line}" for line in off)] if off else []
 
 
 def format_capabilities(rows: Sequence[Mapping[str, str]]) -> list[str]:

@@ -53,6 +53,7 @@ class Capability:
     name: str
     state: str  # ON or OFF
     reason: str
+    gain: str = ""  # the setting that brings it, and what for, if it is off and helps most deployments
 
 
 def find_filters(config: Config, kind: type[M]) -> Iterator[tuple[Path, M]]:

@@ -10,7 +10,7 @@ import pytest
 
 from kvproxy.operate.admin.app import build_admin_app
 from kvproxy.operate.admin.history import History
-from kvproxy.operate.capabilities import SeenEngines, format_capabilities, list_capabilities
+from kvproxy.operate.capabilities import SeenEngines, format_capabilities, list_capabilities, list_gains
 from kvproxy.operate.commands.configuration import check_file
 from kvproxy.operate.commands.status import render_page
 from kvproxy.operate.config.load import load_config
@@ -88,3 +88,18 @@ def test_a_good_file_is_followed_by_what_is_on(tmp_path: Path) -> None:
     assert check_file(str(file), lenient=False, out=out) == 0
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert "router queue on auto: with kv_aware" in lines
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({}, ["engine priority", "snapshot"]),
+        ({"queue": {"enabled": False}}, ["router queue", "engine priority", "snapshot"]),
+        ({"engine_priority": "auto", "filters": {"kvcache": {"snapshot": {"path": "/tmp/x"}}}}, []),
+    ],
+)
+def test_what_is_off_and_would_help_is_named_with_its_setting(config: dict[str, Any], named: list[str]) -> None:
+    """`kvproxy init` and `kvproxy doctor` print it; of what needs further software nothing is advised."""
+    lines = list_gains(load_config({"endpoints": {"a": URLS[0]}, **config}))
+    assert lines[:1] == (["not on, but would help:"] if named else [])
+    assert {line.strip().partition(":")[0] for line in lines[1:]} == set(named)

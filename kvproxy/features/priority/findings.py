@@ -13,6 +13,7 @@ from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import OFF, ON, Capability
 
+_GAIN = "`engine_priority: auto` has busy engines start the shortest prefill first"
 _NAME = "engine priority"
 
 _UNHEEDED = {
@@ -44,7 +45,7 @@ def describe_capability(config: Config, operated: AdminTarget | None) -> Capabil
     modes = {*(cluster.engine_priority for cluster in clusters), *(one for one in own if one is not None)}
     modes.discard(EnginePriorityMode.OFF)
     if not modes:
-        return Capability(_NAME, OFF, "`engine_priority: off`, the default")
+        return Capability(_NAME, OFF, "`engine_priority: off`, the default", _GAIN)
     reason = f"`engine_priority: {'/'.join(sorted(modes))}`"
     if operated is None:
         return Capability(_NAME, ON, reason)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.merge import Rule
 
+_GAIN = "`snapshot.path` of the kvcache filter keeps what is known of engines over a restart"
+
 
 class Snapshot(Feature):
     """Keeps what is known over a restart."""
@@ -70,7 +72,8 @@ class Snapshot(Feature):
         if not any(one.enabled for one in found):
             return (Capability("snapshot", OFF, "the kvcache filter is not in use"),)
         path = any(_own(one).path for one in found)
-        return (Capability("snapshot", ON if path else OFF, "`snapshot.path`" if path else "no `snapshot.path`"),)
+        reason = "`snapshot.path`" if path else "no `snapshot.path`"
+        return (Capability("snapshot", ON if path else OFF, reason, gain=_GAIN),)
 
     def merge_rules(self) -> Mapping[str, Mapping[str, Rule]]:
         """Return the state of the file as the worker shows it that keeps one."""

@@ -182,9 +182,7 @@ def print_table(
     busy = load()[0] > _BUSY * cores
     for policy in others:
         computed = _computed_tokens(results[policy]) / max(1, _computed_tokens(results[first]))
-        print(
-            f"\n{policy}: {computed:.2f} x the prompt tokens computed by {first}, on the same conversations.", file=out
-        )
+        print(f"\n{policy}: {computed:.2f} x the prompt tokens that {first} computed, same conversations.", file=out)
         ratio = _mean_ttft_s(results[policy]) / _mean_ttft_s(results[first])
         if not math.isnan(ratio) and not busy:
             print(f"{policy}: mean time to first token {ratio:.2f} x {first}'s.", file=out)

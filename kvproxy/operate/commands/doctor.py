@@ -16,6 +16,7 @@ from typing import TextIO
 
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.model import parse_duration_s
+from kvproxy.operate.capabilities import list_gains
 from kvproxy.operate.commands.configuration import named_engines, named_file
 from kvproxy.operate.commands.serving import run_loop
 from kvproxy.operate.commands.survey import survey_engines
@@ -70,6 +71,8 @@ def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     async def visit() -> int:
         report = await diagnose_setup(config, problems, tools=Tools(timeouts=VisitTimeouts(exchange_s=timeout_s)))
         print_report(report, out, as_json=options.as_json, verbose=options.verbose)
+        if config is not None and not options.as_json:
+            print(*list_gains(config), sep="\n", file=out)
         return report.exit_status(strict=options.strict)
 
     if config is not None:

@@ -14,6 +14,7 @@ from typing import TextIO
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.operate.capabilities import list_gains
 from kvproxy.operate.commands.serving import run_loop
 from kvproxy.operate.commands.survey import SeenEngine, SeenLmCache, look_at_all, parse_engines, write_config
 from kvproxy.operate.config.load import check_config
@@ -98,7 +99,7 @@ def _finish(options: InitOptions, engines: dict[str, str], lmcache: str, listen:
     for one in (*seen, *([controller] if controller is not None else ())):
         print(f"  {one.describe()}{'; written anyway' if one.trouble else ''}", file=out)
     text = _HEAD + write_config(seen, controller, listen=listen)
-    _, problems = check_config(text, env={})
+    config, problems = check_config(text, env={})
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise ConfigError(errors)
@@ -115,6 +116,8 @@ def _finish(options: InitOptions, engines: dict[str, str], lmcache: str, listen:
         print("\nWorth adding to the engines' command lines:\n", file=out)
         for engines_named, flag in flags:
             print(f"  # {engines_named}\n  {flag}", file=out)
+    if config is not None:
+        print("", *list_gains(config), sep="\n", file=out)
     return 0
 
 

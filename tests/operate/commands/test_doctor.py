@@ -28,6 +28,8 @@ def test_an_engine_that_is_down(nobody: str, capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr()
     assert "nothing listens on 127.0.0.1" in shown.out
     assert "fix: is it running" in shown.out
+    assert "not on, but would help:" in shown.out
+    assert "  engine priority: `engine_priority: auto`" in shown.out
     assert "max_tokens 1" in shown.err
 
 

@@ -58,6 +58,7 @@ def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
     assert [(one.id, one.url) for one in endpoints] == [("engine-1", GONE), ("x", f"{GONE}0")]
     for command in ("kvproxy check", "kvproxy doctor -c", "kvproxy serve -c"):
         assert command in out
+    assert "  engine priority: `engine_priority: auto`" in out
 
 
 def test_a_file_that_is_there_stays(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ BLOCKS = 320
 @pytest.fixture(scope="module")
 def server(saw: Saw) -> Iterator[Vllm]:
     needs_memory(gib=4)
-    one = Vllm("leases", MID, core=0, blocks=BLOCKS)
+    one = Vllm("ledger", MID, core=0, blocks=BLOCKS)
     saw("starting a vLLM server with a small cache")
     with vllm.running([one]):
         warm_up(one)
