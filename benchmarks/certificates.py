@@ -1,4 +1,4 @@
-"""Certificates rotated under https load: `python -m benchmarks.certificates [--rotations 100]`.
+"""Certificates rotated under https load: `python -m benchmarks.certificates [--rotations 100] [--clients 8]`.
 
 One proxy serves https to clients that keep their connection and to clients that connect for each request. Each rotation
 replaces the pair on disk: by turns both files one after the other, so that they do not fit for a moment, and the folder
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 from kvproxy.proxy.listener.server import serve
@@ -25,7 +24,6 @@ from tests.support.certificates import Certificate, make_certificate
 from tests.support.fake_engine import FakeEngine
 from tests.support.process import kvproxy_serve
 
-CLIENTS = 8
 #: In which the new certificate is to be served.
 WANTED_S = 10.0
 _BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -90,7 +88,7 @@ def replace(served: Path, made: Certificate, *, by_link: bool) -> None:
     os.replace(made.private_key, folder / "key.pem")
 
 
-async def run(rotations: int) -> tuple[dict[str, Counter[str]], list[float]]:
+async def run(rotations: int, clients: int) -> tuple[dict[str, Counter[str]], list[float]]:
     """Return the results of the clients by kind, and how long it took until each new certificate was served."""
     results = {"kept connections": Counter[str](), "a connection for each request": Counter[str]()}
     took_s: list[float] = []
@@ -110,7 +108,7 @@ async def run(rotations: int) -> tuple[dict[str, Counter[str]], list[float]]:
             async with kvproxy_serve("--config", str(config)), asyncio.TaskGroup() as group:
                 over = asyncio.Event()
                 for kind, counts in results.items():
-                    for _ in range(CLIENTS):
+                    for _ in range(clients):
                         group.create_task(client(port, counts, over, keeps="kept" in kind))
                 for number in range(1, rotations + 1):
                     (folder / str(number)).mkdir()
@@ -127,7 +125,7 @@ async def run(rotations: int) -> tuple[dict[str, Counter[str]], list[float]]:
     return results, took_s
 
 
-def report(results: dict[str, Counter[str]], took_s: list[float]) -> str:
+def report(results: dict[str, Counter[str]], took_s: list[float], clients: int) -> str:
     """Return the results as Markdown."""
     failed = sum(count for counts in results.values() for result, count in counts.items() if result != "200")
     late = sum(one > WANTED_S for one in took_s)
@@ -145,7 +143,7 @@ def report(results: dict[str, Counter[str]], took_s: list[float]) -> str:
     ]
     for kind, counts in results.items():
         found = ", ".join(f"{count} x {result}" for result, count in sorted(counts.items()))
-        lines.append(f"| {CLIENTS} with {kind} | {found} |")
+        lines.append(f"| {clients} with {kind} | {found} |")
     return "\n".join(lines) + "\n"
 
 
@@ -153,9 +151,9 @@ def main() -> None:
     """Run and print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rotations", type=int, default=100)
+    parser.add_argument("--clients", type=int, default=8, help="of each kind")
     options = parser.parse_args()
-    with suppress(KeyboardInterrupt):
-        sys.stdout.write(report(*asyncio.run(run(options.rotations))))
+    sys.stdout.write(report(*asyncio.run(run(options.rotations, options.clients)), options.clients))
 
 
 if __name__ == "__main__":
