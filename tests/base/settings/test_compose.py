@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from kvproxy.base.settings import compose
-from kvproxy.base.settings.compose import composed, part_of
+from kvproxy.base.settings.compose import composed, part_of, without_features
 from kvproxy.base.settings.decode import decode_model
 from kvproxy.base.settings.model import Duration, Model
 from kvproxy.base.settings.paths import dotted_path
@@ -113,3 +113,11 @@ def test_its_fields_are_described_like_the_core_s() -> None:
 def test_a_model_without_additions_stays_itself() -> None:
     """No class is made for nothing."""
     assert composed(HoldSettings) is HoldSettings
+
+
+def test_settings_without_features_have_their_defaults() -> None:
+    """Fields of the core stay, and those of models that are named to be kept."""
+    given = composed(Inner).model_validate({"size": 7, "hold": {"most": "2s"}})
+    bare = without_features(given, Inner)
+    assert (bare.size, part_of(bare, HoldPlace).hold.most) == (7, 5.0)
+    assert without_features(given, Inner, HoldPlace) == given

@@ -270,7 +270,9 @@ def test_leases_need_lmcache() -> None:
     }
     config, problems = check_config(raw)
     assert config is None
-    assert any("needs lmcache_endpoint, which pins" in problem.message for problem in problems)
+    [path] = [one.path for one in problems if "needs lmcache_endpoint, which pins" in one.message]
+    assert path.endswith("kvcache.leases.enabled")
+    assert path.count("kvcache") == 1
 
 
 async def test_switched_off_by_a_reload_nothing_stays_pinned() -> None:
