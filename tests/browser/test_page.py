@@ -332,7 +332,7 @@ async def test_a_decision_can_be_linked(browser: Browser) -> None:
 
 async def test_a_total_outage_shouts(browser: Browser) -> None:
     """One sentence, one finding, one event in one line, and no figure of engines that are gone."""
-    async with stage() as on:
+    async with stage(shield="off") as on:
         await on.ask("x" * 3000)
         await browser.open(on.admin.url)
         await browser.until("document.querySelector('#sentence').innerText === 'All engines up'")
