@@ -1,13 +1,17 @@
 """Collects every Markdown page of the repository, in its folder, for the site: `python packaging/site.py TARGET`.
 
 Pages link to each other by relative paths, also out of docs/, so that they can be read in a checkout and on the site.
+The site also publishes the JSON Schema of the configuration, for editors.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
+
+from kvproxy.operate.config.reference import file_schema
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("docs", "kvproxy", "benchmarks", "samples", "deploy", "packaging")
@@ -25,6 +29,7 @@ def collect(target: Path) -> int:
         place = target / path.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, place)
+    (target / "kvproxy.schema.json").write_text(json.dumps(file_schema()))
     return sum(path.suffix == ".md" for path in listed)
 
 
