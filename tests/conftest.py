@@ -35,7 +35,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Tests run on asyncio's own event loop unless told otherwise; those of sockets always run on both."""
+    """Add the option for uvloop: tests run on asyncio's own event loop by default; those of sockets always run on
+    both."""
     parser.addoption("--uvloop", action="store_true", help="run tests that are coroutines on uvloop")
 
 

@@ -61,7 +61,7 @@ def pause_child(parent: int, rng: random.Random, wait: Callable[[], object]) -> 
 
 
 def main(arguments: list[str]) -> int:
-    """The first exit status that is not 0, or 0."""
+    """Return the first exit status that is not 0, or 0."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with busy(BUSY_PROCESSES):
         for run in range(RUNS):

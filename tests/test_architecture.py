@@ -249,7 +249,7 @@ def test_every_room_says_what_it_is_for() -> None:
 
 
 def table() -> str:
-    """The rooms for docs/architecture.md, as in ROOMS."""
+    """Return the rooms for docs/architecture.md, as in ROOMS."""
     rows = [
         f"| `{room}/` | {', '.join(f'`{name}`' for name in _parts(room))} | {text} |" for room, text in ROOMS.items()
     ]
@@ -272,13 +272,13 @@ def test_the_page_shows_these_rooms() -> None:
 
 
 def write_table() -> None:
-    """Replaces the table in docs/architecture.md."""
+    """Replace the table in docs/architecture.md."""
     before, _, rest = PAGE.read_text().partition(_BEGIN)
     PAGE.write_text(before + _BEGIN + table() + _END + rest.partition(_END)[2])
 
 
 def shorten_list() -> None:
-    """Takes arrows and names that are gone off the lists; the first time they have all there are."""
+    """Take arrows and names that are gone off the lists; the first time they have all present ones."""
     known = set(ARROWS.read_text().splitlines()) if ARROWS.exists() else None
     left = [arrow for arrow in arrows_up() if known is None or arrow in known]
     ARROWS.write_text("".join(f"{arrow}\n" for arrow in left))

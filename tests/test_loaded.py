@@ -71,7 +71,7 @@ def test_a_run_without_workers_is_not_paused() -> None:
 
 
 def _over() -> int:
-    """A process that has ended."""
+    """Return a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         return process.pid
 

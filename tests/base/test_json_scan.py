@@ -51,14 +51,14 @@ def pairs(data: bytes, wanted: Callable[[str], bool] = every) -> list[tuple[str,
 
 
 def loaded(data: bytes) -> list[tuple[str, object]]:
-    """The reference: an object's members in order, duplicates included; objects inside are lists of pairs."""
+    """Return the reference: an object's members in order, duplicates included; objects inside are lists of pairs."""
     found: list[tuple[str, object]] = json.loads(data.decode("utf-8", "surrogatepass"), object_pairs_hook=list)
     return found
 
 
 @st.composite
 def spellings(draw: st.DrawFn) -> bytes:
-    """An object as some client may write it: any escapes, any space, duplicates, NaN."""
+    """Return an object as some client may write it: any escapes, any space, duplicates, NaN."""
     written = []
     for name, value in draw(_pairs):
         escaped = draw(st.booleans())

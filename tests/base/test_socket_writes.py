@@ -41,7 +41,7 @@ class Writer(asyncio.Protocol):
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[asyncio.Transport, Writer, socket.socket]]:
-    """A transport, its protocol, and the socket at the other end, which nothing reads."""
+    """Yield a transport, its protocol, and the socket at the other end, which nothing reads."""
     near, far = socket.socketpair()
     near.setblocking(False)
     far.setblocking(False)

@@ -16,7 +16,7 @@ from tests.cache.clients.support import FIXTURES
 
 
 def captured(name: str) -> Any:
-    """The real engine's answer."""
+    """Return the real engine's answer."""
     for line in (FIXTURES / "vllm_http/api.jsonl").read_text().splitlines():
         call = json.loads(line)
         if call["name"] == name and call["status"] == 200:
@@ -33,7 +33,7 @@ async def engine() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def same_shape(ours: Any, real: Any) -> bool:
-    """The same fields of the same kinds."""
+    """Return the same fields of the same kinds."""
     if isinstance(real, dict):
         return ours.keys() == real.keys() and all(same_shape(ours[key], real[key]) for key in real)
     return type(ours) is type(real)

@@ -17,7 +17,7 @@ PLAIN = asdict(summarize_outcomes([ReplayOutcome(0.0, 100, 0, first_token_at=1.0
 
 
 def row(policy: str, ttft: float, p99: float = 1.0, *, trace: str = "conv_dev", seed: int = 1) -> dict[str, Any]:
-    """A run."""
+    """Return a run."""
     return {
         **asdict(Cell(trace, 8, 0.9, policy, seed=seed)), **PLAIN, "ttft_mean_s": ttft, "ttft_p99_s": p99,
         "reference": {"ttft_mean_s": 2.0, "ttft_p99_s": 4.0}, "took_s": 1.0, "reference_took_s": 1.0,

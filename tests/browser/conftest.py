@@ -26,11 +26,11 @@ class Browser:
         self.driver = driver
 
     async def call(self, work: Callable[[Any], T]) -> T:
-        """Runs `work(driver)` in a thread."""
+        """Run `work(driver)` in a thread."""
         return await asyncio.to_thread(work, self.driver)
 
     async def script(self, text: str, *arguments: Any) -> Any:
-        """What a script in the page returns."""
+        """Return the result of a script in the page."""
         return await self.call(lambda driver: driver.execute_script(text, *arguments))
 
     async def open(self, url: str) -> None:
@@ -38,14 +38,14 @@ class Browser:
         await self.call(lambda driver: driver.get(url))
 
     async def emulate(self, *, width: int = 1360, scheme: str = "light") -> None:
-        """A screen of this width, in this colour scheme."""
+        """Emulate a screen of this width, in this colour scheme."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         await self.call(lambda driver: driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size))
         await self.call(lambda driver: driver.execute_cdp_cmd("Emulation.setEmulatedMedia", features))
 
     async def until(self, condition: str, *arguments: Any, within_s: float = 10.0) -> None:
-        """Returns once the script's condition holds; fails with what the page says otherwise."""
+        """Return once the script's condition holds; otherwise fail with the page's text."""
         try:
             async with asyncio.timeout(within_s):
                 while not await self.script(f"return Boolean({condition})", *arguments):  # noqa: ASYNC110 - a browser

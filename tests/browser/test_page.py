@@ -58,7 +58,7 @@ class Stage:
         await self.client.post("/v1/chat/completions", json=chat(content, **fields))
 
     def start(self, content: str) -> asyncio.Task[None]:
-        """The same, streamed, and not waited for here."""
+        """Send the same, streamed, without waiting for it."""
         return asyncio.create_task(self.ask(content, stream=True))
 
 

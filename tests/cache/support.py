@@ -41,7 +41,7 @@ def words(text: str) -> list[int]:
 
 
 def long_text(tag: str, count: int = 600) -> str:
-    """A prompt of so many words."""
+    """Return a prompt of so many words."""
     return " ".join(f"{tag}{number}" for number in range(count))
 
 
@@ -75,7 +75,7 @@ class Fake:
 
 
 def tokenize(asked: dict[str, Any]) -> dict[str, Any]:
-    """The fake engines' `/tokenize`."""
+    """Return the fake engines' `/tokenize`."""
     text = asked.get("prompt")
     if text is None:
         text = " ".join(f"<{message['role']}> {message['content']}" for message in asked["messages"])
@@ -84,12 +84,12 @@ def tokenize(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine(**routes: Route) -> Fake:
-    """An engine with `/tokenize`."""
+    """Return an engine with `/tokenize`."""
     return Fake({"/tokenize": tokenize, **{f"/{name}": route for name, route in routes.items()}})
 
 
 def controller(layout: Callable[[list[int]], dict[str, Any]], **routes: Route) -> Fake:
-    """A controller whose lookups answer `layout(tokens)`, and whose actions work on all tokens."""
+    """Return a controller whose lookups answer `layout(tokens)`, and whose actions work on all tokens."""
 
     def done(asked: dict[str, Any]) -> dict[str, Any]:
         return {"event_id": "x", "num_tokens": len(asked.get("tokens", [])) or 1}
@@ -105,8 +105,8 @@ def controller(layout: Callable[[list[int]], dict[str, Any]], **routes: Route) -
 
 
 def copying(url: str, **transfers: Any) -> dict[str, Any]:
-    """The filter's configuration with transfers on demand by this controller, and no deadline that a slow machine
-    misses."""
+    """Return the filter's configuration with transfers on demand by this controller, and no deadline that a slow
+    machine misses."""
     return {
         "lmcache_endpoint": url,
         "provider": "controller",
@@ -118,7 +118,7 @@ def copying(url: str, **transfers: Any) -> dict[str, Any]:
 
 
 def settings(**changes: Any) -> KvCacheSettings:
-    """Settings with the round of readings off, and with the sections of features."""
+    """Return settings with the round of readings off, and with the sections of features."""
     return composed(KvCacheSettings).model_validate(
         {"engine_metrics_interval": 0, "lookup_routing_timeout": 60.0, "request_timeout": 60.0, **changes}
     )
@@ -127,7 +127,7 @@ def settings(**changes: Any) -> KvCacheSettings:
 def cluster_of(
     urls: Mapping[str, str], *, clock: Clock = time.monotonic, instances: Mapping[str, str] | None = None, **fields: Any
 ) -> Cluster:
-    """A cluster of these endpoints without probes."""
+    """Return a cluster of these endpoints without probes."""
     endpoints = tuple(
         EndpointSettings(id=name, url=url, instance_id=(instances or {}).get(name, "")) for name, url in urls.items()
     )
@@ -136,14 +136,14 @@ def cluster_of(
 
 
 def chat(*contents: str, **fields: Any) -> tuple[InferenceRequest, bytes]:
-    """A chat whose messages are by user and assistant in turn."""
+    """Return a chat whose messages are by user and assistant in turn."""
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
     return parsed(RequestKind.CHAT, {"model": "m", "messages": messages, **fields})
 
 
 def completion(prompt: Any) -> tuple[InferenceRequest, bytes]:
-    """A completion request."""
+    """Return a completion request."""
     return parsed(RequestKind.COMPLETION, {"model": "m", "prompt": prompt})
 
 
@@ -174,7 +174,7 @@ class Service:
     async def serve(
         self, request: tuple[InferenceRequest, bytes], endpoint: EndpointId, *, cached: int | None = None
     ) -> RequestFacts:
-        """A whole request: facts, the pick of `endpoint`, and a good answer."""
+        """Serve a whole request: facts, the pick of `endpoint`, and a good answer."""
         facts = await self.ask(request)
         self.kv.placed(facts, endpoint)
         self.kv.finished(facts, Result(endpoint, True, cached_tokens=cached))
@@ -185,7 +185,7 @@ class Service:
         await self.kv.actions.jobs.settled()
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample; 0 when it was never counted."""
+        """Return a sample; 0 when it was never counted."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
@@ -200,7 +200,7 @@ async def running(
     state: CacheState | None = None,
     features: Sequence[CacheFeature] | None = None,
 ) -> AsyncIterator[Service]:
-    """A service, entered, and read by its gauges; `state` may be that of an earlier one."""
+    """Yield a service, entered, and read by its gauges; `state` may be that of an earlier one."""
     metrics = Metrics()
     kv = KvCache(
         config,

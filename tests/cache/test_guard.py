@@ -128,4 +128,4 @@ async def test_what_a_service_does_not_offer_is_no_outage(clock: FakeClock, capl
 
 
 async def succeeding() -> None:
-    """An answer."""
+    """Answer."""

@@ -42,7 +42,7 @@ def coordinator(http: httpx.AsyncClient, place: Place, model: str = "") -> Coord
 
 
 def hold(place: Place, name: str, held: array[int] = PROMPT.tokens) -> None:
-    """The instance has these tokens."""
+    """Store these tokens at the instance."""
     if place.fleet.controller is not None:
         place.fleet.controller.controller.workers[name].admit(held)
     if place.fleet.coordinator is not None:

@@ -30,7 +30,7 @@ A0, A1 = EndpointId("a@0"), EndpointId("a@1")
 async def ranked(
     *, first: int = 0, events: PublisherSettings | None = EVENTS, **config: Any
 ) -> AsyncIterator[tuple[Service, RankedVllm, httpx.AsyncClient]]:
-    """A service in front of a simulated engine with two ranks, and a client of the engine."""
+    """Yield a service in front of a simulated engine with two ranks, and a client of the engine."""
     engine = RankedVllm(RankedSettings(replace(TINY, kv_events=events), first=first))
     async with (
         engine,

@@ -25,7 +25,7 @@ from kvproxy.cache.saved_state import (
 
 
 def columns(*lengths: int) -> IndexColumns:
-    """Runs of these lengths, each at a root."""
+    """Run of these lengths, each at a root."""
     runs = array("I", lengths)
     return IndexColumns(array("i", [-1] * len(runs)).tobytes(), runs.tobytes(), [EndpointPaths("a", 9, b"")])
 
@@ -35,7 +35,7 @@ def cluster(name: str, index: IndexColumns) -> ClusterKept:
 
 
 def whole(kept: Kept | None = None, *hashes: bytes) -> bytes:
-    """A file."""
+    """Return a file."""
     return signed(b"".join(encode(kept or Kept(7.0, fingerprint(), {"m": 4.0}, []), hashes)))
 
 

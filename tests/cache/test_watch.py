@@ -24,7 +24,7 @@ TURN = long_text("w")
 
 
 def exposition(*, tokens: int = 25_600, usage: float = 0.5, caching: bool = True) -> bytes:
-    """What an engine's /metrics says."""
+    """Return an engine's /metrics."""
     blocks, ranks = tokens // 16, 'engine="0"'
     config = f'block_size="16",num_gpu_blocks="{blocks}",enable_prefix_caching="{caching}"'
     lines = (

@@ -45,7 +45,7 @@ class Bench:
         return pick
 
     def endpoint(self, name: str) -> Endpoint:
-        """A member."""
+        """Return a member."""
         endpoint = self.cluster.find_endpoint(EndpointId(name))
         assert endpoint is not None
         return endpoint
@@ -58,14 +58,14 @@ class Bench:
             pick.settle(outcome, self.clock())
 
     def ids(self, count: int = 12) -> set[str]:
-        """The endpoints that get requests now."""
+        """Return the endpoints that get requests now."""
         picks = [self.picked() for _ in range(count)]
         for pick in picks:
             pick.settle(AttemptOutcome.CANCELLED, self.clock())
         return {str(pick.endpoint.id) for pick in picks}
 
     def sample(self, name: str, **labels: str) -> float | None:
-        """A metric's value, None when there is no such series."""
+        """Return a metric's value, None when there is no such series."""
         return self.metrics.registry.get_sample_value(name, labels)
 
     def series(self, endpoint: str) -> list[str]:
@@ -80,7 +80,7 @@ class Bench:
 
 @pytest.fixture
 def make_cluster(clock: FakeClock) -> MakeCluster:
-    """Builds a cluster named c; keywords are its settings, `with_` those of the constructor."""
+    """Build a cluster named c; keywords are its settings, `with_` those of the constructor."""
 
     def make(*ids: str, with_: Mapping[str, Any] | None = None, **settings: Any) -> Bench:
         settings.setdefault("policy", PolicyName.ROUND_ROBIN)

@@ -30,7 +30,7 @@ LIST = "- {id: a, url: 'http://127.0.0.1:1'}\n- {id: b, url: 'http://127.0.0.1:2
 
 
 def good(answer: Answer) -> list[EndpointSettings]:
-    """The endpoints of an answer that leaves nothing out."""
+    """Return the endpoints of an answer that leaves nothing out."""
     assert not [one for one in answer if isinstance(one, LeftOut)]
     return [one for one in answer if isinstance(one, EndpointSettings)]
 

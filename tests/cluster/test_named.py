@@ -19,7 +19,7 @@ A, B = EndpointId("a"), EndpointId("b")
 
 
 def policy(bench: Bench, name: str) -> Policy:
-    """What decides under this name."""
+    """Return the policy of this name."""
     return bench.cluster.policies.named[name].policy
 
 

@@ -35,7 +35,7 @@ NAME = "prefix_affinity"
 
 
 def reconfigure(bench: Bench, **changes: Any) -> None:
-    """The same settings but for these."""
+    """Apply the same settings with these changes."""
     settings = type(bench.cluster.settings).model_validate({**bench.cluster.settings.model_dump(), **changes})
     bench.cluster.reconfigure(settings, probe=None)
 

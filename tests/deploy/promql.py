@@ -67,7 +67,7 @@ class Query:
         return frozenset(label for name in self.metrics for label in SERIES.get(name, ()))
 
     def problems(self) -> list[str]:
-        """What Prometheus would refuse, or silently answer with nothing."""
+        """Return faults that Prometheus would refuse, or silently answer without data."""
         found = [*self._unknown(), *self._labels(), *self._types()]
         for opening, closing in ("()", "{}", "[]"):
             if self.bare.count(opening) != self.bare.count(closing):

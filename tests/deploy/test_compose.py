@@ -21,7 +21,7 @@ ENGINES = ("vllm-a", "vllm-b")
 
 @pytest.fixture
 def config() -> Config:
-    """The proxy's configuration with the variables that Compose gives it."""
+    """Return the proxy's configuration with the variables that Compose gives it."""
     given = SERVICES["kvproxy"]["environment"]
     return load_config((DEPLOY / "compose" / "kvproxy.yaml").read_text(), env=dict.fromkeys(given, "t0ken"))
 

@@ -38,7 +38,7 @@ def final_stage() -> list[tuple[str, str]]:
 
 
 def command(name: str) -> list[str]:
-    """An instruction's command; only the exec form is JSON."""
+    """Return an instruction's command; only the exec form is JSON."""
     (text,) = (rest for found, rest in final_stage() if found == name)
     words: list[str] = json.loads(text[text.index("[") :])
     return words

@@ -47,7 +47,7 @@ PORTS: dict[str, int] = {port["name"]: port["containerPort"] for port in CONTAIN
 
 @pytest.fixture
 def config() -> Config:
-    """The configuration in the ConfigMap, with the secret's variable set."""
+    """Return the configuration in the ConfigMap, with the secret's variable set."""
     return load_config(one("ConfigMap")["data"]["config.yaml"], env={"KVPROXY_ADMIN_TOKEN": "t"})
 
 

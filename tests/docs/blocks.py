@@ -44,7 +44,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def block(page: str, containing: str) -> str:
-    """The text of the one block of a page that contains something."""
+    """Return the text of the one block of a page that contains something."""
     (found,) = [block.text for block in blocks() if block.page == page and containing in block.text]
     return found
 

@@ -42,7 +42,8 @@ class Shell:
         await self._stack.aclose()
 
     async def run(self, command: str) -> str:
-        """What it printed. AssertionError when it fails, or when what should serve does not begin to."""
+        """Run a command and return its output. AssertionError when it fails, or when a server does not begin to
+        serve."""
         serving = re.sub(r"^(?:\w+=\S+ )+", "", command)
         for beginning, shows in SERVING.items():
             if serving.startswith(beginning):
@@ -72,7 +73,8 @@ class Shell:
 
     @staticmethod
     async def _rest_of(process: asyncio.subprocess.Process) -> bytes:
-        """What it still prints until it ends. What does not end is killed, with all that it started."""
+        """Read the rest of the output until the end. A process that does not end is killed, with all that it
+        started."""
         try:
             return (await asyncio.wait_for(process.communicate(), LIMIT_S))[0]
         finally:

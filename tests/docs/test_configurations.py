@@ -28,7 +28,7 @@ OWN = [block for block in blocks("yaml") if block not in OTHERS]
 
 
 def whole(text: str) -> str:
-    """A part of a configuration with the endpoints it leaves out."""
+    """Return a part of a configuration with the endpoints it leaves out."""
     if not {"endpoints", "clusters"} & set(yaml.safe_load(text)):
         text = f"endpoints: [http://127.0.0.1:8000]\n{text}"
     return text

@@ -34,7 +34,7 @@ class World:
     proxy: str
 
     def told(self, text: str) -> str:
-        """A text of the documentation with its addresses, files and ids made those of this world."""
+        """Return a text of the documentation with its addresses, files and ids made those of this world."""
         pattern = "|".join(re.escape(there) for there in sorted(self.places, key=len, reverse=True))
         return re.sub(pattern, lambda found: self.places[found[0]], text)
 
@@ -78,7 +78,7 @@ async def world(folder: Path, *, own_gateway: bool = False) -> AsyncIterator[Wor
 
 
 def free_port() -> int:
-    """A port without a listener now."""
+    """Return a port without a listener now."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]

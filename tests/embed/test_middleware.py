@@ -43,7 +43,7 @@ def raw(*contents: str) -> bytes:
 
 
 async def answer(request: Request) -> JSONResponse:
-    """Serves from b whatever comes, and says what was preferred."""
+    """Serve any request from b, and answer with the preferred endpoint."""
     kvproxy.served(request, "b")
     return JSONResponse({"preferred": kvproxy.preferred(request), "got": len(await request.body()), "usage": USAGE})
 

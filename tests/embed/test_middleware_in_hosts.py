@@ -31,7 +31,7 @@ TURN = {"model": "m", "messages": [{"role": "user", "content": long_text("w")}]}
 
 
 async def answer(request: Request) -> JSONResponse:
-    """Serves from b, and shows what was known."""
+    """Serve from b, and answer with the known facts."""
     await request.body()
     found = {"preferred": kvproxy.preferred(request), "matches": dict(kvproxy.matches(request))}
     kvproxy.served(request, "b")

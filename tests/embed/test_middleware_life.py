@@ -86,7 +86,7 @@ def test_a_second_event_loop_starts_it_anew_with_what_it_learned(settings: Any) 
 
 
 async def _alone(app: Any) -> None:
-    """A request in a loop that ends right behind it, so that nothing of it may be left."""
+    """Send a request in a loop that ends right behind it, so that nothing of it may be left."""
     await chat(app)
 
 
@@ -275,7 +275,7 @@ async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked_by_the_host
 
 
 async def slowly(app: Any, body: bytes = raw(TURN), *, expect: bool = False) -> Reply:
-    """A request whose body comes after the app was called."""
+    """Send a request whose body comes after the app was called."""
     called = asyncio.Event()
     slow = SlowClient(*([] if expect else [part(body[:50])]))
     rest = body if expect else body[50:]

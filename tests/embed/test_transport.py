@@ -28,7 +28,7 @@ BODY = {"model": "sim", "messages": [{"role": "user", "content": "a long beginni
 
 @asynccontextmanager
 async def client_of(*engines: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of these engines."""
+    """Yield a client of these engines."""
     async with AsyncExitStack() as stack:
         endpoints = {
             engine.name: (await stack.enter_async_context(Server(engine, drain_s=0.1))).url for engine in engines

@@ -29,7 +29,7 @@ print(dict(reply.headers)[b"x-hello"].decode(), proxy.metrics.registry.get_sampl
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """The sample and its metadata on the import path."""
+    """Return the sample and its metadata on the import path."""
     info = tmp_path / "kvproxy_greeting-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvproxy-greeting\nVersion: 1.0\n")

@@ -73,7 +73,7 @@ async def collect_answers(**settings: Any) -> set[str]:
 
 
 async def _ask(proxy: RunningProxy) -> None:
-    """Turns of one session, and one request that no engine answers."""
+    """Send turns of one session, and one request that no engine answers."""
     for turn in range(4):
         body = chat("the same beginning " * 40 + f"turn {turn}", stream=True)
         answer = await proxy.client.post("/v1/chat/completions", json=body, headers={"x-session-id": "s"})

@@ -14,7 +14,7 @@ def written(name: str) -> set[str]:
 
 
 def compare(found: set[str], name: str) -> None:
-    """Sets, not order."""
+    """Compare as sets, without order."""
     gone, new = sorted(written(name) - found), sorted(found - written(name))
     assert not gone, f"{name}: gone, although users rely on them"
     assert not new, f"{name}: new; `python -m tests.golden` writes them down"

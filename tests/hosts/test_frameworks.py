@@ -20,7 +20,7 @@ Make = Callable[[str], Any]
 
 
 def note(scope: Any) -> dict[str, str | None]:
-    """Serves from b, and answers with what was preferred."""
+    """Serve from b, and answers with what was preferred."""
     found = kvproxy.preferred(scope)
     kvproxy.served(scope, "b")
     return {"preferred": found}

@@ -29,7 +29,7 @@ def router_of(endpoints: dict[str, str]) -> Any:
 
 @pytest.fixture
 def routing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The callback, installed for one test."""
+    """Return the callback, installed for one test."""
     from kvproxy.litellm import KVCacheRouting
 
     made = KVCacheRouting()

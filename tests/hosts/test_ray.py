@@ -24,7 +24,7 @@ def body(session: int, turn: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def handle() -> Iterator[Any]:
-    """A deployment of three replicas that answer with their own id."""
+    """Yield a deployment of three replicas that answer with their own id."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 

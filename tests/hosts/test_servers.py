@@ -32,7 +32,7 @@ SERVERS = {
 
 @contextmanager
 def served(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The server's process, in a group of its own."""
+    """Yield the server's process, in a group of its own."""
     log = (folder / "log").open("wb")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     program = str(Path(sys.executable).parent / command[0])

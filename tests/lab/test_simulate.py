@@ -44,7 +44,7 @@ def options(*words: str) -> argparse.Namespace:
 
 @asynccontextmanager
 async def serving(config: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A proxy by this configuration."""
+    """Yield a proxy by this configuration."""
     async with (
         Proxy(load_config(config)) as proxy,
         Server(proxy, drain_s=0.2) as public,

@@ -15,7 +15,7 @@ CONFIG = "listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\npolicy: kv_aware\nendpoints: 
 
 
 def run(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout_s: float = 600) -> str:
-    """Standard output and error of a command that must succeed."""
+    """Return standard output and error of a command that must succeed."""
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -31,14 +31,14 @@ def run(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None, t
 
 
 def virtual_environment(folder: Path) -> Path:
-    """An empty one with pip; its Python."""
+    """Return an empty one with pip; its Python."""
     run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     return folder / "bin" / "python"
 
 
 @asynccontextmanager
 async def serving(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> AsyncIterator[str]:
-    """The URL of `kvproxy serve` as a process, ended by SIGTERM, which must succeed."""
+    """Yield the URL of `kvproxy serve` as a process, ended by SIGTERM, which must succeed."""
     process = await asyncio.create_subprocess_exec(*command, cwd=cwd, env=dict(env), stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     text = ""

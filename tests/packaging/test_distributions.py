@@ -30,7 +30,7 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The wheel is built from the source distribution, as `python -m build` does: nothing may be missing there."""
+    """Build the wheel from the source distribution, as `python -m build` does: nothing may be missing there."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--outdir", folder, ".", cwd=ROOT)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.packaging
 
 
 def validated(kind: str, value: dict[str, Any]) -> Any:
-    """What the API's own model of its version reads of it. Raises ValidationError."""
+    """Return the value as read by the API's own model of its version. Raises ValidationError."""
     from kubernetes.client import models  # only the packaging environment has it
 
     version = value.get("apiVersion", "v1").rpartition("/")[2]

@@ -21,7 +21,7 @@ def _installed() -> None:
 
 @pytest.fixture(scope="session")
 def saw(request: pytest.FixtureRequest) -> Saw:
-    """Prints one line about what a test saw."""
+    """Return a function that prints one line about a test's observation."""
     writer = request.config.get_terminal_writer()
     return lambda text: writer.write(f"\n    {text}\n", flush=True)
 

@@ -34,17 +34,17 @@ class Asked:
 
 
 def with_kvcache(**settings: Any) -> list[Any]:
-    """A filter chain whose kvcache has these settings."""
+    """Return a filter chain whose kvcache has these settings."""
     return ["inference_request", {"kvcache": settings} if settings else "kvcache", "router"]
 
 
 def decided(headers: Mapping[str, str]) -> dict[str, str]:
-    """The decision that an answer tells, by part."""
+    """Return the decision in an answer, by part."""
     return dict(part.split("=", 1) for part in headers["x-kvproxy-decision"].split("; "))
 
 
 def predicted_at(headers: Mapping[str, str]) -> tuple[int, str]:
-    """The tokens that were predicted to be reused where the request went, and by which source."""
+    """Return the tokens that were predicted to be reused where the request went, and by which source."""
     matched = _MATCHED.findall(decided(headers).get("matched", ""))
     found = {name: (int(tokens), source) for name, tokens, source in matched}
     return found.get(headers["x-kvproxy-endpoint"], (0, ""))
@@ -52,7 +52,8 @@ def predicted_at(headers: Mapping[str, str]) -> tuple[int, str]:
 
 @contextlib.asynccontextmanager
 async def following(url: str, *, events: bool) -> AsyncIterator[tuple[RunningProxy, KvCache]]:
-    """A proxy over the engine `a`, which it follows by its events or not; its metrics are read when a test says so."""
+    """Yield a proxy over the engine `a`, which it follows by its events or not; its metrics are read when a test says
+    so."""
     settings = {"engine_metrics_interval": 0, "lookup_routing_timeout": "5s"}  # two busy cores do not keep 50 ms
     chain = ["request_id", *with_kvcache(kv_events=events, **settings)]
     async with running_proxy({"a": url}, policy="kv_aware", filters=chain) as proxy:
@@ -64,7 +65,7 @@ async def following(url: str, *, events: bool) -> AsyncIterator[tuple[RunningPro
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Asked:
-    """Sends a chat or a prompt through the proxy and reads the decision beside the engine's own account."""
+    """Send a chat or a prompt through the proxy and read the decision beside the engine's own account."""
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
     answer = await client.post(path, json=body, headers={"x-kvproxy-debug": "1"}, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -83,7 +84,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Asked:
 
 
 async def chat_tokens(server_url: str, body: dict[str, Any]) -> list[int]:
-    """The prompt's tokens as the engine at `server_url` sees them."""
+    """Return the prompt's tokens as the engine at `server_url` sees them."""
     async with httpx.AsyncClient() as http:
         asked = {name: body[name] for name in ("model", "messages")}
         tokens: list[int] = (await http.post(f"{server_url}/tokenize", json=asked)).json()["tokens"]
@@ -91,7 +92,7 @@ async def chat_tokens(server_url: str, body: dict[str, Any]) -> list[int]:
 
 
 async def found(directory: LMCacheControllerClient, tokens: Sequence[int], wanted: dict[str, int]) -> None:
-    """Returns once a lookup names exactly these instances with these tokens; engines report in batches of 10 ms."""
+    """Return once a lookup names exactly these instances with these tokens; engines report in batches of 10 ms."""
 
     async def ask() -> dict[str, int]:
         return {holder.instance_id: holder.matched_tokens for holder in await directory.lookup(array("I", tokens))}

@@ -39,7 +39,7 @@ class Pair:
         return {"a": self.a, "b": self.b}[endpoint]
 
     def revive(self) -> None:
-        """Starts again what a test has killed."""
+        """Start engines again that a test has killed."""
         dead = [each for each in (self.a, self.b) if not _healthy(each)]
         for each in dead:
             each.program.start()
@@ -48,7 +48,7 @@ class Pair:
             warm_up(each)
 
     def forget(self) -> None:
-        """Drops both prefix caches."""
+        """Drop both prefix caches."""
         for url in self.urls.values():
             httpx.post(f"{url}/reset_prefix_cache", timeout=10).raise_for_status()
 
@@ -77,7 +77,7 @@ async def engine_client(server: Vllm) -> AsyncIterator[VllmClient]:
 
 
 async def in_flight(http: httpx.AsyncClient, server: Vllm) -> int:
-    """Requests the engine's API server is busy with, by its own count."""
+    """Return requests that the engine's API server handles, by its own count."""
     load: int = (await http.get(f"{server.url}/load")).json()["server_load"]
     return load
 

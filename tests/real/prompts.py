@@ -16,12 +16,12 @@ def text(words: int, *, seed: object) -> str:
 
 
 def chat(model: str, *turns: str, **fields: Any) -> dict[str, Any]:
-    """A chat body: user and assistant in turn."""
+    """Return a chat body: user and assistant in turn."""
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": turn} for index, turn in enumerate(turns)]
     return {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0, **fields}
 
 
 def raw(body: dict[str, Any]) -> bytes:
-    """The body as it goes over the wire."""
+    """Return the body as it goes over the wire."""
     return json.dumps(body).encode()

@@ -43,7 +43,7 @@ async def _serve() -> None:
 
 
 async def _ask(client: httpx.AsyncClient, proxy: Proxy) -> None:
-    """The same session until one of its prompts is pinned."""
+    """Send turns of one session until one of its prompts is pinned."""
     messages = [{"role": "user", "content": "a long beginning " * 200}]
     until = time.monotonic() + _WITHIN_S
     served: set[str] = set()

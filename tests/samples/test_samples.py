@@ -19,7 +19,7 @@ SAMPLES = Path(__file__).parents[2] / "samples"
 
 
 def load(path: Path) -> ModuleType:
-    """The script as a module."""
+    """Return the script as a module."""
     spec = importlib.util.spec_from_file_location(f"sample_{path.parent.name.replace('-', '_')}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -79,7 +79,7 @@ class Store:
         await self.process.wait()
 
     def halt(self) -> None:
-        """It takes connections, and does nothing."""
+        """Halt the store: it takes connections, and does nothing."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
@@ -181,7 +181,7 @@ def replica(
 
 
 def weights(*replicas: Deciding) -> list[float]:
-    """What a charge counts for in each."""
+    """Return the weight of a charge in each."""
     return [one.sync.journal.weight for one in replicas]
 
 

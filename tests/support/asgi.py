@@ -15,7 +15,7 @@ Pairs = Iterable[tuple[bytes, bytes]]
 
 
 def http_scope(path: str = "/v1/models", *, method: str = "GET", headers: Pairs = (), **more: Any) -> dict[str, Any]:
-    """The scope of one request, as a server makes it."""
+    """Return the scope of one request, as a server makes it."""
     return {
         "type": "http",
         "method": method,
@@ -88,7 +88,7 @@ class Inner:
 
 
 async def call(app: ASGIApp, scope: Scope, *messages: Message, body: bytes = b"") -> Reply:
-    """The app's reply to a request whose body is `body`, or to exactly `messages` and then a disconnect."""
+    """Return the app's reply to a request whose body is `body`, or to exactly `messages` and then a disconnect."""
     waiting = list(messages) or [{"type": "http.request", "body": body, "more_body": False}]
     reply = Reply()
 

@@ -29,7 +29,7 @@ class Certificate:
 
 
 def make_certificate(folder: Path, *names: str, until: datetime.datetime | None = None) -> Certificate:
-    """A certificate valid for these host names and addresses, from three days ago `until` then (tomorrow)."""
+    """Return a certificate valid for these host names and addresses, from three days ago `until` then (tomorrow)."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvproxy test")])
     now = datetime.datetime.now(datetime.UTC)

@@ -8,5 +8,5 @@ FULL = os.environ.get("FULL_EXAMPLES") == "1"
 
 
 def examples(full: int) -> int:
-    """The number to try where `full` are wanted."""
+    """Return the number to try where `full` are wanted."""
     return full if FULL else max(10, full // 4)

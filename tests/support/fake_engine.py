@@ -26,25 +26,25 @@ class Call:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     def header(self, name: str) -> str | None:
-        """The last value of a header."""
+        """Return the last value of a header."""
         return next((v.decode() for k, v in reversed(self.headers) if k == name.encode()), None)
 
 
 async def answer_ok(engine: FakeEngine, call: Call, send: Send) -> None:
-    """A short JSON answer that names the engine."""
+    """Answer with short JSON that names the engine."""
     usage = b'{"prompt_tokens":10,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}'
     await reply(send, 200, b'{"served_by":"%s","usage":%s}' % (engine.name.encode(), usage))
 
 
 async def reply(send: Send, status: int, body: bytes, content_type: bytes = b"application/json") -> None:
-    """A whole answer."""
+    """Send a whole answer."""
     headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 async def start_stream(send: Send) -> None:
-    """The head of an event stream."""
+    """Send the head of an event stream."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 

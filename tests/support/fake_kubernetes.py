@@ -157,7 +157,7 @@ class FakeKubernetes:
 
 
 async def _left(receive: Receive, queue: asyncio.Queue[bytes | None]) -> None:
-    """The watcher went away."""
+    """Wait until the watcher leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
     queue.put_nowait(b"")
@@ -192,7 +192,7 @@ def pod(
     annotations: dict[str, str] | None = None,
     ports: tuple[tuple[str, int], ...] = (("http", 8000),),
 ) -> Object:
-    """A pod with one container."""
+    """Return a pod with one container."""
     metadata: Object = {"name": name, "labels": {"app": "vllm", **(labels or {})}, "annotations": annotations or {}}
     if deleted:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
@@ -218,7 +218,7 @@ def slice_of(
     ports: tuple[tuple[str, int], ...] = (("http", 8000),),
     labels: dict[str, str] | None = None,
 ) -> Object:
-    """An EndpointSlice."""
+    """Return an EndpointSlice."""
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/service-name": service, **(labels or {})}},
         "addressType": family,

@@ -25,7 +25,7 @@ def filter_context(
     log: LogSettings | None = None,
     store: StateStore | None = None,
 ) -> FilterContext:
-    """A context whose wall clock stands at NOON; its states live from now on in `store`."""
+    """Return a context whose wall clock stands at NOON; its states live from now on in `store`."""
     states = (store or StateStore()).draft_states()
     states.keep_states()
     config, metrics = Config(limits=limits or LimitSettings(), log=log or LogSettings()), Metrics()
@@ -46,7 +46,7 @@ def filter_context(
 
 
 def counted(context: FilterContext, name: str, **labels: str) -> float:
-    """A sample of the context's metrics, once its chain serves; 0 when it was never counted."""
+    """Return a sample of the context's metrics, once its chain serves; 0 when it was never counted."""
     for show in context.on_serving:
         show()
     return context.metrics.registry.get_sample_value(name, labels) or 0.0

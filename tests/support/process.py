@@ -29,8 +29,8 @@ class KvproxyProcess:
 
 @contextlib.asynccontextmanager
 async def kvproxy_serve(*arguments: str, checkout: Path | None = None) -> AsyncIterator[KvproxyProcess]:
-    """Starts `kvproxy serve` with these arguments, waits until it listens, and ends it if it still runs. `checkout`:
-    the kvproxy of another folder."""
+    """Start `kvproxy serve` with these arguments, waits until it listens, and ends it if it still runs. `checkout`: the
+    kvproxy of another folder."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvproxy", "serve", *arguments, stderr=asyncio.subprocess.PIPE, cwd=checkout
     )

@@ -30,7 +30,7 @@ class RunningProxy:
     client: httpx.AsyncClient
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample's value; 0 when it was never counted."""
+        """Return a sample's value; 0 when it was never counted."""
         return self.proxy.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
@@ -61,12 +61,12 @@ async def running_proxy(
 
 
 def chat(content: str = "hello", *, stream: bool = False, **fields: Any) -> dict[str, Any]:
-    """A chat completion body."""
+    """Return a chat completion body."""
     return {"model": "m", "messages": [{"role": "user", "content": content}], "stream": stream, **fields}
 
 
 async def ask_in_process(proxy: RunningProxy) -> None:
-    """A chat request without a socket, whose task can be cancelled. Its client stays for ever."""
+    """Send a chat request without a socket, whose task can be cancelled. Its client stays for ever."""
     body = [{"type": "http.request", "body": msgspec.json.encode(chat())}]
 
     async def receive() -> Message:

@@ -22,7 +22,7 @@ class Peer:
         self.requests: list[bytes] = []
 
     async def request(self) -> bytes:
-        """The next whole request: head, then as much body as content-length or chunked says."""
+        """Read the next whole request: head, then the body by content-length or chunks."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         lower = head.lower()
         body = b""
@@ -36,18 +36,18 @@ class Peer:
         return head + body
 
     async def send(self, data: bytes) -> None:
-        """Writes now."""
+        """Write now."""
         self.writer.write(data)
         await self.writer.drain()
 
     async def gone(self) -> None:
-        """Returns once the proxy closed this connection."""
+        """Return once the proxy closed this connection."""
         with contextlib.suppress(ConnectionError):
             while await self.reader.read(65536):
                 pass
 
     def reset(self) -> None:
-        """Closes with RST."""
+        """Close with RST."""
         sock = self.writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
@@ -80,7 +80,7 @@ def answer(data: bytes) -> Script:
 async def scripted(
     *scripts: Script, tls: ssl.SSLContext | None = None, url: str = "http://127.0.0.1", ca_file: str = ""
 ) -> AsyncIterator[Upstream]:
-    """Runs scripts[n] on the n-th connection (the last one on all further), closing it when the script returns."""
+    """Run scripts[n] on the n-th connection (the last one on all further), closing it when the script returns."""
     upstream = Upstream()
     tasks: set[asyncio.Task[None]] = set()
 

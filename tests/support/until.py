@@ -10,7 +10,7 @@ _Seen = TypeVar("_Seen")
 
 
 async def until(condition: Callable[[], object], *, within_s: float = 60.0) -> None:
-    """Returns as soon as `condition()` is true; TimeoutError when it never becomes so."""
+    """Return as soon as `condition()` is true; TimeoutError when it never becomes so."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - the condition is other code's state: there is no event to wait for
             await asyncio.sleep(0.002)
@@ -19,8 +19,8 @@ async def until(condition: Callable[[], object], *, within_s: float = 60.0) -> N
 async def until_says(
     wanted: _Seen, ask: Callable[[], Awaitable[_Seen]], *, within_s: float = 60.0, pause_s: float = 0.02
 ) -> None:
-    """Returns as soon as another program, asked again and again, says what is wanted; AssertionError with what it said
-    last when it never does."""
+    """Return as soon as another program, polled repeatedly, answers as wanted; AssertionError with its last answer if
+    it never does."""
     seen: _Seen | None = None
     try:
         async with asyncio.timeout(within_s):

@@ -39,7 +39,7 @@ def with_loras(*names: str, **engine: Any) -> VllmSettings:
 
 @contextlib.asynccontextmanager
 async def fleet(engines: Mapping[str, VllmSettings], **config: Any) -> AsyncIterator[tuple[Fleet, RunningProxy]]:
-    """Simulated engines behind a proxy that has asked them what they serve."""
+    """Run simulated engines behind a proxy that has read their models."""
     async with contextlib.AsyncExitStack() as stack:
         made = await stack.enter_async_context(Fleet(FleetSettings(dict(engines), None), rng=random.Random(1)))
         urls = {name: await stack.enter_async_context(serve(app)) for name, app in made.engines.items()}

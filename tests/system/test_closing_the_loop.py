@@ -25,7 +25,7 @@ ROUTED_TO_A = {"cluster": "default", "endpoint": "a", "source": "approximate"}
 
 @contextlib.asynccontextmanager
 async def proxied(place: Place, **kvcache: Any) -> AsyncIterator[RunningProxy]:
-    """A proxy before these engines; readings are taken when a test asks for them."""
+    """Yield a proxy before these engines; readings are taken when a test asks for them."""
     filters = [
         {"request_id": {}},
         "inference_request",
@@ -43,7 +43,7 @@ def service(proxy: RunningProxy) -> KvCache:
 
 
 async def chat(client: httpx.AsyncClient, *contents: str) -> int:
-    """A chat's turn; the tokens its engine reused."""
+    """Send a chat's turn; returns the tokens its engine reused."""
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
     answer = await client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages, "max_tokens": 1})

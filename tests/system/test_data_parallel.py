@@ -44,7 +44,7 @@ class RankedEngine(FakeEngine):
 
 @contextlib.asynccontextmanager
 async def in_front_of(engine: FakeEngine, *ranks: int, **config: Any) -> AsyncIterator[RunningProxy]:
-    """A proxy with one engine, which is configured to have these ranks."""
+    """Yield a proxy with one engine, which is configured to have these ranks."""
     async with serve(engine) as url:
         endpoints = [{"id": "a", "url": url, "data_parallel": {"ranks": list(ranks)}}]
         async with running_proxy(endpoints, **config) as proxy:
@@ -52,7 +52,7 @@ async def in_front_of(engine: FakeEngine, *ranks: int, **config: Any) -> AsyncIt
 
 
 async def post(proxy: RunningProxy, times: int = 1, **kwargs: Any) -> list[str]:
-    """The endpoints that answered."""
+    """Send requests; returns the endpoints that answered."""
     answers = [await proxy.client.post("/v1/chat/completions", json=chat(), **kwargs) for _ in range(times)]
     assert [answer.status_code for answer in answers] == [200] * times
     return [answer.headers["x-kvproxy-endpoint"] for answer in answers]

@@ -42,7 +42,7 @@ def endpoint(proxy: RunningProxy, name: str) -> Endpoint:
 
 @contextlib.asynccontextmanager
 async def beside_a_good_one(engine: FakeEngine, **config: Any) -> AsyncIterator[RunningProxy]:
-    """A proxy in front of this engine, a, and of b, that answers; probed as fast as they come."""
+    """Yield a proxy in front of this engine, a, and of b, that answers; probed as fast as they come."""
     async with (
         serve(engine) as a,
         serve(FakeEngine("good")) as b,

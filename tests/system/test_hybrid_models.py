@@ -22,7 +22,7 @@ ONLY = "a"
 
 
 def hybrid(*, ends_only: bool = False, step: int = STEP, **settings: Any) -> dict[str, Any]:
-    """Settings of a simulated engine that reuses in steps of 16 of its blocks."""
+    """Return settings of a simulated engine that reuses in steps of 16 of its blocks."""
     engine = replace(TINY.engine, capacity_blocks=4096, checkpoints=Checkpoints(step, ends_only=ends_only))
     return {"engine": replace(engine, **settings), "max_model_len": 32768}
 
@@ -40,11 +40,11 @@ class Talk:
         return await self._predicted(await chat(self._proxy.client, *contents))
 
     async def complete(self, prompt: list[int]) -> tuple[int, int]:
-        """The same of a prompt of these tokens."""
+        """Send a prompt of these tokens; returns the same."""
         return await self._predicted((await complete(self._proxy.client, prompt))[1])
 
     async def talk(self, turns: int) -> list[tuple[int, int]]:
-        """A conversation from its beginning."""
+        """Send a conversation from its beginning."""
         self._number += 1
         said = [long_text(f"c{self._number}x", 60 + 7 * self._number)]
         found = []
@@ -66,7 +66,7 @@ class Talk:
 
 
 def missed(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Turns of which something else was predicted."""
+    """Return turns with another prediction."""
     return [row for row in rows if row[0] != row[1]]
 
 

@@ -18,7 +18,7 @@ from tests.support.until import until
 
 
 async def stream(engine: FakeEngine, call: Call, send: Send) -> None:
-    """A token and a usage."""
+    """Send a token and a usage."""
     await start_stream(send)
     usage = b'{"prompt_tokens":240,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":224}}'
     await event(send, b'{"choices":[],"usage":%s}' % usage)

@@ -62,7 +62,7 @@ def agent_body(turn: int) -> dict[str, Any]:
 
 
 def as_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """The same as a gateway translates it: the header is the first line of the system message."""
+    """Return the same as a gateway translates it: the header is the first line of the system message."""
     system = {"role": "system", "content": "\n".join(block["text"] for block in body["system"])}
     tools = [
         {"type": "function", "function": {"name": tool["name"], "description": tool["description"]}}

@@ -35,7 +35,7 @@ def authorized(key: str, **headers: str) -> dict[str, str]:
 
 
 async def raw(proxy: RunningProxy, path: str, *, method: str = "GET") -> bytes:
-    """The whole answer to a request whose path no client library has touched."""
+    """Send a request whose path no client library has touched; returns the whole answer."""
     host, port = proxy.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n".encode())

@@ -35,7 +35,7 @@ async def die_after_the_head(engine: FakeEngine, call: Call, send: Send) -> None
 
 
 async def answer_as_asked(engine: FakeEngine, call: Call, send: Send) -> None:
-    """A stream to a request for one."""
+    """Answer with a stream if requested."""
     if b'"stream":true' not in call.body:
         await answer_ok(engine, call, send)
         return
@@ -46,7 +46,7 @@ async def answer_as_asked(engine: FakeEngine, call: Call, send: Send) -> None:
 
 
 async def error_as_first_event(engine: FakeEngine, call: Call, send: Send) -> None:
-    """What vLLM does when its engine core dies during the prefill."""
+    """Answer as vLLM does when its engine core dies during the prefill."""
     await start_stream(send)
     await event(send, b'{"error": {"message": "EngineCore encountered an issue","code":500}}')
     await event(send, b"[DONE]")

@@ -158,6 +158,6 @@ class Gated:
 
 
 def ask(proxy: RunningProxy, content: str, *, priority: str = "0") -> asyncio.Task[Any]:
-    """A streamed chat, so that its first byte is its first token."""
+    """Send a streamed chat, so that its first byte is its first token."""
     body, headers = chat(content, stream=True), {"x-priority": priority}
     return asyncio.create_task(proxy.client.post("/v1/chat/completions", json=body, headers=headers))

@@ -113,7 +113,7 @@ async def test_its_kv_events_are_followed_without_a_setting(
 
 
 def pictured(text: str, seed: int) -> list[dict[str, Any]]:
-    """A chat of text with a screenshot behind it, of 16 x 12 patches."""
+    """Return a chat of text with a screenshot behind it, of 16 x 12 patches."""
     content = [
         {"type": "text", "text": f"{text} " * 60},
         picture_part(png(448, 336, seed=seed, size_bytes=200_000)),

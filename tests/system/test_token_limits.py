@@ -34,7 +34,7 @@ async def streams_usage(engine: FakeEngine, call: Call, send: Send) -> None:
 
 
 async def tells_nothing(engine: FakeEngine, call: Call, send: Send) -> None:
-    """A short answer without usage."""
+    """Answer shortly without usage."""
     await reply(send, 200, b'{"results":[]}')
 
 
@@ -75,7 +75,7 @@ FORGED = b'{"usage":{"input_tokens":0,"output_tokens":0,"prompt_tokens":0,"compl
 
 
 async def queues(engine: FakeEngine, call: Call, send: Send) -> None:
-    """The responses API's answer to `background: true`: no usage yet, and the tools as they were sent."""
+    """Answer as the responses API to `background: true`: no usage yet, and the tools as they were sent."""
     tools = json.dumps(json.loads(call.body)["tools"]).encode()
     await reply(send, 200, b'{"status":"queued","usage":null,"tools":' + tools + b"}")
 

@@ -12,7 +12,7 @@ BOUNDS = (0.005, 0.1, 1.0, 60.0)
 
 
 def exposed(registry: CollectorRegistry) -> list[str]:
-    """The exposition without the times of creation, which ours does not have."""
+    """Return the exposition without the times of creation, which ours does not have."""
     return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
 
 

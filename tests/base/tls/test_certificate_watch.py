@@ -38,7 +38,7 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def make(folder: Path, *, days: float = 90.0) -> Certificate:
-    """A pair in a folder of its own, that ends so many days after NOW."""
+    """Return a pair in a folder of its own, that ends so many days after NOW."""
     folder.mkdir()
     return make_certificate(
         folder, "127.0.0.1", until=datetime.datetime.fromtimestamp(NOW + days * DAY_S, datetime.UTC)
@@ -67,7 +67,7 @@ def settings(files: Certificate, client_ca: str = "") -> ListenerTls:
 
 
 async def shown_by(url: str) -> bytes:
-    """The certificate that a listener shows, as DER."""
+    """Return the certificate that a listener shows, as DER."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

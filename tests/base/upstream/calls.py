@@ -28,7 +28,7 @@ async def post(
 
 
 async def read(response: UpstreamResponse) -> bytes:
-    """The whole body."""
+    """Return the whole body."""
     body = b""
     while data := await response.next_chunk():
         body += data
@@ -48,7 +48,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def pieces(*data: bytes, then: asyncio.Event | None = None) -> AsyncIterator[bytes]:
-    """A body piece by piece; before its end it waits for `then`."""
+    """Yield a body piece by piece; before its end it waits for `then`."""
     for piece in data:
         yield piece
     if then is not None:

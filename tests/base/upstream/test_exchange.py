@@ -28,7 +28,7 @@ from tests.support.scripted import Peer, Script, answer, scripted
 
 
 def say(*data: bytes, then_gone: bool = True) -> Script:
-    """Reads one request, says these pieces, and stays until the proxy closes (or closes itself)."""
+    """Read one request, send these pieces, and stay until the proxy closes (or close itself)."""
 
     async def script(peer: Peer) -> None:
         await peer.request()
@@ -506,7 +506,7 @@ async def test_an_engine_that_dies_during_the_upload() -> None:
 
 
 async def say_and_reset(peer: Peer) -> None:
-    """Reads the head, then resets."""
+    """Read the head, then reset."""
     await peer.reader.readuntil(b"\r\n\r\n")
     peer.reset()
 

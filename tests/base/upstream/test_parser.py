@@ -16,7 +16,7 @@ Seen = tuple[int, bytes, list[tuple[bytes, bytes]], bytes, bool, bool]
 
 
 def read(*pieces: bytes, method: bytes = b"POST", eof: bool = False) -> Seen:
-    """Feeds a fresh parser; what a reader would see, and whether it is complete and the connection reusable."""
+    """Feed a fresh parser; returns the reader's view, and whether it is complete and the connection reusable."""
     parser = ResponseParser(max_head_bytes=MAX_HEAD_BYTES)
     parser.expect_response(method)
     body = b""

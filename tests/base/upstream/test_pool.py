@@ -473,7 +473,7 @@ async def test_a_small_request_goes_out_in_one_piece() -> None:
 
 
 def unused_port() -> int:
-    """A port without a listener."""
+    """Return a port without a listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

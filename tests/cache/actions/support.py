@@ -32,7 +32,7 @@ def everywhere(pressure: Pressure) -> PressureOf:
 def serve(
     known: Hotness, *keys: int, now: float = 0.0, instance: str = "a", of: array[int] | None = None, times: int = 1
 ) -> Served:
-    """A prompt with these message prefixes was served; its tokens begin with its first key unless given."""
+    """Return a prompt with these message prefixes was served; its tokens begin with its first key unless given."""
     used: list[KnownPrefix] = []
     for _ in range(times):
         used = known.count_use(list(keys), model="m", cache_salt="", instance=instance, now=now)

@@ -21,7 +21,7 @@ def captures(name: str) -> list[dict[str, Any]]:
 
 
 def captured(name: str, *, status: int | None = None) -> httpx.Response:
-    """The captured answer of that name (and status)."""
+    """Return the captured answer of that name (and status)."""
     entry = next(entry for entry in captures(name) if status in (None, entry["status"]))
     return httpx.Response(entry["status"], headers=entry["headers"], text=entry["body"])
 

@@ -17,7 +17,7 @@ Place = tuple[str, str, bool]  # instance, tier, shared
 def answer(
     *chunks: list[Place] | list[list[Place]], ranks: int = 1, token_ids: list[int] | None = None
 ) -> dict[str, Any]:
-    """The wire form: each chunk's placements, or for several ranks a list of placements per rank."""
+    """Return the wire form: each chunk's placements, or for several ranks a list of placements per rank."""
     results = []
     for number, chunk in enumerate(chunks):
         for rank, places in enumerate(chunk if ranks > 1 else [chunk]):

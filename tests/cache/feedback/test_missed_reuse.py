@@ -56,7 +56,7 @@ def test_what_is_kept_of_it() -> None:
 
 
 def serve(local: LocalIndexes, prompt: array[int], *, cached_tokens: int, known_tokens: int) -> Overlap | None:
-    """A prompt goes to the one endpoint there is, which reuses so many tokens; what was believed before."""
+    """Serve a prompt at the one endpoint, which reuses `cached_tokens`; returns the previous prediction."""
     blocks = array("Q", range(prompt[0], prompt[0] + 20))
     cursor = local.approximate.locate(blocks)
     tokens = prompt[:known_tokens] if known_tokens else None

@@ -46,16 +46,16 @@ def stored(
 
 
 def removed(*paths: Sequence[int], engine: int = 0, medium: str = "GPU", group: int | None = None) -> BlockRemoved:
-    """The last block of each path was removed."""
+    """Return the event that the last block of each path was removed."""
     return BlockRemoved(tuple(engine_hash(path, engine) for path in paths), medium=medium, group=group)
 
 
 def engine_hash(path: Sequence[int], engine: int = 0) -> int:
-    """A block's name at one engine: nothing like ours."""
+    """Return a block's name at one engine: nothing like ours."""
     return int.from_bytes(sha256(repr((engine, tuple(path))).encode()).digest()[:8], "big")
 
 
 def prompt_of(path: Sequence[int], *, lora: str = "", cache_salt: str | None = None) -> Callable[[int], array[int]]:
-    """The prompt those blocks (of two tokens) are of, hashed for any block size."""
+    """Return the prompt those blocks (of two tokens) are of, hashed for any block size."""
     tokens = array("I", [token for token in path for _ in range(2)])
     return lambda size: token_blocks(tokens, size, precise_root(size, lora=lora, cache_salt=cache_salt))

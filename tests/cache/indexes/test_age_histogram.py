@@ -15,7 +15,7 @@ TOUCHES = st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=4), min_size
 
 
 def played(touches: list[set[int]], span: int) -> tuple[AgeHistogram, dict[Node, int]]:
-    """The generations, and the latest touch of each run."""
+    """Return the generations, and the latest touch of each run."""
     ages, latest = AgeHistogram(), dict[Node, int]()
     runs = [Node(array("Q", range(length + 1))) for length in range(31)]
     for number, touched in enumerate(touches):

@@ -31,7 +31,7 @@ CHANGES = st.lists(st.tuples(st.sampled_from(["insert", "contradict", "shrink", 
 
 
 def finished(steps: Generator[None, None, T]) -> T:
-    """What it comes to."""
+    """Run the steps to the end and return the result."""
     while True:
         try:
             next(steps)
@@ -45,7 +45,7 @@ def dumped(index: ApproximateIndex, max_bytes: int = 1 << 20) -> Dumped:
 
 
 def restored(data: Dumped, keep: set[str] | None = None) -> ApproximateIndex:
-    """A new index of these endpoints' parts."""
+    """Return a new index of these endpoints' parts."""
     index = ApproximateIndex()
     restoration = Restoration(data.columns, memoryview(b"".join(data.hashes)))
     for _ in restoration.restore_into(index, keep=set(map(str, EVERYBODY)) if keep is None else keep):

@@ -61,7 +61,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         self.asked_for: dict[Path, list[int]] = {}  # requests of every block that any endpoint holds or will
 
     def cursor(self, path: Path) -> PrefixCursor[Run]:
-        """The one made when this path was first or last located, whatever happened since."""
+        """Return the cursor made when this path was first or last located, whatever happened since."""
         return self.cursors.get(path) or self.locate(path)
 
     @rule(path=PATHS)
@@ -188,7 +188,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
             self.check_heat(path, self.index.locate(chained(path)))
 
     def forget_cold(self) -> None:
-        """What no endpoint holds or has in flight is not counted any more."""
+        """Forget blocks that no endpoint holds or has in flight."""
         present = self.present()
         self.asked_for = {block: asked for block, asked in self.asked_for.items() if block in present}
 

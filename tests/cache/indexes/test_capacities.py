@@ -23,8 +23,8 @@ SYSTEM = 6
 
 
 def prompts(rng: Random) -> Iterator[array[int]]:
-    """The turns of chats that come and go: each adds some blocks, and comes back after a pause between moments and
-    much longer than the cache remembers."""
+    """Yield the turns of chats that come and go: each adds some blocks, and comes back after a pause between moments
+    and much longer than the cache remembers."""
     system = array("Q", (rng.getrandbits(64) for _ in range(SYSTEM)))
     waiting: list[tuple[float, int, array[int]]] = []  # when a chat comes next, a number, what was said
     for now in count():
@@ -62,7 +62,7 @@ def play(
     foreign: bool = False,
     learning: bool = True,
 ) -> list[float]:
-    """The believed capacity against the true one, after each request."""
+    """Return the believed capacity against the true one, after each request."""
     rng, engine = Random(3), Engine()
     index = ApproximateIndex(capacity_blocks=int(reported * TRUE_CAPACITY))
     capacities = Capacities(index, learning=learning)

@@ -20,7 +20,7 @@ def gone(under_test: LearnedCapacity, age: int, times: int = 1, reused: int = 0)
 
 
 def forgotten(under_test: LearnedCapacity, times: int, *, full: bool = True) -> None:
-    """The engine reused what the index did not know of."""
+    """Report reuse of blocks that the index did not have."""
     for _ in range(times):
         under_test.observe_reuse(age_blocks=None, known_blocks=0, reused_blocks=40, full=full)
 

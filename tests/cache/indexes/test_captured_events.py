@@ -19,7 +19,7 @@ CAPTURES = Path(__file__).parents[2] / "fixtures" / "vllm_events"
 
 
 def captured(name: str, *, source: str = "") -> Iterator[dict[str, Any]]:
-    """The messages of one capture; the mini fixture joins several servers', told apart by `src`."""
+    """Yield the messages of one capture; the mini fixture joins several servers', told apart by `src`."""
     for line in (CAPTURES / name).read_text().splitlines():
         message = json.loads(line)
         if not source or message.get("src") == source:

@@ -20,21 +20,21 @@ PATH = tuple(range(1, 13))
 def layers(
     ends: Iterable[int], *, kind: str = "mamba", group: int = 1, size: int = 2, window: int | None = None, **more: int
 ) -> BlockStored:
-    """A group's event of the whole path, with the blocks that end after so many elements, as vLLM sends it."""
+    """Return a group's event of the whole path, with the blocks that end after so many elements, as vLLM sends it."""
     whole = stored(PATH)
     names = tuple(engine_hash(PATH[:end]) for end in ends)
     return replace(whole, block_hashes=names, block_tokens=size, group=group, spec_kind=kind, window=window, **more)
 
 
 def tokens(index: PreciseIndex, path: tuple[int, ...] = PATH) -> int:
-    """Matched at A."""
+    """Return the tokens matched at A."""
     match = index.match_prompt(prompt_of(path)).get(A)
     return 0 if match is None else match.tokens
 
 
 @pytest.fixture
 def index() -> PreciseIndex:
-    """A holds the whole path with its full attention."""
+    """Return an index in which A holds the whole path with its full attention."""
     index = PreciseIndex()
     index.apply_events(A, 0, [replace(stored(PATH, group=0), spec_kind="full_attention")])
     return index

@@ -27,12 +27,12 @@ def captured_frames(name: str) -> list[list[bytes]]:
 
 
 def captured_rows(name: str) -> list[dict[str, Any]]:
-    """The same with what the capture says about them."""
+    """Return the same with the capture's own fields."""
     return [json.loads(line) for line in (FIXTURES / "vllm_events" / name).read_text().splitlines()]
 
 
 def stored(*hashes: int, parent: int | None = None, **fields: Any) -> Event:
-    """A BlockStored as 0.32 sends it; each block's tokens are its hash, four times."""
+    """Return a BlockStored as 0.32 sends it; each block's tokens are its hash, four times."""
     tokens = [value for number in hashes for value in [number] * BLOCK]
     event = {"block_hashes": list(hashes), "parent_block_hash": parent, "token_ids": tokens, "block_size": BLOCK}
     return {"type": "BlockStored", **event, "medium": "GPU", **fields}
@@ -46,7 +46,7 @@ CLEARED: Event = {"type": "AllBlocksCleared"}
 
 
 def frames(seq: int, *events: Any, ts: float = 0.0, topic: bytes = b"kv-events") -> list[bytes]:
-    """A message as published."""
+    """Return a message as published."""
     return [topic, seq.to_bytes(8, "big"), msgspec.msgpack.encode([ts, list(events), 0])]
 
 
@@ -127,7 +127,7 @@ class Publisher:
         self._router.close(linger=0)
 
     async def restart(self) -> None:
-        """A new process on the same ports: numbers from 0, an empty buffer."""
+        """Start a new process on the same ports: numbers from 0, an empty buffer."""
         await self.stop()
         self.history.clear()
         self.seq = 0
@@ -135,7 +135,7 @@ class Publisher:
         await self.start()
 
     def batch(self, *events: Any) -> list[bytes]:
-        """A numbered batch in the buffer, not sent."""
+        """Return a numbered batch in the buffer, not sent."""
         message = frames(self.seq, *events, ts=self.ts)
         self.history = [*self.history, (self.seq, message)][-self._buffer_steps :]
         self.seq += 1
@@ -143,11 +143,11 @@ class Publisher:
         return message
 
     async def wait_for_subscription(self) -> None:
-        """Returns when a subscription is in force: until then, what is published is dropped."""
+        """Return when a subscription is in force: until then, what is published is dropped."""
         assert (await self._pub.recv()).startswith(b"\x01")
 
     async def publish(self, *events: Any) -> None:
-        """A numbered batch, sent and kept."""
+        """Publish a numbered batch, and keep it."""
         await self._pub.send_multipart(self.batch(*events))
 
     async def send(self, message: list[bytes]) -> None:

@@ -46,7 +46,7 @@ def one(event: Any) -> KvEvent:
 
 
 def plain(value: Any) -> Any:
-    """A decoded capture's value with its hex bytes as bytes."""
+    """Return a decoded capture's value with its hex bytes as bytes."""
     if isinstance(value, dict) and "__bytes__" in value:
         return bytes.fromhex(value["__bytes__"])
     if isinstance(value, list):
@@ -364,7 +364,7 @@ def _goes_by_its_digest(one: list[Any], other: list[Any]) -> None:
 
 
 def sliced(events: Iterable[KvEvent | Effort], size: int) -> list[list[KvEvent]]:
-    """The slices alone."""
+    """Return the slices alone."""
     return [piece for piece, _ in wire.slice_events(events, size)]
 
 

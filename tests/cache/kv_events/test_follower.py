@@ -606,7 +606,7 @@ async def test_a_replay_that_ends_too_early_is_not_asked_again_for_each_batch() 
 
 
 def raw(seq: int, events: bytes, count: int) -> list[bytes]:
-    """A message with so many events, already packed."""
+    """Return a message with so many events, already packed."""
     head = b"\x93\xcb" + bytes(8) + b"\xdd" + count.to_bytes(4, "big")
     return [b"kv-events", seq.to_bytes(8, "big"), head + events + b"\xc0"]
 

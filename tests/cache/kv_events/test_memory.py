@@ -43,7 +43,7 @@ def context() -> Iterator[zmq.asyncio.Context]:
 
 
 def padding(size: int) -> dict[str, Any]:
-    """An event of a type that is passed over."""
+    """Return an event of a type that is passed over."""
     return {"type": "Padding", "data": "x" * size}
 
 
@@ -58,7 +58,8 @@ def stalled_after(socket: zmq.Socket[bytes], message: list[bytes], attempts: int
 
 
 def sending(context: zmq.asyncio.Context, kind: int) -> tuple[zmq.Socket[bytes], str]:
-    """A plain socket whose sends fail when nothing is taken for a while, instead of being dropped; and its address."""
+    """Return a plain socket whose sends fail when nothing is taken for a while, instead of being dropped; and its
+    address."""
     socket: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 1)

@@ -43,7 +43,7 @@ async def engine(context: zmq.asyncio.Context) -> AsyncIterator[Publisher]:
 async def following(
     engine: Publisher, *, replay: bool = True, rank: int = 0, metrics: Metrics | None = None, **options: Any
 ) -> AsyncIterator[tuple[KvEventSubscriber, Index]]:
-    """A subscriber of `engine`, once its first synchronisation is over."""
+    """Yield a subscriber of `engine`, once its first synchronisation is over."""
     index = Index()
     source = KvEventSource(rank, engine.address, engine.replay_address if replay else None, "kv-events")
     settings = {"clock": FakeClock(), "wall_clock": lambda: 5000.0, "retry_s": 0.01, **options}

@@ -336,7 +336,7 @@ def publisher(context: zmq.Context[zmq.Socket[bytes]], port: int) -> zmq.Socket[
 
 
 def until_a_message(subscription: Subscription, engine: zmq.Socket[bytes]) -> Callable[[], bool]:
-    """The publisher knows of the subscription once something arrives."""
+    """Return a condition that holds once a message arrives, which proves the subscription."""
 
     def arrived() -> bool:
         engine.send_multipart([b"kv", b"first"])

@@ -36,7 +36,7 @@ IDENTIFIERS = (
 
 
 def png(width: int, height: int, *, seed: int = 0, size_bytes: int = 0) -> bytes:
-    """A PNG of one color by its seed, with as many further bytes as asked for."""
+    """Return a PNG of one color by its seed, with as many further bytes as asked for."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -52,5 +52,5 @@ def data_uri(raw: bytes, kind: str = "image/png") -> str:
 
 
 def picture_part(raw: bytes) -> dict[str, Any]:
-    """A content part of a chat."""
+    """Return a content part of a chat."""
     return {"type": "image_url", "image_url": {"url": data_uri(raw)}}

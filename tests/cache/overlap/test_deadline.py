@@ -40,12 +40,12 @@ def both(asked: list[int]) -> dict[str, Any]:
 
 
 def whole_at_a(asked: list[int]) -> dict[str, Any]:
-    """a holds everything."""
+    """Answer that a holds everything."""
     return {"a": ["LocalCPUBackend", len(asked)]}
 
 
 def as_objects(asked: list[int]) -> dict[str, Any]:
-    """The same in Pixiu's shape."""
+    """Return the same in Pixiu's shape."""
     return {"a": {"0": "ram", "1": len(asked) // 2}, "b": {"0": "ram", "1": len(asked)}}
 
 

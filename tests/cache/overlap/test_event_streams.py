@@ -58,7 +58,7 @@ EVENTS = {"kv_events": PublisherSettings()}
 
 
 async def generate(place: Place, name: str, content: str) -> dict[str, Any]:
-    """A chat straight to the engine, past the proxy; its usage."""
+    """Send a chat straight to the engine, past the proxy; returns its usage."""
     async with httpx.AsyncClient(trust_env=False) as http:
         body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
         answer = await http.post(f"{place.engines[name]}/v1/chat/completions", json=body)
@@ -82,7 +82,7 @@ def exact(service: Service) -> set[EndpointId]:
 
 
 async def knows_tokens(service: Service, content: str) -> None:
-    """The prompt's tokens are remembered (as after an earlier turn)."""
+    """Store the prompt's tokens (as after an earlier turn)."""
     request = chat(content, model="tiny")
     facts = service.kv.gather(*request, cluster=service.cluster)
     task = service.kv.overlap.tokens.start_tokenizing(facts)

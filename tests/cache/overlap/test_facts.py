@@ -20,7 +20,7 @@ LMCACHE = FactSource.LMCACHE_CONTROLLER
 def merged(
     local: dict[EndpointId, Overlap], claims: list[HolderOverlap], *, prompt_tokens: int, trust: Trust
 ) -> dict[EndpointId, Overlap]:
-    """What was routed, and a lookup's holders over it."""
+    """Merge routed prompts with a lookup's holders."""
     routed = {endpoint: overlap.tokens for endpoint, overlap in local.items()}
     return merge_overlaps(
         routed=routed, trust=Trust(), looked_up=claims, lookup_trust=trust, prompt_tokens=prompt_tokens

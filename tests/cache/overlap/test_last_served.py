@@ -26,7 +26,7 @@ URLS = {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2"}
 def request_of(
     session: str | None = None, *, parent: str | None = None, ends: bool = False, **body: Any
 ) -> tuple[InferenceRequest, bytes]:
-    """A request to the responses API."""
+    """Return a request to the responses API."""
     raw = json.dumps({"model": "m", "input": "what came before?", **body}).encode()
     caller = Caller(None if session is None else Session(session, parent), ends=ends)
     request = parse_body(RequestKind.RESPONSES, raw, caller=caller)
@@ -45,7 +45,7 @@ def served(
     response: str = "",
     tenant: str = "",
 ) -> RequestFacts:
-    """The whole request, as the filter tells of it."""
+    """Serve a whole request, with the calls of the filter."""
     facts = service.kv.gather(*request, cluster=service.cluster, tenant=tenant)
     service.kv.placed(facts, endpoint)
     service.kv.finished(facts, Result(endpoint, True, tokens, cached, completion_tokens=answer, response_id=response))

@@ -23,7 +23,7 @@ def body(*parts: dict[str, Any], text: str = TEXT, question: str = "What is this
 
 
 async def served(service: Service, asked: dict[str, Any], *, tokens: int, media: int | None, cached: int = 0) -> None:
-    """A request that engine A answers, counting so many tokens."""
+    """Serve a request at engine A, which counts `tokens`."""
     facts = await service.ask(parsed(RequestKind.CHAT, asked))
     service.kv.placed(facts, A)
     service.kv.finished(facts, Result(A, True, prompt_tokens=tokens, cached_tokens=cached, media_tokens=media))

@@ -197,7 +197,7 @@ def messages(*contents: Any, **fields: Any) -> tuple[InferenceRequest, bytes]:
 async def served(
     service: Service, request: tuple[InferenceRequest, bytes], *, prompt_tokens: int | None = None
 ) -> RequestFacts:
-    """A whole request that the engine counted so many tokens in, and what is asked after it."""
+    """Serve a whole request that the engine counted `prompt_tokens` in, and the queries after it."""
     facts = await service.ask(request)
     service.kv.placed(facts, A)
     service.kv.finished(facts, Result(A, True, prompt_tokens=prompt_tokens))

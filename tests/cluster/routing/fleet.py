@@ -27,7 +27,8 @@ def fleet(count: int) -> list[FakeCandidate]:
 def ask(
     prompt_tokens: int, held: Mapping[str, int | Overlap] = {}, *, hot: int = 0, blocks: Sequence[int] = ()
 ) -> PickRequest:
-    """A request whose leading tokens are held as given; a number means device memory. `blocks`: of 16 tokens each."""
+    """Return a request whose leading tokens are held as given; a number means device memory. `blocks`: of 16 tokens
+    each."""
     overlaps = {
         EndpointId(name): tokens if isinstance(tokens, Overlap) else Overlap(device_tokens=tokens)
         for name, tokens in held.items()
@@ -37,15 +38,15 @@ def ask(
 
 
 def place(policy: Policy, request: PickRequest, candidates: Sequence[Candidate], now: float = 0.0) -> Choice:
-    """What it chooses, taken as placed there; the loads stay as they are."""
+    """Choose and record the placement; the loads stay as they are."""
     choice = policy.choose(request, candidates, now)
     policy.placed(request, candidates, choice.index, now, choice=choice)
     return choice
 
 
 def live(candidate: FakeCandidate, blocks: Sequence[int], *, pending: int = 0, times: int = 1) -> None:
-    """Requests in flight with these prompt blocks, `pending` tokens of each still to prefill; live blocks are counted
-    there from now on."""
+    """Put requests in flight with these prompt blocks, `pending` tokens of each still to prefill; live blocks are
+    counted there from now on."""
     candidate.load.count_live_blocks(True)
     for _ in range(times):
         reservation = candidate.load.reserve(pending, 0, 0.0, blocks=blocks)
@@ -54,11 +55,11 @@ def live(candidate: FakeCandidate, blocks: Sequence[int], *, pending: int = 0, t
 
 
 def occupy(candidate: FakeCandidate, *, uncached: int = 0, cached: int = 0, times: int = 1) -> list[Reservation]:
-    """Requests in flight without a first token, placed at 0 s."""
+    """Put requests in flight without a first token, placed at 0 s."""
     return [candidate.load.reserve(uncached, cached, 0.0) for _ in range(times)]
 
 
 def decode(candidate: FakeCandidate, *, tokens: int, times: int = 1) -> None:
-    """Requests in flight that have their first token."""
+    """Put requests in flight that have their first token."""
     for _ in range(times):
         candidate.load.first_token(candidate.load.reserve(tokens, 0, 0.0), 0.0)

@@ -71,7 +71,7 @@ class TwinFleet:
         return list(ours), theirs
 
     def overdue_s(self, ledger: reference.Endpoint, name: str) -> float:
-        """What the reference takes for done of a step that should be over: the project takes nothing for done there."""
+        """Return the work that the reference counts as done of an overdue step; the project counts none."""
         head = [0.0] * 3
         for work in ledger.pend.values():
             head = [total + part for total, part in zip(head, work, strict=True)]

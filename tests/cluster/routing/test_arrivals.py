@@ -13,7 +13,7 @@ HERE, THERE = EndpointId("e0"), EndpointId("e1")
 
 
 def look(subject: ArrivalStats, wait_s: float, now: float) -> EndpointArrivals:
-    """The estimate of one endpoint, which stands from then on."""
+    """Return the estimate of one endpoint, which is in use from then on."""
     (past,) = estimated = subject.estimate([HERE], [wait_s], now)
     subject.update([HERE], estimated)
     return past

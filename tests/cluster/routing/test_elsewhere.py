@@ -34,7 +34,7 @@ class Routers:
         self.tell()
 
     def show(self, index: int, *, first_token: bool = True) -> None:
-        """The first token of one that waits, or its end without any."""
+        """Show the first token of a waiting request, or its end without any."""
         load, ours, all_of_them = self.pending.pop(index)
         for ledger, reservation in ((load, ours), (self.one, all_of_them)):
             if first_token:

@@ -31,7 +31,7 @@ class World:
         self.counted = Reading(self.counted.prefills + 1, self.counted.seconds + prefill_s)
 
     def read(self) -> list[Sample]:
-        """The samples of one reading."""
+        """Return the samples of one reading."""
         before = len(self.samples)
         self.ended.read_counters(self.counted, 1.0)
         return self.samples[before:]

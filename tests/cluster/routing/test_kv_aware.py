@@ -160,7 +160,7 @@ def keep_bound(subject: KvAware, candidate: FakeCandidate, requests: int, now: f
 
 
 def only(**weights: float) -> KvAwareSettings:
-    """The cost without what is not named."""
+    """Return settings with all weights 0 except these."""
     nothing = {"crowding": 0.0, "congestion": 0.0, "stall": 0.0, "foresight": 0.0}
     return KvAwareSettings.model_validate({**nothing, **weights})
 

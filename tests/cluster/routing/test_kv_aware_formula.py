@@ -26,7 +26,7 @@ def plain_wait_s(load: EndpointLoad, policy: KvAware, slowness: float, now: floa
 def plain_costs(
     policy: KvAware, facts: OverlapFacts, candidates: Sequence[FakeCandidate], now: float
 ) -> Sequence[float]:
-    """The formula of kv_aware's docstring, one endpoint after the other."""
+    """Return the formula of kv_aware's docstring, one endpoint after the other."""
     settings, prompt, hot = policy.settings, facts.prompt_tokens, min(facts.hot_tokens, facts.prompt_tokens)
     request_s, token_s, attention_s, _ = policy.speeds.seconds
     rho, arrivals_per_s = policy.utilisation.estimate_rates(now)

@@ -15,13 +15,13 @@ ONE: Features = (1.0, 100.0, 0.0, 0.0)
 def row(
     *, pending: Features = NO_WORK, busy_s: float = 0.0, shown_s: float = 0.0, prefilled: Features = NO_WORK
 ) -> LoadRow:
-    """What one router says: a request in flight for each that is pending."""
+    """Return one router's report: a request in flight for each that is pending."""
     return LoadRow(int(pending[0]), int(pending[1]), pending, busy_s, shown_s, prefilled)
 
 
 @pytest.fixture
 def load() -> EndpointLoad:
-    """A ledger that others share."""
+    """Return a ledger that others share."""
     found = EndpointLoad()
     found.remote_load = RemoteLoad(found)
     return found

@@ -19,7 +19,7 @@ FAST, SLOW = EndpointId("fast"), EndpointId("slow")
 
 
 def teach(model: SpeedModel, endpoint: EndpointId, factor: float, *, samples: int, start: float = 0.0) -> float:
-    """Shows the model true samples of one endpoint; the time afterwards."""
+    """Show the model true samples of one endpoint; returns the time afterwards."""
     rng, now = Random(7), start
     for _ in range(samples):
         work = features_of(rng.randrange(50, 20_000), rng.choice([0, 4000, 60_000]))
@@ -184,7 +184,7 @@ def test_onboarding_prices_are_bounded_in_number() -> None:
 
 
 def learned() -> tuple[SpeedModel, float]:
-    """A model of two endpoints, one of them slow and with lower tiers."""
+    """Return a model of two endpoints, one of them slow and with lower tiers."""
     model = SpeedModel()
     now = teach(model, FAST, 1.0, samples=50)
     now = teach(model, SLOW, 3.0, samples=50, start=now)

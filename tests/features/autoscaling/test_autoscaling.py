@@ -13,7 +13,7 @@ from tests.cluster.conftest import Bench, MakeCluster
 
 
 def scaling_of(bench: Bench) -> Autoscaling:
-    """The feature's observer of the cluster."""
+    """Return the feature's observer of the cluster."""
     (found,) = [one for one in bench.cluster.observers if isinstance(one, Autoscaling)]
     return found
 

@@ -67,7 +67,7 @@ class FakeEtcd:
 
 @pytest.fixture
 async def etcd() -> AsyncIterator[tuple[FakeEtcd, dict[str, object]]]:
-    """A fake one, and the settings of a discovery that asks it."""
+    """Yield a fake one, and the settings of a discovery that asks it."""
     fake = FakeEtcd()
     async with serve(fake) as url:
         yield fake, {"etcd": {"urls": [url], "prefix": "/e/"}}

@@ -126,7 +126,7 @@ class Node:
         self.bus.send(self, payload, to)
 
     def begin(self, endpoint: EndpointId, *blocks: int, tokens: int = 100) -> Request:
-        """A request goes there."""
+        """Begin a request there."""
         indexes = self.cluster.indexes
         assert indexes is not None
         entry = indexes.route(endpoint, indexes.approximate.locate(chain(*blocks)))
@@ -134,7 +134,7 @@ class Node:
         return Request(endpoint, entry, reservation)
 
     def end(self, request: Request, *, prefilled: bool = True) -> None:
-        """It is over."""
+        """End a request."""
         load, indexes = self.cluster.ledgers[request.endpoint], self.cluster.indexes
         assert indexes is not None
         if prefilled:
@@ -143,11 +143,11 @@ class Node:
         indexes.settle_entry(request.entry, prefilled=prefilled)
 
     def flush(self) -> None:
-        """What happened is told."""
+        """Send the changes."""
         self.peers.publish(self.now)
 
     def beat(self) -> None:
-        """A heartbeat."""
+        """Send a heartbeat."""
         self.flush()
         self.peers.beat(self.now)
         self.peers.look(self.now)
@@ -214,7 +214,7 @@ def pair(*, skew_s: float = 0.0) -> tuple[Bus, Node, Node]:
 
 
 def join_third(bus: Bus) -> Node:
-    """A third one that has asked one of two for everything."""
+    """Join a third one that has requested the state of one of two."""
     three = Node(bus, "three")
     three.peers.join(three.now)
     bus.deliver()
@@ -252,7 +252,7 @@ class Deciding:
         return await self._running.client.post("/v1/chat/completions", json=chat(text), headers=headers)
 
     def spent(self) -> float:
-        """Requests that are missing in its rate limit's buckets."""
+        """Return requests that are missing in its rate limit's buckets."""
         table = self.sync._world.limits["rate_limit"]
         return sum(amount for _, _, amount in table.missing(self.proxy.clock()))
 

@@ -39,7 +39,7 @@ def beat_of(node: Node, seq: int | None = None) -> Heartbeat:
 
 
 def plant(node: Node, message: wire.Message) -> None:
-    """A client sends this in another's name."""
+    """Send a message of a client in another's name."""
     node.peers.receive(message, 100, node.now)
 
 
@@ -218,7 +218,7 @@ async def test_a_store_that_refuses_messages_is_away(
 
 @asynccontextmanager
 async def redis_of(tmp_path: Path, *acl: str) -> AsyncIterator[tuple[RedisLink, Any]]:
-    """A link to a real server, and a client of it."""
+    """Yield a link to a real server, and a client of it."""
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server")
     from redis.asyncio import Redis

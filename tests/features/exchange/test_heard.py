@@ -48,7 +48,7 @@ class Hearing:
         return self.one.sync.peers.known[OTHER.place].heard
 
     def hear(self, *said: Delta) -> None:
-        """The next batch."""
+        """Apply the next batch."""
         self._seq += 1
         self.one.sync._heard(encode(Batch(OTHER, self._seq, 0.0, list(said), [])), store=False)
         assert self.one.metric("kvproxy_sync_messages_total", result="failed") == 0

@@ -302,7 +302,7 @@ class Memory(Echo):
 
 @contextlib.asynccontextmanager
 async def keeping(one: Deciding, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """It keeps what would be lost there."""
+    """Keep the state in the store during the block."""
     for pause in ("KEEP_EVERY_S", "RECALL_S"):
         monkeypatch.setattr(snapshot, pause, 0.001)
     task = asyncio.create_task(one.sync._handover.keep_in(memory, one.sync))

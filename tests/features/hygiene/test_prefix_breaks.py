@@ -28,7 +28,7 @@ BLOCK = 64  # bytes, of four a token
 
 
 def rendered(body: Body, *, keeps_header: bool) -> bytes:
-    """What an engine makes of it: tools, system, messages; marks and (mostly) the header left out."""
+    """Render a body as an engine does: tools, system, messages; marks and (mostly) the header left out."""
     system = [
         one for one in body.get("system", ()) if keeps_header or not one["text"].startswith("x-anthropic-billing")
     ]
@@ -74,7 +74,7 @@ class World:
         self, body: Body, *, at: EndpointId = A, session: str | None = "s", client: str = "", tenant: str = "",
         counts: bool = True, **fields: Any,
     ) -> PrefixBreak | None:  # fmt: skip
-        """A whole request; what it broke."""
+        """Send a whole request; returns its break."""
         with self.under_way(body, at=at, session=session, client=client, tenant=tenant, counts=counts, **fields) as end:
             self.clock.advance(1.0)
         return end[0]
@@ -84,7 +84,7 @@ class World:
         self, body: Body, *, at: EndpointId = A, session: str | None = "s", client: str = "", tenant: str = "",
         counts: bool = True, prefilled: bool = True, kind: RequestKind = MESSAGES, **fields: Any,
     ) -> Iterator[list[PrefixBreak | None]]:  # fmt: skip
-        """A request between its pick and its end; what it broke is there after it."""
+        """Keep a request between its pick and its end; its break is there afterwards."""
         raw = json.dumps(body).encode()
         parsed = parse_body(kind, raw)
         assert parsed is not None

@@ -32,7 +32,8 @@ def tool(name: str, description: str = "") -> Body:
 
 
 def agent(turns: int, **changes: Any) -> Body:
-    """A coding agent's prompt after so many turns: tools, three system blocks, messages by user and assistant."""
+    """Return a coding agent's prompt after so many turns: tools, three system blocks, messages by user and
+    assistant."""
     messages = []
     for turn in range(turns):
         messages.append({"role": "user", "content": words(f"ask{turn}-")})
@@ -61,7 +62,7 @@ class Conversations:
         return self.sessions.use(("", "s"))
 
     def send(self, body: Body, *, model: str = "m") -> Change | None:
-        """The prompt is over; what it broke."""
+        """Send a prompt to its end; returns the change."""
         request = parse_body(self._kind, json.dumps(body).encode())
         assert request is not None
         seed = sum(model.encode())
@@ -83,7 +84,7 @@ class Conversations:
 
 
 def edited(body: Body, path: str, change: Callable[[Any], Any]) -> Body:
-    """The body with one value, named as `system.0.text`, changed."""
+    """Return the body with one value, named as `system.0.text`, changed."""
     copy = json.loads(json.dumps(body))
     at, names = copy, path.split(".")
     for name in names[:-1]:
@@ -345,7 +346,7 @@ def test_what_breaks_nothing_is_not_reported(case: str) -> None:
 
 
 def sub_agent(number: int, turns: int) -> Body:
-    """A conversation that begins as all of its session do."""
+    """Return a conversation that begins as all of its session do."""
     own = [{"role": "user", "content": words(f"{number}-{turn}-")} for turn in range(turns)]
     return {**agent(0), "messages": [*agent(1)["messages"], *own]}
 

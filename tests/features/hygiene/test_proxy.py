@@ -32,7 +32,7 @@ HEADERS = {"x-claude-code-session-id": "5e55", "user-agent": "claude-cli/2.1.90 
 
 
 async def reuses_nothing(engine: FakeEngine, call: Call, send: Send) -> None:
-    """A whole prefill of every prompt."""
+    """Answer every prompt with a whole prefill."""
     tokens = len(call.body) // 4
     usage = {"input_tokens": tokens, "output_tokens": 1, "cache_read_input_tokens": 0}
     await reply(send, 200, json.dumps({"type": "message", "content": [], "usage": usage}).encode())
@@ -40,7 +40,7 @@ async def reuses_nothing(engine: FakeEngine, call: Call, send: Send) -> None:
 
 @pytest.fixture
 async def broken(tmp_path: Path) -> AsyncIterator[RunningProxy]:
-    """A proxy that has served a session whose system prompt tells the time."""
+    """Yield a proxy that has served a session whose system prompt has the time."""
     receipts = {"path": str(tmp_path / "receipts.jsonl")}
     async with (
         serve(FakeEngine("a", reuses_nothing)) as url,
@@ -55,7 +55,7 @@ async def broken(tmp_path: Path) -> AsyncIterator[RunningProxy]:
 
 
 async def shown(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command prints, beside the proxy's own loop."""
+    """Return a command's output, beside the proxy's own loop."""
     assert await asyncio.to_thread(main, command) == 0
     return " ".join(capsys.readouterr().out.split())
 

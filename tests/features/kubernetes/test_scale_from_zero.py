@@ -20,7 +20,7 @@ from tests.support.until import until
 
 @asynccontextmanager
 async def behind_kubernetes(queue: Mapping[str, Any]) -> AsyncIterator[tuple[FakeKubernetes, RunningProxy]]:
-    """A proxy whose only source is a service without pods."""
+    """Yield a proxy whose only source is a service without pods."""
     fake = FakeKubernetes()
     async with serve(fake) as api:
         kubernetes = {"service": "vllm", "namespace": "models", "api": {"url": api}}
@@ -35,7 +35,7 @@ def ask(proxy: RunningProxy, words: int = 20_000) -> asyncio.Task[httpx.Response
 
 
 def start_pod(fake: FakeKubernetes, url: str) -> None:
-    """What a scaler's new pod looks like, once it is ready."""
+    """Add a scaler's new pod that is ready."""
     parts = urlsplit(url)
     ports = (("http", parts.port or 0),)
     fake.put(SLICES, slice_of("s1", member("vllm-0", parts.hostname or ""), ports=ports))

@@ -31,7 +31,7 @@ _FORBIDDEN = 'pods is forbidden: User "system:serviceaccount:default:kvproxy" ca
 
 @pytest.fixture
 async def api() -> AsyncIterator[tuple[FakeKubernetes, dict[str, str]]]:
-    """The API server, and where it is."""
+    """Yield the API server, and where it is."""
     fake = FakeKubernetes()
     async with serve(fake) as url:
         yield fake, {"url": url}

@@ -122,7 +122,7 @@ def test_a_piece_that_is_written_oddly_is_not_replaced() -> None:
 
 
 async def usage(engine: FakeEngine, call: Call, send: Send) -> None:
-    """An answer that counts."""
+    """Answer with token counts."""
     counted = {"input_tokens": 10, "output_tokens": 1, "cache_read_input_tokens": 90}
     await reply(send, 200, json.dumps({"type": "message", "content": [], "usage": counted}).encode())
 
@@ -174,12 +174,12 @@ def test_filters_behind_it_see_the_length_of_what_is_there() -> None:
 
 
 async def nothing() -> Message:
-    """A client that says nothing more."""
+    """Fail: this client sends nothing more."""
     raise AssertionError
 
 
 async def ignore(message: Message) -> None:
-    """A client that takes everything."""
+    """Take every message."""
 
 
 async def send(proxy: RunningProxy, body: bytes, path: str = "/v1/messages", session: str = "s") -> None:
@@ -248,7 +248,7 @@ async def test_an_engine_that_reuses_more_of_sorted_tools_settles_it(caplog: pyt
 
 
 def trial_of(gain: float, sessions: int, *, turns: int = 8, share: float = 0.2, seed: int = 1) -> tuple[Trial, int]:
-    """A trial on sessions of mixed fortunes, and after how many it was settled."""
+    """Return a trial on sessions of mixed fortunes, and after how many it was settled."""
     rng = random.Random(seed)
     trial = Trial(share=share, seed=rng.getrandbits(64))
     for number in range(sessions):

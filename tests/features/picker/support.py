@@ -36,7 +36,7 @@ class Picker:
     channel: grpc.aio.Channel
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample's value; 0 when it was never counted."""
+        """Return a sample's value; 0 when it was never counted."""
         return self.proxy.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def in_flight(self) -> dict[EndpointId, int]:
@@ -44,12 +44,12 @@ class Picker:
         return {each.id: each.load.in_flight for each in self.proxy.clusters["default"].endpoints}
 
     def ask(self, **options: Any) -> Envoy:
-        """A new stream."""
+        """Return a new stream."""
         return Envoy(begin_stream(self.channel), **options)
 
 
 def begin_stream(channel: grpc.aio.Channel, **options: Any) -> Any:
-    """A call of the external processor."""
+    """Return a call of the external processor."""
     method = channel.stream_stream(
         PROCESS,
         request_serializer=ProcessingRequest.SerializeToString,
@@ -75,7 +75,7 @@ async def running_picker(*, picker: Mapping[str, Any] | None = None, **config: A
 
 
 def chat(content: str = "hello " * 300, **fields: Any) -> bytes:
-    """The body of a chat request."""
+    """Return the body of a chat request."""
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], **fields}).encode()
 
 
@@ -96,7 +96,7 @@ class Envoy:
             await self.call.write(ProcessingRequest(**fields))
 
     async def hear(self) -> Message:
-        """The next answer."""
+        """Return the next answer."""
         async with asyncio.timeout(LIMIT_S):
             answer = await self.call.read()
         assert answer is not grpc.aio.EOF, await self.status()
@@ -108,7 +108,7 @@ class Envoy:
             return (await self.call.code()).name, await self.call.details()
 
     async def say_headers(self, *, path: str = PATH, method: str = "POST", ended: bool = False) -> None:
-        """The request's."""
+        """Send the request's headers."""
         context = {}
         if self.subset is not None:
             named = ListValue(values=[Value(string_value=each) for each in self.subset])
@@ -123,11 +123,11 @@ class Envoy:
         )
 
     async def say_body(self, body: bytes, *, ended: bool = True) -> None:
-        """The request's, or a piece of it."""
+        """Send the request's body, or a piece of it."""
         await self.say(request_body={"body": body, "end_of_stream": ended})
 
     async def pick(self, body: bytes | None = None) -> Message:
-        """The whole first half: headers, body, and the answer that names the endpoint (or refuses)."""
+        """Send the whole first half: headers, body; returns the answer that names the endpoint (or refuses)."""
         body = chat() if body is None else body
         await self.say_headers()
         if self.request_mode == BodyMode.BUFFERED:
@@ -141,7 +141,7 @@ class Envoy:
     async def answer(
         self, *, status: int = 200, served: str | None = None, details: str = "", ended: bool = False, **headers: str
     ) -> Message:
-        """The response's headers, from the chosen endpoint unless it says otherwise."""
+        """Send the response's headers, from the chosen endpoint unless given."""
         served = self.chosen if served is None else served
         attributes = {name: Value(string_value=value) for name, value in
                       (("upstream.address", served), ("response.code_details", details)) if value}  # fmt: skip
@@ -153,12 +153,12 @@ class Envoy:
         return await self.hear()
 
     async def say_piece(self, piece: bytes, *, ended: bool = False) -> Message:
-        """A piece of the response's body."""
+        """Send a piece of the response's body."""
         await self.say(response_body={"body": piece, "end_of_stream": ended})
         return await self.hear()
 
     async def finish(self) -> tuple[str, str]:
-        """The request is over."""
+        """End the request."""
         await self.call.done_writing()
         return await self.status()
 

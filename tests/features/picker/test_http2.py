@@ -26,7 +26,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def block(**headers: str) -> bytes:
-    """A header block."""
+    """Return a header block."""
     encoded: bytes = Encoder().encode({":method": "POST", ":path": "/x", **headers})
     return encoded
 
@@ -62,21 +62,21 @@ class Peer:
         self.writer.write(b"".join(frames))
 
     async def hear(self) -> tuple[int, int, int, bytes]:
-        """The next frame: kind, flags, stream, payload."""
+        """Return the next frame: kind, flags, stream, payload."""
         async with asyncio.timeout(30):
             head = await self.reader.readexactly(9)
             payload = await self.reader.readexactly(int.from_bytes(head[:3], "big"))
         return head[3], head[4], int.from_bytes(head[5:], "big"), payload
 
     async def hear_of(self, kind: int) -> tuple[int, int, bytes]:
-        """The next frame of this kind: flags, stream, payload."""
+        """Return the next frame of this kind: flags, stream, payload."""
         while True:
             found, flags, stream, payload = await self.hear()
             if found == kind:
                 return flags, stream, payload
 
     async def end(self) -> int:
-        """The code with which the connection ends."""
+        """Return the code with which the connection ends."""
         _, _, payload = await self.hear_of(GOAWAY)
         async with asyncio.timeout(30):
             while await self.reader.read(65536):

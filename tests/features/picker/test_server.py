@@ -27,7 +27,7 @@ from tests.support.until import until
 
 
 async def health(channel: grpc.aio.Channel, service: str) -> str:
-    """What it says of itself."""
+    """Return its health status."""
     answer = await HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=30)
     return HealthCheckResponse.ServingStatus.Name(answer.status)
 

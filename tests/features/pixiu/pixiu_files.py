@@ -127,7 +127,7 @@ def sample() -> dict[str, Any]:
 
 
 def small(*, http_filters: list[Any] | None = None, cluster: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The least that loads, with the given filters before the proxy and the given cluster settings."""
+    """Return the least that loads, with the given filters before the proxy and the given cluster settings."""
     manager = {
         "route_config": {"routes": [{"match": {"prefix": "/"}, "route": {"cluster": "c"}}]},
         "http_filters": [*(http_filters or []), {"name": "dgp.filter.llm.proxy"}],
@@ -147,7 +147,7 @@ def small(*, http_filters: list[Any] | None = None, cluster: dict[str, Any] | No
 
 
 def manager_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """The connection manager's settings of `small()` or `sample()`."""
+    """Return the connection manager's settings of `small()` or `sample()`."""
     filters = raw["static_resources"]["listeners"][0]["filter_chains"]["filters"]
     settings: dict[str, Any] = filters[0]["config"]
     return settings

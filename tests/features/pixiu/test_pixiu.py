@@ -29,7 +29,7 @@ def listener(raw: dict[str, Any]) -> Any:
 
 
 def first(raw: dict[str, Any]) -> Any:
-    """The first cluster."""
+    """Return the first cluster."""
     return static(raw)["clusters"][0]
 
 

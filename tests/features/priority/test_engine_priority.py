@@ -64,7 +64,7 @@ def test_a_lull_does_not_switch_it_off_at_once() -> None:
 
 
 def settled(mode: EnginePriorityMode, order: Callable[[int, int], int]) -> EndpointPriority:
-    """An engine with one slot and an order of number and arrival, that the experiment has made up its mind about."""
+    """Return an engine with one slot and an order of number and arrival, for which the experiment has ended."""
     load = EndpointLoad()
     told = engine(mode, load)
     waiting: list[tuple[int, int, object]] = []

@@ -25,7 +25,8 @@ Order = Callable[[Request], float]
 
 
 def play(order: Order, seed: int, *, requests: int = 4000, load: float = 0.95, slots: int = 1) -> PriorityTrial:
-    """An engine that prefills one request after the other, by `order`, and a router that runs the trial on it."""
+    """Return an engine that prefills one request after the other, by `order`, and a router that runs the trial on
+    it."""
     rng = random.Random(seed)
     trial = PriorityTrial(random.Random(seed + 1))
     waiting: list[Request] = []

@@ -36,13 +36,13 @@ REQUESTS = {
 
 @contextlib.asynccontextmanager
 async def one_engine(engine: FakeEngine, **config: Any) -> AsyncIterator[RunningProxy]:
-    """A proxy in front of it."""
+    """Yield a proxy in front of it."""
     async with serve(engine) as url, running_proxy({"a": url}, **config) as proxy:
         yield proxy
 
 
 def sent(call: Call) -> dict[str, Any]:
-    """The body an engine got, in which nothing may stand twice."""
+    """Return the body an engine got, in which nothing may stand twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         assert len({name for name, _ in pairs}) == len(pairs)
@@ -53,7 +53,7 @@ def sent(call: Call) -> dict[str, Any]:
 
 
 def state(proxy: RunningProxy, name: str = "a") -> str:
-    """What is known of an engine."""
+    """Return the finding about an engine."""
     endpoints = {str(each.id): each for each in proxy.proxy.clusters["default"].endpoints}
     return known_of(endpoints[name]).state.value
 

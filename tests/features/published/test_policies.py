@@ -66,7 +66,7 @@ def test_prefix_affinity_ignores_a_short_match() -> None:
 
 
 def dynamo_costs(request: PickRequest, candidates: Sequence[FakeCandidate], **settings: float) -> Sequence[float]:
-    """What each candidate costs, in blocks of 16 tokens."""
+    """Return each candidate's cost, in blocks of 16 tokens."""
     for candidate in candidates:
         candidate.load.count_live_blocks(True)
     policy = Dynamo(rng=Random(1), settings=DynamoSettings(**settings))  # type: ignore[arg-type]

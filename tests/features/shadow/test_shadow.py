@@ -53,14 +53,14 @@ class Faulty(Policy):
 
 
 def shadowed(bench: Bench, policy: Faulty) -> Shadow:
-    """Puts that policy behind the cluster, in place of the shadow it has."""
+    """Put that policy behind the cluster, in place of the shadow it has."""
     shade = Shadow(policy, name="faulty", cluster="c", metrics=bench.metrics)
     bench.cluster.policies._silent = (shade,)
     return shade
 
 
 def shadow_of(bench: Bench) -> Shadow | None:
-    """The shadow that the cluster's settings ask for."""
+    """Return the shadow that the cluster's settings ask for."""
     found = next(iter(bench.cluster.policies.silent.values()), None)
     assert found is None or isinstance(found, Shadow)
     return found

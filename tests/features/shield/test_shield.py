@@ -29,7 +29,7 @@ CHAIN = ["request_id", "inference_request", "router"]
 async def shielded(
     *versions: str, shield: str = "refuse", **config: Any
 ) -> AsyncIterator[tuple[RunningProxy, list[FakeEngine]]]:
-    """A proxy in front of engines of these versions ("": not reported)."""
+    """Yield a proxy in front of engines of these versions ("": not reported)."""
     engines = [FakeEngine(f"e{number}", version=version) for number, version in enumerate(versions)]
     async with contextlib.AsyncExitStack() as stack:
         urls = {engine.name: await stack.enter_async_context(serve(engine)) for engine in engines}
@@ -161,7 +161,7 @@ async def test_off_asks_and_does_nothing() -> None:
 
 
 async def versions_of(proxy: RunningProxy) -> None:
-    """What the background does a second after the start."""
+    """Query the versions as the background does a second after the start."""
     shield = next(one for one in proxy.proxy.generations.current.chain.steps if isinstance(one, ShieldFilter))  # type: ignore[attr-defined]
     await shield._versions.ask()
 

@@ -42,7 +42,7 @@ def keeping(path: Path, **more: Any) -> KvCacheSettings:
 async def life(
     path: Path, cluster: Cluster | None = None, *, wall: FakeClock = WALL, **more: Any
 ) -> AsyncIterator[Service]:
-    """A service from its start to its graceful end."""
+    """Run a service from its start to its graceful end."""
     cluster = cluster or cluster_of(URLS, policy="kv_aware")
     async with running(keeping(path, **more), cluster, wall_clock=wall) as service:
         yield service
@@ -56,7 +56,7 @@ async def first_life(path: Path, **more: Any) -> None:
 
 
 async def matched(service: Service, content: str = TURN) -> set[str]:
-    """The endpoints believed to hold this chat."""
+    """Return the endpoints believed to hold this chat."""
     return set((await service.ask(chat(content))).overlaps.by_endpoint)
 
 
@@ -425,7 +425,7 @@ async def test_a_service_that_follows_another_is_not_filled_again(tmp_path: Path
 
 
 def showing(started_at: float) -> Fake:
-    """An engine whose metrics say when it began."""
+    """Return an engine whose metrics have its start time."""
     return engine(metrics=lambda _: f"process_start_time_seconds {started_at}\n".encode())
 
 

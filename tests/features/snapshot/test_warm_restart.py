@@ -28,7 +28,7 @@ SAID, MORE = long_text("w", 300), long_text("x", 60)
 
 @contextlib.asynccontextmanager
 async def life(place: Place, path: Path | None, **kvcache: Any) -> AsyncIterator[RunningProxy]:
-    """A proxy from its start to its graceful end; it keeps its snapshot at `path`."""
+    """Run a proxy from its start to its graceful end; it keeps its snapshot at `path`."""
     chosen = {"engine_metrics_interval": 0, "snapshot": {"path": "" if path is None else str(path)}, **kvcache}
     filters = ["inference_request", {"kvcache": chosen}, "router"]
     async with running_proxy(place.engines, policy="kv_aware", filters=filters) as proxy:
@@ -49,7 +49,7 @@ def counted(proxy: RunningProxy, name: str, **labels: str) -> float:
 
 
 async def ask(client: httpx.AsyncClient, *contents: str) -> tuple[str, dict[str, Any], str]:
-    """A chat's turn: which engine served it, its usage, and the decision."""
+    """Send a chat's turn; returns the engine that served it, its usage, and the decision."""
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
     body = {"model": "tiny", "messages": messages, "max_tokens": 1}

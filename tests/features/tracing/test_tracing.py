@@ -68,7 +68,7 @@ LOOKED_ON = {"policy": "round_robin", "client_policies": ["kv_aware"]}
 
 @contextlib.asynccontextmanager
 async def traced(*engines: FakeEngine, sampler: Sampler | None = None, **config: Any) -> AsyncIterator[Traced]:
-    """The whole proxy in front of these engines, tried in this order, behind the filter."""
+    """Yield the whole proxy in front of these engines, tried in this order, behind the filter."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider(sampler=sampler or ParentBased(ALWAYS_ON), shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -48,14 +48,14 @@ class Stage:
         return len(queue)
 
     async def ask(self, text: str) -> asyncio.Task[httpx.Response]:
-        """A request that waits."""
+        """Send a request that waits."""
         before = self.queue
         task = self.send(text)
         await until(lambda: self.queue == before + 1)
         return task
 
     def send(self, text: str) -> asyncio.Task[httpx.Response]:
-        """A request."""
+        """Send a request."""
         task = asyncio.create_task(self.proxy.client.post("/v1/chat/completions", json=body(text)))
         self.asked.append(task)
         return task
@@ -73,12 +73,12 @@ class Stage:
         return target.load.pending_tokens
 
     async def finish(self) -> list[httpx.Response]:
-        """The engine goes on, and all is answered."""
+        """Let the engine go on, and return all answers."""
         self.go_on.set()
         return await asyncio.gather(*self.asked)
 
     def result(self, result: str) -> float:
-        """Requests for which a copy ended so."""
+        """Return requests for which a copy ended so."""
         return self.proxy.metric("kvproxy_kvcache_transfers_on_demand_total", result=result)
 
 
@@ -100,7 +100,7 @@ def moved(asked: dict[str, Any]) -> dict[str, Any]:
 async def stage(
     service: Fake, receipts: Path | None = None, *, busy: bool = True, **transfers: Any
 ) -> AsyncIterator[Stage]:
-    """The proxy with both engines, one of them `busy` with a long prompt."""
+    """Yield the proxy with both engines, one of them `busy` with a long prompt."""
     go_on = asyncio.Event()
 
     async def answer(_: dict[str, Any]) -> dict[str, Any]:
@@ -305,7 +305,8 @@ LONG_HELD = 59_904
 
 
 def long_held_by_a(tokens: list[int]) -> dict[str, Any]:
-    """A prompt that takes many seconds to compute: no test's machine is so slow that its copy is not worth a wait."""
+    """Return a prompt that takes many seconds to compute: no test's machine is so slow that its copy is not worth a
+    wait."""
     return {"a": ["LocalCPUBackend", LONG_HELD]} if len(tokens) > LONG_HELD else {}
 
 

@@ -60,7 +60,7 @@ def published(blocks: int) -> Overlap:
 
 
 def asked(**held: Overlap) -> PickRequest:
-    """A prompt of 10,000 tokens; what endpoints hold by their name."""
+    """Return a prompt of 10,000 tokens; what endpoints hold by their name."""
     names = {"a": A, "b": B, "c": C}
     return PickRequest(facts=OverlapFacts(10_000, {names[name]: overlap for name, overlap in held.items()}))
 
@@ -109,7 +109,7 @@ def test_what_is_not_offered(plan: LinkPlan, held: Overlap) -> None:
 
 
 def displaced_s(held: int, copied: int) -> float:
-    """What the memory that a copy takes is worth: a share of the prefill it saves."""
+    """Return the worth of a copy's memory: a share of the prefill it saves."""
     uncached = [10_000 - blocks * BLOCK for blocks in (held, copied)]
     before, after = (prefill_s(one, 10_000 - one, 0.0, SPEEDS.seconds) for one in uncached)
     return DISPLACES * (before - after)
@@ -140,7 +140,7 @@ def test_a_copy_that_is_over_in_time_costs_the_link_alone() -> None:
 
 
 def compute(engine: Engine, blocks: list[int]) -> None:
-    """The engine holds them."""
+    """Store the blocks in the engine."""
     cache: BlockCache = engine._own
     taken = cache.allocate(len(blocks))
     cache.store(taken, BlockStored(tuple(blocks), None))

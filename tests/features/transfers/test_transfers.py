@@ -49,7 +49,7 @@ def tokens_of(*contents: str) -> list[int]:
 async def prepared(
     app: CoordinatorApp | ControllerApp | Fake, clock: FakeClock, **changes: Any
 ) -> AsyncIterator[tuple[Service, Transfers]]:
-    """A service with transfers, by this LMCache."""
+    """Yield a service with transfers, by this LMCache."""
     given = {"on_demand": True, **changes.pop("transfers", {})}
     async with serve(app) as url:
         more = {
@@ -68,7 +68,7 @@ async def prepared(
 
 
 async def copy(service: Service, transfers: Transfers, source: str = "") -> bool:
-    """The prompt is to be copied to `b`, and all that comes of it; whether it was begun."""
+    """Copy the prompt to `b` to the end; returns whether it was begun."""
     tokens = array("I", tokens_of(TEXT))
     prefix = KnownPrefix(1, "m", "", deque(), 1, tokens)
     target = service.cluster.find_endpoint(B)

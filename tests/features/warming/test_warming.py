@@ -58,7 +58,7 @@ class SteppingClock(FakeClock):
 
 @contextlib.asynccontextmanager
 async def warming(a: Engine, b: Engine, clock: FakeClock, **changes: Any) -> AsyncIterator[Service]:
-    """A service whose endpoint `a` was asked for one system prompt by four sessions."""
+    """Yield a service whose endpoint `a` was asked for one system prompt by four sessions."""
     given = {"enabled": True, "uses_per_replica": 2, **changes.pop("warming", {})}
     strategy = {"hot_content_threshold": 3, **changes.pop("cache_strategy", {})}
     more = {"warming": given, "cache_strategy": strategy, "kv_events": True, **changes}
@@ -71,7 +71,7 @@ async def warming(a: Engine, b: Engine, clock: FakeClock, **changes: Any) -> Asy
 
 
 def warming_of(service: Service) -> Warming:
-    """The observer of a service that warms by itself."""
+    """Return the observer of a service that warms by itself."""
     found = service.kv.observers.find(Warming)
     assert found is not None
     return found

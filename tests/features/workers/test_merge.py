@@ -11,7 +11,7 @@ from kvproxy.operate.merge import merge_events, merge_findings, merge_histories
 
 
 def endpoint(name: str, **more: Any) -> dict[str, Any]:
-    """What a worker says of one."""
+    """Return a worker's report of an endpoint."""
     return {"cluster": "c", "id": name, "condition": "up", "in_flight": 1, "engine": None, "cache": None, **more}
 
 

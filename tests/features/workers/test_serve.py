@@ -27,7 +27,7 @@ _SERVES = re.compile(r"worker (\d) serves \(pid (\d+)\)")
 
 
 def workers_of(kvproxy: KvproxyProcess) -> dict[int, int]:
-    """The latest pid of each worker."""
+    """Return the latest pid of each worker."""
     return {int(found[1]): int(found[2]) for line in kvproxy.lines if (found := _SERVES.search(line))}
 
 

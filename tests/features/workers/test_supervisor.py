@@ -118,7 +118,7 @@ async def test_a_worker_that_says_nothing_any_more_is_killed_and_started_again(
 
 @pytest.fixture
 async def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Supervisor]:
-    """A running one, of whose two workers none comes to serve in time until there is a file `allowed`."""
+    """Yield a running one, of whose two workers none comes to serve in time until there is a file `allowed`."""
     monkeypatch.setattr(process_module, "BEAT_S", 0.01)
     monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.01)
     config = CONFIG.model_copy(update={"worker_start_timeout": 0.2})

@@ -47,14 +47,14 @@ class Together:
     clients: list[httpx.AsyncClient]
 
     async def live(self) -> dict[str, Any]:
-        """What the page shows."""
+        """Return the contents of the page."""
         answer = await self.admin.get("/live")
         assert answer.status_code == 200, answer.text
         data: dict[str, Any] = answer.json()
         return data
 
     async def metric(self, series: str) -> float:
-        """A sample of the one page; 0: it is not there."""
+        """Return a sample of the one page; 0: it is not there."""
         lines = (await self.admin.get("/metrics")).text.splitlines()
         return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{series} ")), 0.0)
 

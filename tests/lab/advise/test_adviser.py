@@ -63,7 +63,7 @@ def advise(
     path: Path | None, *, engines: Sequence[EngineSettingsSeen] | None = None, budget_s: float = 0.0, now: float = NOW,
     clock: Clock = lambda: 0.0, **changes: Any,
 ) -> tuple[list[PoolAdvice], str]:  # fmt: skip
-    """The advice, and all of its text on one line. The clock of the budget stands still unless said otherwise."""
+    """Return the advice, and all of its text on one line. The clock of the budget stands still by default."""
     adviser = Adviser(
         config(**changes), both() if engines is None else engines, path, budget_s, now, io.StringIO(), clock
     )

@@ -39,7 +39,7 @@ GOOD = replace(
 
 @asynccontextmanager
 async def fleet(settings: VllmSettings, receipts: Path) -> AsyncIterator[tuple[RunningProxy, dict[str, Any]]]:
-    """A proxy that writes receipts, and its configuration."""
+    """Yield a proxy that writes receipts, and its configuration."""
     async with cluster({"a": settings, "b": settings}, controller=None) as engines:
         config = {
             "policy": "kv_aware",
@@ -65,7 +65,7 @@ async def talk(proxy: RunningProxy) -> None:
 
 
 async def run_adviser(config: dict[str, Any], folder: Path, **options: Any) -> tuple[int, str]:
-    """The command, beside the engines that this loop serves: its status and output."""
+    """Return the command, beside the engines that this loop serves: its status and output."""
     file = folder / "config.yaml"
     file.write_text(json.dumps(config))
     out = io.StringIO()

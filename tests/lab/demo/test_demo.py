@@ -20,7 +20,7 @@ from tests.support.until import until_says
 
 
 async def _until_a_trickle(page: str) -> None:
-    """The page is printed before the proxy's own address, has the demo's requests, and more come."""
+    """Wait until the page is printed before the proxy's own address, has the demo's requests, and more come."""
     async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
         assert "<html" in (await client.get(page)).text
         first = (await client.get(f"{page}/decisions")).json()["decisions"]

@@ -11,7 +11,7 @@ NOTHING = summarize_outcomes([], 1)
 
 
 def row(tokens: int, *, failed: int = 0, hit_rate: float = 0.9, ttft_s: float = 0.1) -> Row:
-    """What a cache of this size made of it."""
+    """Return the result of a cache of this size."""
     return Row(tokens / 100, tokens, replace(NOTHING, failed=failed, hit_rate=hit_rate, ttft_mean_s=ttft_s), [ttft_s])
 
 

@@ -30,7 +30,7 @@ def candidate(endpoint: EndpointId, pending_tokens: int = 0) -> ReceiptCandidate
 
 
 def receipt(number: int, endpoint: EndpointId, *candidates: ReceiptCandidate, **fields: object) -> Receipt:
-    """A streamed request each second, of 1000 tokens at 1000 tokens a second, of which `a` holds 900."""
+    """Return a streamed request each second, of 1000 tokens at 1000 tokens a second, of which `a` holds 900."""
     attempt = Attempt(0.0, endpoint, "round_robin", "round_robin", candidates)
     known: dict[str, object] = {
         "end": "completed", "stream": True, "prompt_tokens": 1000, "facts": {A: Overlap(900)},

@@ -27,7 +27,7 @@ def test_blocks_that_do_not_divide_the_traces_are_refused(block_size: int) -> No
 
 
 def two_turns(first: list[int], second: list[int], *, prompt: int, output: int, longer: int) -> Trace:
-    """A conversation in blocks of 512."""
+    """Return a conversation in blocks of 512."""
     return parse_trace(
         lines(
             {"timestamp": 0, "session_id": 1, "input_length": prompt, "output_length": output, "hash_ids": first},

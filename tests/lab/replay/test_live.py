@@ -74,7 +74,7 @@ class FakeServer(httpx.AsyncBaseTransport):
 
 
 async def played(server: FakeServer, **settings: str) -> tuple[LiveReplay, list[ReplayOutcome]]:
-    """A few sessions at once, without the trace's pauses."""
+    """Return a few sessions at once, without the trace's pauses."""
     replay = LiveReplay(chat_trace(sessions=3, turns=2), Pace(scale=0.0), LiveSettings("http://proxy/", **settings),
                         transport=server)  # fmt: skip
     return replay, await replay.run()

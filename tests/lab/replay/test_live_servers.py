@@ -43,7 +43,7 @@ class Engines:
     urls: dict[str, str]
 
     async def counted(self, name: str) -> tuple[int, int, int]:
-        """Requests, prompt tokens and cached tokens by one engine's own metrics."""
+        """Return requests, prompt tokens and cached tokens by one engine's own metrics."""
         async with httpx.AsyncClient() as client:
             text = (await client.get(f"{self.urls[name]}/metrics")).text
         sums: dict[str, float] = {}

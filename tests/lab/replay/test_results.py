@@ -19,7 +19,7 @@ TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
 def answered(
     at: float = 0.0, *, ttft: float = 1.0, tokens: int = 11, tpot: float = 0.05, session: int = 0, tenant: str = ""
 ) -> ReplayOutcome:
-    """A request that was served."""
+    """Return a request that was served."""
     first = at + ttft
     return ReplayOutcome(
         at, 100, 0, first_token_at=first, finished_at=first + tpot * (tokens - 1), output_tokens=tokens,

@@ -27,7 +27,7 @@ def held(subject: IndexView) -> list[int]:
 
 
 def served(subject: IndexView, endpoint: int, turn: Turn, *, predicted: int = 0, cached: int = 0) -> None:
-    """A request from its facts to its response."""
+    """Serve a request from its facts to its response."""
     subject.facts(turn)
     subject.routed(endpoint, turn)(predicted, cached)
 

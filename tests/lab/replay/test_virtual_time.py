@@ -287,7 +287,7 @@ def test_the_default_engine_stays_what_it_was(
 
 
 def growing_chat(block_size: int) -> Trace:
-    """Turns whose prompts are the one before, its answer and sixteen tokens."""
+    """Return turns whose prompts are the one before, its answer and sixteen tokens."""
     rows: list[dict[str, object]] = []
     for session in range(6):
         prompt = 1024

@@ -9,7 +9,7 @@ from kvproxy.lab.replay.trace import Trace, parse_trace
 
 
 def lines(*rows: dict[str, object], block_size: int = 512) -> list[str]:
-    """A trace file's lines."""
+    """Return a trace file's lines."""
     return [json.dumps({"meta": {"block_size": block_size}}), *(json.dumps(row) for row in rows)]
 
 
@@ -29,7 +29,7 @@ def shared_prefix_trace(requests: int = 120, *, gap_ms: int = 150, seed: int = 1
 
 
 def chat_trace(sessions: int = 12, turns: int = 4) -> Trace:
-    """Closed loop: conversations that grow by two blocks a turn."""
+    """Return a closed loop of conversations that grow by two blocks a turn."""
     rows = []
     for session in range(sessions):
         for turn in range(turns):

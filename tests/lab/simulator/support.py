@@ -39,7 +39,7 @@ class Running:
         (await self.client.post("/sim/faults", json=values)).raise_for_status()
 
     async def state(self) -> dict[str, Any]:
-        """What the simulator says of itself."""
+        """Return the simulator's state."""
         body: dict[str, Any] = (await self.client.get("/sim/state")).json()
         return body
 
@@ -48,7 +48,7 @@ class Running:
 async def engine(
     settings: VllmSettings = TINY, *, on_prefilled: OnPrefilled | None = None, **changes: Any
 ) -> AsyncIterator[Running]:
-    """A simulated vLLM, entered and served."""
+    """Yield a simulated vLLM, entered and served."""
     app = create_engine_app(
         replace(settings, **changes), wall_clock=lambda: 1795252968.5, rng=random.Random(1), on_prefilled=on_prefilled
     )
@@ -57,7 +57,7 @@ async def engine(
 
 
 def slow(decode_step_s: float = 0.02, **timing: Any) -> EngineSettings:
-    """An engine whose tokens take a while, for what happens in mid-answer."""
+    """Return an engine whose tokens take a while, for what happens in mid-answer."""
     return replace(FAST, timing=EngineTiming(decode_step_s=decode_step_s, **timing))
 
 
@@ -77,7 +77,7 @@ def shape(value: Any) -> Any:
 
 
 def sse_events(raw: str) -> list[Any]:
-    """The data of every event: JSON where it is JSON."""
+    """Return the data of every event: JSON where it is JSON."""
     events = []
     for block in raw.split("\n\n"):
         for line in block.splitlines():

@@ -11,7 +11,7 @@ from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, Bloc
 
 
 def hold(cache: BlockCache, hashes: list[int]) -> list[int]:
-    """Computes and stores a whole prompt that was not there, and returns its blocks, in use."""
+    """Compute and store a whole prompt that was not there, and return its blocks, in use."""
     blocks = cache.allocate(len(hashes))
     cache.store(blocks, BlockStored(tuple(hashes), None))
     return blocks

@@ -30,7 +30,7 @@ SMALL = EngineSettings(capacity_blocks=64, block_size=16, max_batched_tokens=64,
 
 
 def request(name: str, prompt_tokens: int = 40, output_tokens: int = 4, *, chain: int = 0) -> SimRequest:
-    """A request whose block hashes are those of conversation `chain`."""
+    """Return a request whose block hashes are those of conversation `chain`."""
     blocks = prompt_tokens // 16
     return SimRequest(name, [chain * 1000 + block + 1 for block in range(blocks)], prompt_tokens, output_tokens)
 
@@ -44,7 +44,7 @@ def run(engine: Engine) -> list[EngineOutput]:
 
 
 def of(outputs: list[EngineOutput], kind: type[EngineOutput], request_id: str = "") -> list[EngineOutput]:
-    """The outputs of one kind, in order, of one request or of all."""
+    """Return the outputs of one kind, in order, of one request or of all."""
     chosen = [output for output in outputs if isinstance(output, kind)]
     return [output for output in chosen if not request_id or getattr(output, "request_id", "") == request_id]
 
@@ -55,14 +55,14 @@ def events_of(outputs: list[EngineOutput]) -> list[KvEvent]:
 
 
 def first_token(outputs: list[EngineOutput], request_id: str) -> FirstToken:
-    """The one first token of a request."""
+    """Return the one first token of a request."""
     (output,) = of(outputs, FirstToken, request_id)
     assert isinstance(output, FirstToken)
     return output
 
 
 def finished(outputs: list[EngineOutput], request_id: str) -> Finished:
-    """The one finish of a request."""
+    """Return the one finish of a request."""
     (output,) = of(outputs, Finished, request_id)
     assert isinstance(output, Finished)
     return output

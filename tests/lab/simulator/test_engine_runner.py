@@ -30,7 +30,7 @@ class Heard:
 
 
 def runner(heard: Heard, capacity_blocks: int = 8) -> EngineRunner:
-    """A fast engine on the real clock."""
+    """Return a fast engine on the real clock."""
     engine = Engine(replace(FAST, capacity_blocks=capacity_blocks))
     return EngineRunner(engine, clock=time.monotonic, on_events=heard.on_events, on_output=heard.on_output)
 

@@ -16,7 +16,7 @@ PATH = "/v1/chat/completions"
 
 
 async def lines_of(running: Running, body: dict[str, Any]) -> list[str]:
-    """Data lines received before the stream ended or broke."""
+    """Return data lines received before the stream ended or broke."""
     async with running.client.stream("POST", PATH, json=body) as reply:
         return [line async for line in reply.aiter_lines() if line]
 

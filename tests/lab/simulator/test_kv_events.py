@@ -36,7 +36,7 @@ def captured(name: str) -> list[bytes]:
 
 
 def read_event(event: Any) -> tuple[KvEvent, int]:
-    """A captured event as ours, with its block size (0 where it names none)."""
+    """Return a captured event as ours, with its block size (0 where it names none)."""
     if isinstance(event, list):
         names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size")
         names += ("lora_id", "medium", "lora_name", "extra_keys")
@@ -134,7 +134,7 @@ class Subscriber:
 
 @contextlib.asynccontextmanager
 async def subscribed(publisher: KvEventPublisher) -> AsyncIterator[Subscriber]:
-    """A subscriber whose subscription has reached the publisher."""
+    """Yield a subscriber whose subscription has reached the publisher."""
     context = zmq.asyncio.Context()
     sub, dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
     try:
@@ -153,7 +153,7 @@ async def subscribed(publisher: KvEventPublisher) -> AsyncIterator[Subscriber]:
 
 @contextlib.asynccontextmanager
 async def publishing(**settings: Any) -> AsyncIterator[KvEventPublisher]:
-    """A publisher with a fixed wall clock."""
+    """Yield a publisher with a fixed wall clock."""
     given = PublisherSettings(**settings)
     encoder = EventEncoder(block_size=16, encoding=given.encoding, bytes_hashes=given.bytes_hashes)
     async with KvEventPublisher(given, encoder=encoder, wall_clock=lambda: 5.0) as publisher:

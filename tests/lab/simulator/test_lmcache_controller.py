@@ -48,7 +48,7 @@ class Controller:
 async def controller(
     *workers: WorkerSettings, clock: FakeClock | None = None, **settings: Any
 ) -> AsyncIterator[Controller]:
-    """A controller with workers a and b unless told otherwise."""
+    """Yield a controller with workers a and b unless told otherwise."""
     chosen = workers or (WorkerSettings("a"), WorkerSettings("b"))
     app = create_controller_app(ControllerSettings(chosen, **settings), clock=clock or FakeClock())
     async with serve(app, drain_s=1) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
@@ -56,7 +56,7 @@ async def controller(
 
 
 async def admit(running: Controller, instance_id: str, tokens: list[int], location: str = CPU) -> None:
-    """An engine in another process reports a store."""
+    """Report a store by an engine in another process."""
     status, _ = await running.post("/sim/admit", {"instance_id": instance_id, "tokens": tokens, "location": location})
     assert status == 200
 

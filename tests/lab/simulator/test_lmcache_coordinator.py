@@ -32,7 +32,7 @@ class Coordinator:
         return reply.status_code, reply.json() if reply.content else None
 
     async def find_holders(self, tokens: list[int] = TOKENS, **what: Any) -> list[list[str]]:
-        """The holders of each chunk."""
+        """Return the holders of each chunk."""
         body = {"token_ids": tokens, "model_name": "m", **what}
         status, answer = await self.call("POST", "/directory/lookup", body)
         assert status == 200
@@ -41,7 +41,7 @@ class Coordinator:
 
 @contextlib.asynccontextmanager
 async def coordinator(clock: FakeClock | None = None, **settings: Any) -> AsyncIterator[Coordinator]:
-    """A coordinator that knows mp-1 and mp-2."""
+    """Yield a coordinator with mp-1 and mp-2."""
     chosen = CoordinatorSettings(**{"instances": ("mp-1", "mp-2"), **settings})
     app = create_coordinator_app(chosen, clock=clock or FakeClock())
     async with serve(app, drain_s=1) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:

@@ -17,7 +17,7 @@ def hashes(tokens: range) -> list[int]:
 
 
 def run(pages: RadixPages, tokens: range) -> list[int]:
-    """A sequence that reuses what it can, computes the rest, and stays; its pages."""
+    """Run a sequence that reuses cached pages, computes the rest, and stays; returns its pages."""
     names = hashes(tokens)
     hits = pages.match_prefix(names, len(names))
     held = pages.acquire(names, hits)

@@ -29,7 +29,7 @@ BY_PRIORITY = replace(SMALL, scheduling=Scheduling.PRIORITY)
 
 
 def work(name: str, prompt_tokens: int = 16, output_tokens: int = 1, *, priority: int = 0) -> SimRequest:
-    """A request with a prompt of its own."""
+    """Return a request with a prompt of its own."""
     chain = crc32(name.encode()) * 1000
     return SimRequest(name, range(chain, chain + prompt_tokens // 16), prompt_tokens, output_tokens, priority=priority)
 

@@ -442,7 +442,7 @@ async def test_a_session_keeps_what_it_refers_to_until_it_is_closed() -> None:
     others = [[{"role": "user", "content": f"other{number} words " * 200}] for number in range(3)]
 
     async def left(engine: Running, **fields: Any) -> int:
-        """Cached tokens of a chat after others that need more than there are pages."""
+        """Return cached tokens of a chat after others that need more than there are pages."""
         await engine.ask(**fields)
         for messages in others:
             assert (await engine.ask(messages=messages)).status_code == 200

@@ -25,7 +25,7 @@ SHAPES = sorted(set(CAPTURES) - EXACT - set(STREAMS) - {"responses_stream200", "
 
 
 async def replay(running: Running, entry: dict[str, Any]) -> Any:
-    """Sends a captured request; token ids are the simulator's own."""
+    """Send a captured request; token ids are the simulator's own."""
     body = entry["req"]
     if entry["name"] == "detok":
         body = {**body, "tokens": running.app.state.tokenizer.encode("Hello world")}

@@ -19,20 +19,20 @@ LONG = {"messages": [{"role": "user", "content": "word " * 150}], "max_tokens": 
 
 
 async def chat(running: Running, **changes: Any) -> dict[str, Any]:
-    """A chat answered whole."""
+    """Return a chat answered whole."""
     reply = await running.client.post("/v1/chat/completions", json={**LONG, **changes})
     body: dict[str, Any] = reply.raise_for_status().json()
     return body
 
 
 def text_of(events: list[Any]) -> str:
-    """The words of a streamed chat."""
+    """Return the words of a streamed chat."""
     chunks = [event["choices"][0]["delta"] for event in events if event != "[DONE]" and event.get("choices")]
     return "".join(delta.get("content", "") for delta in chunks)
 
 
 async def settled(running: Running) -> dict[str, Any]:
-    """The state once the engine has nothing to run."""
+    """Return the state once the engine has nothing to run."""
     while True:
         state = await running.state()
         if state["running"] == state["waiting"] == state["in_flight"] == 0:

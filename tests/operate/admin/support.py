@@ -20,7 +20,7 @@ BASE = "http://127.0.0.1:8889"
 
 
 def proxy_of(*, clock: FakeClock | None = None, **config: Any) -> Proxy:
-    """A proxy over one endpoint `a` without probes, on a clock that stands still; None takes a key out."""
+    """Return a proxy over one endpoint `a` without probes, on a clock that stands still; None takes a key out."""
     raw = {"endpoints": {"a": "http://127.0.0.1:9"}, "health": {"active": False}, **config}
     raw = {key: value for key, value in raw.items() if value is not None}
     return Proxy(load_config(raw), clock=clock or FakeClock(), wall_clock=lambda: NOON)
@@ -28,7 +28,7 @@ def proxy_of(*, clock: FakeClock | None = None, **config: Any) -> Proxy:
 
 @contextlib.asynccontextmanager
 async def admin_of(proxy: Proxy, *, base: str = BASE, **headers: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of its admin listener that sends JSON."""
+    """Yield a client of its admin listener that sends JSON."""
     transport = httpx.ASGITransport(app=proxy.admin)  # type: ignore[arg-type]
     sent = {"content-type": "application/json", **headers}
     async with httpx.AsyncClient(transport=transport, base_url=base, headers=sent) as client:
@@ -37,7 +37,7 @@ async def admin_of(proxy: Proxy, *, base: str = BASE, **headers: str) -> AsyncIt
 
 @contextlib.contextmanager
 def audited() -> Iterator[list[dict[str, Any]]]:
-    """The audit lines written inside the block."""
+    """Yield the audit lines written inside the block."""
     lines: list[dict[str, Any]] = []
 
     class Keep(logging.Handler):
@@ -57,5 +57,5 @@ def audited() -> Iterator[list[dict[str, Any]]]:
 
 
 def problems_of(answer: httpx.Response) -> dict[str, tuple[str, str]]:
-    """What and fix of an error answer, by where."""
+    """Return fault and fix of an error answer, by place."""
     return {one["where"]: (one["what"], one["fix"]) for one in answer.json()["problems"]}

@@ -15,7 +15,7 @@ from tests.support.until import until
 
 
 def program(text: str) -> Sequence[str]:
-    """A Python program as a command."""
+    """Return a Python program as a command."""
     return [sys.executable, "-c", text]
 
 

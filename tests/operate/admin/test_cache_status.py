@@ -29,7 +29,7 @@ SILENT = StreamStatus(StreamState.APPROXIMATE, StreamReason.SILENT)
 
 
 def service_of(clock: FakeClock, *, metrics: Metrics | None = None, **settings: object) -> KvCache:
-    """A service over one cluster with the endpoints a and b."""
+    """Return a service over one cluster with the endpoints a and b."""
     endpoints = tuple(EndpointSettings(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2)))
     metrics = metrics or Metrics()
     cluster = Cluster(

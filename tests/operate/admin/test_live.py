@@ -26,7 +26,7 @@ from tests.support.until import until
 def ended(
     proxy: Proxy, clock: FakeClock, *, end: str = "completed", status: int = 200, ttft_s: float | None = 0.2
 ) -> None:
-    """A request to `a` that just ended so."""
+    """End a request to `a` like this."""
     exchange = Exchange(received_at=clock() - 1.0)
     exchange.inference = InferenceRequest(RequestKind.CHAT, "m", Prompt(b"", ()), stream=True)
     exchange.outcome = Outcome(

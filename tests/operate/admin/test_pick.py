@@ -31,7 +31,7 @@ def question(*contents: str, **fields: Any) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def picker(**config: Any) -> AsyncIterator[tuple[Proxy, httpx.AsyncClient]]:
-    """A proxy over two endpoints and a client of its admin listener."""
+    """Yield a proxy over two endpoints and a client of its admin listener."""
     proxy = proxy_of(**{"endpoints": ENDPOINTS, "policy": "kv_aware", **config})
     async with admin_of(proxy) as client:
         yield proxy, client

@@ -17,7 +17,7 @@ UNARY = PickRequest(streams=False)
 
 
 def placed(proxy: Any, requests: int) -> None:
-    """Requests without a visible first token."""
+    """Place requests without a visible first token."""
     for _ in range(requests):
         proxy.clusters["default"].pick(UNARY, now=proxy.clock())
 

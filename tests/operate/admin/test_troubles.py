@@ -44,7 +44,7 @@ class Place:
         cluster.verdicts.record_probe(endpoint.engine, ProbeOutcome.UNREACHABLE)
 
     def answer(self, count: int, *, endpoint: str = "b", status: int = 200, end: str = "completed") -> None:
-        """Requests that ended so, and a sample of them."""
+        """End requests like this, and take a sample of them."""
         for _ in range(count):
             exchange = Exchange(received_at=self.clock())
             exchange.outcome = Outcome(EndpointId(endpoint), "default", status=status, end=end)
@@ -52,7 +52,7 @@ class Place:
         self.history.take_sample()
 
     def fail(self, count: int, reason: str, *, endpoint: str | None = None, status: int = 502) -> None:
-        """Requests that the proxy answered itself."""
+        """Answer requests by the proxy itself."""
         for _ in range(count):
             exchange = Exchange(received_at=self.clock())
             where = None if endpoint is None else EndpointId(endpoint)

@@ -121,7 +121,7 @@ def test_check_of_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder without a configuration."""
+    """Return a folder without a configuration."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KVPROXY_CONFIG", raising=False)
     return tmp_path

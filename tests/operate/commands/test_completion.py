@@ -12,7 +12,7 @@ from kvproxy.cli import main
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `kvproxy completion` prints."""
+    """Return the output of `kvproxy completion`."""
     assert main(["completion", shell]) == 0
     return capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from kvproxy.cli import main
 
 @pytest.fixture
 def nobody() -> Iterator[str]:
-    """A URL where connections are refused."""
+    """Yield a URL where connections are refused."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"

@@ -39,7 +39,7 @@ filters: [request_id, inference_request, kvcache, router]
 
 @pytest.fixture
 async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Proxy, str, Path]]:
-    """A proxy from a file, its admin listener's URL, and the file; the token is in the environment."""
+    """Yield a proxy from a file, its admin listener's URL, and the file; the token is in the environment."""
     monkeypatch.setenv("KVPROXY_ADMIN_TOKEN", "s3cret")
     file = tmp_path / "config.yaml"
     async with serve(FakeEngine("a")) as engine:
@@ -169,7 +169,7 @@ def test_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def decisions(*ids: str) -> httpx.MockTransport:
-    """A proxy that remembers these requests, the newest first."""
+    """Return a proxy that remembers these requests, the newest first."""
     listed = [
         {"request_id": one, "ended_at": "2026-01-02T03:04:05.678+00:00", "model": "m", "cluster": "default",
          "endpoint": "a", "policy": "kv_aware", "reason": "overlap", "status": 200, "end": "completed", "retries": 1,

@@ -25,7 +25,7 @@ URL = "http://127.0.0.1:8889"
 
 
 async def live_of(proxy: Proxy) -> dict[str, Any]:
-    """What its admin listener really answers, one request later."""
+    """Return the real answer of its admin listener, one request later."""
     history = History(proxy)
     exchange = Exchange(received_at=proxy.clock())
     exchange.inference = InferenceRequest(RequestKind.CHAT, "evil\x1b[2J", Prompt(b"", ()))
@@ -164,7 +164,7 @@ async def test_engines_that_reuse_in_steps() -> None:
 
 
 def answering(*answers: httpx.Response | Exception | dict[str, Any]) -> httpx.MockTransport:
-    """A listener that gives these answers in turn, the last one for ever."""
+    """Return a listener that gives these answers in turn, the last one for ever."""
     waiting = list(answers)
 
     def handle(request: httpx.Request) -> httpx.Response:

@@ -47,7 +47,7 @@ class Cluster:
     more: dict[str, Any] = field(default_factory=dict)
 
     def config(self, *, kvcache: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-        """A good configuration of all of it, as a file would hold it."""
+        """Return a good configuration of all of it, as a file would hold it."""
         settings = {"kv_events": True, "lmcache_endpoint": self.controller or self.coordinator, **BUDGET}
         raw: dict[str, Any] = {
             "endpoints": dict(self.urls),
@@ -79,20 +79,20 @@ async def cluster(
 
 
 def parsed(raw: Mapping[str, Any]) -> Config:
-    """The configuration of a mapping that must be a good one."""
+    """Return the configuration of a mapping that must be a good one."""
     config, problems = check_config(dict(raw), env={})
     assert config is not None, problems
     return config
 
 
 async def visit(raw: Mapping[str, Any], *, timeouts: VisitTimeouts = TIMEOUTS, **tools: Any) -> DoctorReport:
-    """What `kvproxy doctor` finds."""
+    """Return the report of `kvproxy doctor`."""
     config, problems = check_config(dict(raw), env={})
     given = Tools(timeouts=timeouts, rng=_PROMPTS, **tools)
     return await diagnose_setup(config, problems, tools=given, open_files=10**9)
 
 
 def only(report: DoctorReport) -> Finding:
-    """The one finding there must be."""
+    """Return the only finding."""
     assert len(report.findings) == 1, report.findings
     return report.findings[0]

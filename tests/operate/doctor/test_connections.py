@@ -22,14 +22,14 @@ from tests.support.loopback import serve
 
 
 async def look(origin: Origin, *, timeout_s: float = 20.0) -> Finding:
-    """The verdict on one address."""
+    """Return the verdict on one address."""
     check = ConnectionCheck("endpoint a", origin, lambda: try_connect(origin, timeout_s=timeout_s), utc_seconds)
     (found,) = await check.collect_findings()
     return found
 
 
 def tls_of(files: Certificate) -> ListenerTls:
-    """A listener with this certificate."""
+    """Return a listener with this certificate."""
     return ListenerTls(certificate=str(files.certificate), private_key=str(files.private_key))
 
 

@@ -52,7 +52,7 @@ class Front:
 
 
 async def visit_front(answers: Mapping[str, Answer], *, date: str = "", **endpoint: Any) -> DoctorReport:
-    """What the doctor says of one engine, `a`, that answers some routes in another way."""
+    """Return the doctor's report on one engine, `a`, that answers some routes in another way."""
     async with (
         Fleet(FleetSettings({"a": PLAIN}, None)) as fleet,
         serve(Front(fleet.engines["a"], answers, date=date)) as url,

@@ -22,7 +22,7 @@ from tests.support.loopback import serve
 
 
 def unused_port() -> int:
-    """A port without a listener."""
+    """Return a port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

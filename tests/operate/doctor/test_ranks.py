@@ -17,7 +17,7 @@ CHECK = "data-parallel ranks"
 
 
 async def report_of(settings: RankedSettings, **data_parallel: Any) -> DoctorReport:
-    """A visit to one engine with these ranks, of which the configuration says this."""
+    """Return the report on one engine with these ranks, in this configuration."""
     async with cluster({"a": settings}, controller=None) as site:
         endpoint = {"id": "a", "url": site.urls["a"], "data_parallel": data_parallel}
         raw = site.config(kvcache={"lmcache_endpoint": ""}, endpoints=[endpoint])

@@ -19,7 +19,7 @@ EVENTS: dict[str, Any] = {"filters": ["inference_request", {"kvcache": {"kv_even
 
 
 async def visited(settings: SglangSettings = SGLANG, **changes: Any) -> DoctorReport:
-    """The report on one engine."""
+    """Return the report on one engine."""
     async with Fleet(FleetSettings({"a": settings}, None)) as fleet, serve(fleet.engines["a"]) as url:
         return await visit({"endpoints": {"a": url}, **EVENTS, **changes})
 

@@ -25,7 +25,7 @@ SOURCE = KvEventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
 
 
 def metrics(*, caching: bool | None = None, hits: int | None = None, block: int | None = 16) -> EngineMetrics:
-    """What an engine says of its cache."""
+    """Return an engine's metrics of its cache."""
     return EngineMetrics(prefix_hits_tokens=hits, cache=CacheConfig(block, 512, 8192, caching, 1))
 
 
@@ -39,7 +39,7 @@ def trial(
     observed: tuple[StreamObservation, ...] = (),
     longer: TrialReply | None = None,
 ) -> Trial:
-    """A prompt of 40 tokens, sent twice, and perhaps a longer one."""
+    """Return a prompt of 40 tokens, sent twice, and perhaps a longer one."""
     first, second = TrialReply(40, 0, ids), TrialReply(40, cached)
     return Trial("m", True, tokenized, first, second, longer, 0.001, before, after, observed)
 
@@ -107,12 +107,12 @@ def test_tokenize(seen: Trial, needed: bool, severity: Severity, said: str) -> N
 
 
 def stored(*, block: int = 16, kind: str | None = "full_attention") -> BlockStored:
-    """An event about the trial's prompt."""
+    """Return an event about the trial's prompt."""
     return BlockStored((1, 2), None, token_array(list(range(2 * block))), block, spec_kind=kind)
 
 
 def observed(**values: object) -> StreamObservation:
-    """A stream that works, but for `values`."""
+    """Return a stream that works, but for `values`."""
     fields: dict[str, object] = {"connected": True, "batches": 1, "encoding": "map", "mine": stored(), "replays": True}
     return StreamObservation(SOURCE, **{**fields, **values})  # type: ignore[arg-type]
 

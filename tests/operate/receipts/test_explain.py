@@ -16,7 +16,7 @@ BUSY = (1.0, 2000.0, 0.0, 0.0)
 
 
 def candidate(endpoint: EndpointId, **fields: object) -> ReceiptCandidate:
-    """An idle one unless it says otherwise."""
+    """Return a candidate, idle except for these fields."""
     return msgspec.structs.replace(ReceiptCandidate(endpoint, 0, 0, 0, 0, IDLE, IDLE, 0.0), **fields)
 
 

@@ -12,7 +12,7 @@ from kvproxy.operate.receipts.receipt import Receipt, encode_receipt
 
 
 def names(folder: Path) -> list[str]:
-    """The files there are."""
+    """Return the names of the files."""
     return sorted(path.name for path in folder.iterdir())
 
 

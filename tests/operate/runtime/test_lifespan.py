@@ -34,7 +34,7 @@ async def live(proxy: Proxy) -> Sequence[Message]:
 
 
 def broken(tmp_path: Path) -> Proxy:
-    """A proxy whose receipts have no place."""
+    """Return a proxy whose receipts have no place."""
     taken = tmp_path / "file"
     taken.write_text("")
     return build(load_config({"endpoints": ENDPOINTS, "receipts": {"path": str(taken / "receipts")}}))

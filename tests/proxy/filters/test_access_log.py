@@ -35,7 +35,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What reached the access logger."""
+    """Collect the lines of the access logger."""
     logger, handler = logging.getLogger(LOGGER), Lines()
     level = logger.level
     logger.addHandler(handler)

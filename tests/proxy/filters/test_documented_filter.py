@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def block(language: str, *, containing: str) -> str:
-    """The code block of the page that contains some text."""
+    """Return the code block of the page that contains some text."""
     blocks = re.findall(rf"```{language}\n(.*?)```", (DOCS / "extending.md").read_text(), re.DOTALL)
     (found,) = [text for text in blocks if containing in text]
     return str(found)
@@ -30,7 +30,7 @@ def block(language: str, *, containing: str) -> str:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The example's module and metadata on the import path, as an installer leaves them."""
+    """Yield the example's module and metadata on the import path, as an installer leaves them."""
     (tmp_path / "model_policy.py").write_text(block("python", containing="model_policy.py"))
     info = tmp_path / "model_policy-1.0.dist-info"
     info.mkdir()

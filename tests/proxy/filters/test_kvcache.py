@@ -39,7 +39,7 @@ PIN = {"enable_pinning": True, "hot_content_threshold": 2}
 
 @contextlib.asynccontextmanager
 async def proxied(place: Place, **kvcache: Any) -> AsyncIterator[RunningProxy]:
-    """A round-robin proxy whose kvcache filter has these settings."""
+    """Yield a round-robin proxy whose kvcache filter has these settings."""
     chosen = {
         "lmcache_endpoint": place.lmcache,
         "lookup_routing_timeout": "60s",
@@ -52,7 +52,7 @@ async def proxied(place: Place, **kvcache: Any) -> AsyncIterator[RunningProxy]:
 
 
 def service(proxy: RunningProxy) -> KvCache:
-    """The proxy's kvcache service."""
+    """Return the proxy's kvcache service."""
     kvcache = proxy.proxy.kvcache
     assert kvcache is not None
     return kvcache
@@ -65,7 +65,7 @@ def body(*contents: str, **fields: Any) -> dict[str, Any]:
 
 
 async def ask(proxy: RunningProxy, *contents: str) -> str:
-    """The endpoint that answered."""
+    """Send a request and return the endpoint that answered."""
     answer = await proxy.client.post("/v1/chat/completions", json=body(*contents))
     assert answer.status_code == 200, answer.text
     return answer.headers["x-kvproxy-endpoint"]

@@ -26,7 +26,7 @@ class Records(logging.Handler):
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
-    """A logger of its own."""
+    """Yield a logger of its own."""
     logger = logging.getLogger("tests.lines")
     logger.setLevel(logging.INFO)
     yield logger
@@ -35,7 +35,7 @@ def logger() -> Iterator[logging.Logger]:
 
 @pytest.fixture
 def records(logger: logging.Logger) -> Records:
-    """What it was told."""
+    """Collect the records of the logger."""
     records = Records()
     logger.addHandler(records)
     return records

@@ -64,7 +64,7 @@ async def test_without_any_engine_there_is_no_model_list() -> None:
 
 
 def closed_to(*keys: str) -> Behaviour:
-    """An engine with API keys of its own: 401 without one of them."""
+    """Return an engine with API keys of its own: 401 without one of them."""
 
     async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
         sent = dict(call.headers).get(b"authorization", b"").decode()
@@ -132,7 +132,7 @@ async def test_an_adapter_that_was_loaded_through_the_proxy_is_listed_at_once() 
 
 
 def build_troublesome(inner: Any, settings: object, context: FilterContext) -> Any:
-    """A filter whose observer fails when it is told of the end."""
+    """Build a filter whose observer fails at the end."""
 
     class Fails(RequestObserver):
         def finished(self, exchange: Exchange, now: float) -> None:
@@ -182,7 +182,7 @@ async def test_the_proxy_runs_under_somebody_elses_lifespan() -> None:
 
 
 async def raw_get(port: int, path: str) -> bytes:
-    """The status line of a plain GET."""
+    """Send a plain GET and return the status line."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
     line = await asyncio.wait_for(reader.readline(), 60)

@@ -57,7 +57,7 @@ class Waiting(Step):
 
 
 def three(app: ASGIApp, notes: list[str], *, error: BaseException | None = None) -> Step:
-    """The middle one may fail."""
+    """Return three steps; the middle one may fail."""
     return Noting(Noting(Noting(app, "inner", notes), "middle", notes, error), "outer", notes)
 
 
@@ -183,7 +183,7 @@ class Counts(RequestObserver):
 
 
 def plain_filter(inner: ASGIApp, settings: object, context: Any) -> ASGIApp:
-    """A foreign filter: it wraps `send`, changes every piece, and sees every message."""
+    """Return a foreign filter: it wraps `send`, changes every piece, and sees every message."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_changed(message: Any) -> None:

@@ -29,7 +29,7 @@ from kvproxy.proxy.request.exchange import Exchange
 
 
 async def without_control_fields(body: bytes, *, encoded: bool = False) -> bytes:
-    """The same from the members that a scan found on the way."""
+    """Return the same from the members that a scan found on the way."""
     clean = await body_guard.without_control_fields(body, encoded=encoded, pace=asyncio.Lock())
     try:
         known = run_at_once(find_members(body, is_guarded))
@@ -40,7 +40,7 @@ async def without_control_fields(body: bytes, *, encoded: bool = False) -> bytes
 
 
 async def with_salt(body: bytes, *, tenant: str, own: str | None = None, encoded: bool = False) -> bytes:
-    """The same from the members that a scan found on the way."""
+    """Return the same from the members that a scan found on the way."""
     salted = await body_guard.with_salt(body, tenant=tenant, own=own, encoded=encoded, pace=asyncio.Lock())
     try:
         known = run_at_once(find_members(body, is_guarded))
@@ -268,7 +268,7 @@ class Told:
 
 
 def telling(*, trusted: bool = False) -> Exchange:
-    """A request to a cluster whose engines are told a priority."""
+    """Return the exchange of a request to a cluster whose engines get a priority."""
     exchange = Exchange(received_at=0.0)
     exchange.trusted, exchange.addition = trusted, Told()
     return exchange

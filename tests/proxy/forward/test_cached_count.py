@@ -103,7 +103,8 @@ def test_counts_beside_what_cannot_be_read_stay_as_they_are(odd: bytes) -> None:
 
 
 def completed(kind: RequestKind) -> list[bytes]:
-    """The events of a stream of this API, as an engine sends them that says what was cached in words of its own."""
+    """Return the events of a stream of this API, as an engine sends them that reports cached tokens in a format of its
+    own."""
     usage = b'"usage":{"prompt_tokens":100,"completion_tokens":7},"timings":{"cache_n":64}'
     if kind is MESSAGES:
         start = b'{"type":"message_start","message":{"usage":{"input_tokens":100,"cached_tokens":64}}}'
@@ -136,14 +137,14 @@ PATHS = {
 
 
 def body_of(kind: RequestKind, *, stream: bool = False, text: str = "hello") -> dict[str, Any]:
-    """A request of this API."""
+    """Return a request of this API."""
     if kind is CHAT or kind is MESSAGES:
         return chat(text, stream=stream)
     return {"model": "m", "prompt" if kind is COMPLETION else "input": text, "stream": stream}
 
 
 def said(kind: RequestKind, stream: bytes) -> tuple[int | None, int | None]:
-    """What a client of this API reads: the prompt, and what of it was cached."""
+    """Return the counts that a client of this API reads: the prompt's tokens, and the cached ones."""
     usage = read_usage(stream, stream if kind is MESSAGES else b"")
     assert usage is not None
     last = stream[stream.rindex(b'"usage":{') :]
@@ -156,7 +157,7 @@ def said(kind: RequestKind, stream: bytes) -> tuple[int | None, int | None]:
 
 
 def streams(*pieces: bytes, content_type: bytes = SSE) -> Callable[[FakeEngine, Call, Send], Any]:
-    """An engine that sends these pieces."""
+    """Return an engine that sends these pieces."""
 
     async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
         headers = [(b"content-type", content_type)]
@@ -170,12 +171,12 @@ def streams(*pieces: bytes, content_type: bytes = SSE) -> Callable[[FakeEngine, 
 
 
 def router(mode: str) -> list[Any]:
-    """A chain whose router writes counts of this kind."""
+    """Return a chain whose router writes counts of this kind."""
     return ["inference_request", "kvcache", {"router": {"cached_tokens": mode}}]
 
 
 async def ask(proxy: RunningProxy, kind: RequestKind, **fields: Any) -> bytes:
-    """A client's request."""
+    """Send a client's request."""
     answer = await proxy.client.post(PATHS[kind], json=body_of(kind, **fields))
     assert answer.status_code == 200
     return answer.content

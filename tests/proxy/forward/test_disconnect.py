@@ -37,7 +37,7 @@ class Server:
 
 
 async def forever(watcher: DisconnectWatcher, armed: asyncio.Event) -> str:
-    """What the router does around a request."""
+    """Do as the router around a request, and wait for ever."""
     watcher.arm()
     armed.set()
     try:

@@ -60,7 +60,7 @@ async def gateway(**config: Any) -> AsyncIterator[tuple[RunningProxy, list[FakeE
 
 
 async def ask(proxy: RunningProxy, *, stream: bool = False, **fields: Any) -> tuple[httpx.Response, str]:
-    """The answer, and its id."""
+    """Send a request and return the answer and its id."""
     answer = await proxy.client.post(PATH, json={"model": "m", "input": "hi", "stream": stream, **fields})
     return answer, answer.text.partition('"id": "')[2].partition('"')[0]
 

@@ -22,7 +22,7 @@ def sent_by(tenant: str = "", *, trusted: bool = False, isolated: bool = False) 
 
 
 async def checked(body: bytes, exchange: Exchange) -> bytes:
-    """The same by one parse of the body and from the members that a scan found on the way."""
+    """Return the same by one parse of the body and from the members that a scan found on the way."""
     clean = await BodySanitizer().checked(body, exchange, [])
     exchange.members = run_at_once(find_members(body, is_guarded))
     assert await BodySanitizer().checked(body, exchange, []) == clean
@@ -145,7 +145,7 @@ LONG = 'words of a turn before, {braced} and "quoted" ' * 400
 
 
 def chat_after(message: str, **more: object) -> tuple[bytes, Exchange]:
-    """A long chat as a client sends it, and its exchange as it is after the parse."""
+    """Return a long chat as a client sends it, and its exchange as it is after the parse."""
     messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": LONG}]
     body = json.dumps({"model": "m", "messages": [*messages, "?"], **more}).replace('"?"', message).encode()
     exchange = sent_by()

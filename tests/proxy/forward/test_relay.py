@@ -30,7 +30,7 @@ class Arriving:
         self._pieces = list(pieces)
 
     def take(self) -> bytes:
-        """The next one."""
+        """Return the next one."""
         if self._pieces:
             return self._pieces.pop(0)
         self.response.finish(b"")
@@ -50,12 +50,12 @@ class Breaking(Arriving):
 
 
 async def nothing() -> Message:
-    """A client that says nothing more."""
+    """Fail: this client sends nothing more."""
     raise AssertionError
 
 
 async def ignore(message: Message) -> None:
-    """A client that takes everything."""
+    """Take every message."""
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ class Flowing:
         self.response.fail(UpstreamDisconnected("given up"), rest=b"")
 
     def comes(self, piece: bytes) -> None:
-        """A piece arrives."""
+        """Deliver a piece."""
         response = self.response
         waits = response.waiter is not None and not response.waiter.done()
         if not waits or response.on_piece is None or not response.on_piece(b"".join([*self.waiting, piece])):
@@ -98,7 +98,7 @@ class Flowing:
             response.wake()
 
     def ends(self) -> None:
-        """The stream is complete."""
+        """Complete the stream."""
         self.response.finish(b"")
 
 
@@ -132,7 +132,7 @@ class Client:
 
 @pytest.fixture
 async def flow() -> AsyncIterator[tuple[Flowing, Client, asyncio.Task[UpstreamError | None], Exchange]]:
-    """A stream of which the first piece has gone down."""
+    """Yield a stream of which the first piece has gone down."""
     engine, client = Flowing(), Client()
     scope = http_scope(**{CONNECTION: client})
     exchange = Exchange.of(scope, now=0.0)

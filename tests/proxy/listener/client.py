@@ -16,17 +16,17 @@ class Client:
         self.writer = writer
 
     async def send(self, data: bytes) -> None:
-        """Writes now."""
+        """Write now."""
         self.writer.write(data)
         await self.writer.drain()
 
     async def head(self) -> bytes:
-        """The next response head, lower case."""
+        """Return the next response head, lower case."""
         async with asyncio.timeout(60):
             return (await self.reader.readuntil(b"\r\n\r\n")).lower()
 
     async def response(self) -> tuple[bytes, bytes]:
-        """The next response with content-length: head in lower case, body."""
+        """Return the next response with content-length: head in lower case, body."""
         head = await self.head()
         length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
         async with asyncio.timeout(60):
@@ -43,14 +43,14 @@ class Client:
 
 
 async def opened(url: str) -> Client:
-    """A connection to the server at `url`; the caller closes it."""
+    """Open a connection to the server at `url`; the caller closes it."""
     host, port = url.removeprefix("http://").split(":")
     return Client(*await asyncio.open_connection(host, int(port)))
 
 
 @contextlib.asynccontextmanager
 async def connect(url: str) -> AsyncIterator[Client]:
-    """The same, closed at the end of the block."""
+    """Open the same, closed at the end of the block."""
     client = await opened(url)
     try:
         yield client
@@ -61,7 +61,7 @@ async def connect(url: str) -> AsyncIterator[Client]:
 
 
 async def body_of(receive: Any) -> bytes:
-    """The whole request body."""
+    """Return the whole request body."""
     body = b""
     while True:
         message = await receive()

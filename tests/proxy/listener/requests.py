@@ -89,7 +89,7 @@ INVALID: list[tuple[bytes, int]] = [
 
 @st.composite
 def cuts(draw: st.DrawFn, raw: bytes) -> list[bytes]:
-    """The same bytes in pieces, many small ones or few."""
+    """Return the same bytes in pieces, many small ones or few."""
     if draw(st.booleans()):
         at = sorted(draw(st.lists(st.integers(0, len(raw)), max_size=12)))
         return [raw[low:high] for low, high in zip([0, *at], [*at, len(raw)], strict=True) if low < high]

@@ -15,7 +15,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
 
 def chunked(body: bytes, size_bytes: int) -> bytes:
-    """An upload of this body in chunks of that size."""
+    """Return an upload of this body in chunks of that size."""
     pieces = [body[at : at + size_bytes] for at in range(0, len(body), size_bytes)]
     chunks = b"".join([b"%x\r\n%b\r\n" % (len(each), each) for each in pieces])
     return HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"

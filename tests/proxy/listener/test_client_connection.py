@@ -26,7 +26,7 @@ def post(body: bytes, *extra: bytes) -> bytes:
 
 
 def answering(*calls: Callable[[ClientConnection], None]) -> Any:
-    """An app that answers with these calls."""
+    """Return an app that answers with these calls."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         for call in calls:

@@ -212,7 +212,7 @@ async def test_a_body_that_goes_on_after_the_answer_does_not_keep_a_connection()
 
 
 async def pour(client: Client) -> int:
-    """Sends chunks of a body until the connection is cut: how many bytes went out."""
+    """Send chunks of a body until the connection is cut; returns the bytes sent."""
     piece = b"10000\r\n" + b"x" * 65536 + b"\r\n"
     sent = 0
     async with asyncio.timeout(60):

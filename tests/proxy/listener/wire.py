@@ -43,7 +43,7 @@ class Wire(asyncio.Transport):
             await asyncio.sleep(0)
 
     async def say(self, pieces: Iterable[bytes], *, patient: bool = False) -> None:
-        """The client sends these as far as they are read; a patient one waits for answers in between."""
+        """Send these pieces as far as they are read; a patient client waits for answers in between."""
         for piece in pieces:
             await until(lambda: self.reading or self.closing)
             if self.closing:
@@ -54,7 +54,7 @@ class Wire(asyncio.Transport):
         await self.settle()
 
     def leave(self) -> None:
-        """The client is gone."""
+        """Leave as a client."""
         self.abort()
 
     # asyncio.Transport

@@ -49,7 +49,7 @@ class Listener:
 
 
 def on(listener: Listener, *, receive: Receive | None = None, send: Send | None = None) -> tuple[Downstream, Scope]:
-    """The client's side of a request there, maybe with something wrapped around it."""
+    """Return the client's side of a request there, maybe with something wrapped around it."""
     scope = http_scope(**{CONNECTION: listener})
     exchange = Exchange.of(scope, now=0.0)
     return Downstream.begin(exchange, scope, receive or listener.receive, send or listener.send), scope

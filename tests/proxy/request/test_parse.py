@@ -331,7 +331,7 @@ _bodies = st.dictionaries(_fields, _json, max_size=5).map(lambda body: json.dump
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """A body with a few bytes that do not belong there."""
+    """Return a body with a few bytes that do not belong there."""
     body = bytearray(draw(_bodies))
     for place, byte in draw(
         st.lists(st.tuples(st.integers(0, 200), st.sampled_from(b'"\\[]{},:\xff \0n1')), max_size=3)

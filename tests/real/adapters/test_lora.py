@@ -39,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def pair(folders: dict[str, Path], saw: Saw) -> Iterator[Pair]:
-    """`a` has both adapters and `b` the second one, each with a slot for one at a time."""
+    """Run the pair: `a` has both adapters and `b` the second one, each with a slot for one at a time."""
     needs_memory(gib=6)
     saw("starting two vLLM servers with --enable-lora")
     served = {"a": ("lora-a", "lora-b"), "b": ("lora-b",)}

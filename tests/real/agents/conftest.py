@@ -35,11 +35,11 @@ class Renderer:
         return self._ids("token_ids", RENDER_PATHS[kind], raw)
 
     def tokenized(self, body: bytes) -> tuple[int, ...] | None:
-        """The same of a body for `/tokenize`."""
+        """Return the same of a body for `/tokenize`."""
         return self._ids("tokens", "/tokenize", body)
 
     def text(self, ids: tuple[int, ...] | None) -> str:
-        """What they say, for a person who looks at a failure."""
+        """Decode ids for a person who looks at a failure."""
         if ids is None:
             return "(refused)"
         answer = self._http.post("/detokenize", json={"model": self.server.model.name, "tokens": ids})

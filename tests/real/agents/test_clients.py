@@ -32,7 +32,7 @@ Turn = tuple[int, int, int, str]
 
 @pytest.fixture(scope="module", params=["rendered", "tokenized"])
 def server(request: pytest.FixtureRequest, saw: Saw) -> Iterator[Vllm]:
-    """A vLLM that renders agents' prompts, and one that only has `/tokenize`."""
+    """Yield a vLLM that renders agents' prompts, and one that only has `/tokenize`."""
     needs_memory(gib=4)
     saw(f"starting a vLLM server, prompts are {request.param}")
     further = ["--chat-template", str(TEMPLATE), *(["--enable-scale-out"] if request.param == "rendered" else [])]

@@ -36,7 +36,7 @@ _often = settings(max_examples=100, derandomize=True, suppress_health_check=list
 
 
 def named(kind: RequestKind, body: dict[str, Any]) -> Prompt:
-    """The bytes that name its prompt."""
+    """Return the bytes that name its prompt."""
     request = parse_body(kind, json.dumps(body).encode())
     assert request is not None
     return prompt_identity(kind, request.prompt)
@@ -70,7 +70,8 @@ def test_one_identity_is_one_prompt(engine: Renderer, saw: Saw, kind: RequestKin
 
 
 def respelled(kind: RequestKind, body: dict[str, Any], cch: int, choose: Callable[[], bool]) -> dict[str, Any]:
-    """The body as a client might as well have sent it: marks elsewhere, a string for a text part, another header."""
+    """Return the body as a client might as well have sent it: marks elsewhere, a string for a text part, another
+    header."""
     body = copy.deepcopy(body)
     if kind is CHAT and body["messages"][0]["role"] == "system":
         with_header(body["messages"][0], cch)
@@ -91,7 +92,7 @@ def respelled(kind: RequestKind, body: dict[str, Any], cch: int, choose: Callabl
 
 
 def with_header(system: dict[str, Any], cch: int) -> None:
-    """A line in front of all that it says."""
+    """Put a line in front of the text."""
     line, content = HEADER.format(cch) + "\n", system["content"]
     if isinstance(content, str):
         system["content"] = line + content
@@ -128,7 +129,7 @@ def test_one_prompt_however_spelled_is_one_identity(engine: Renderer, saw: Saw, 
 
 
 def is_left_as_sent(kind: RequestKind, body: dict[str, Any]) -> bool:
-    """What no rule can make out: empty texts, a system of nothing else than headers, the name inside of an input."""
+    """Return True for bodies beyond the rules: empty texts, a system of only headers, the name inside of an input."""
     texts = [block.get("text") for block in blocks_of(kind, body)]
     if "" in texts or any(message["content"] == "" for message in body["messages"]):
         return True

@@ -49,7 +49,7 @@ def pair(_engines: Pair) -> Pair:
 
 @pytest.fixture(scope="package")
 def lmcache_services(saw: Saw) -> Iterator[Lmcache]:
-    """The controller with the engines of instances `a` and `b`; what they hold outlives each test."""
+    """Yield the controller with the engines of instances `a` and `b`; what they hold outlives each test."""
     saw("starting LMCache's controller and two of its engines")
     controller = Controller()
     with lmcache.running(controller.program):

@@ -22,7 +22,7 @@ ENDLESS = {"max_tokens": 6000, "ignore_eos": True}
 
 
 async def running(engine: VllmClient) -> int | None:
-    """Requests, by its own gauge."""
+    """Return requests, by its own gauge."""
     return (await engine.fetch_metrics()).running
 
 

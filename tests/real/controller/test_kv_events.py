@@ -55,7 +55,7 @@ class Follower:
 
 @contextlib.asynccontextmanager
 async def following(servers: dict[str, Vllm]) -> AsyncIterator[Follower]:
-    """Subscribed to what each server says its event stream is, history included."""
+    """Follow each server's event stream, history included."""
     follower = Follower()
     async with contextlib.AsyncExitStack() as stack:
         for name, server in servers.items():
@@ -75,13 +75,13 @@ async def following(servers: dict[str, Vllm]) -> AsyncIterator[Follower]:
 
 
 async def tokens_of(server: Vllm, body: dict[str, Any]) -> array[int]:
-    """The prompt of a chat body as the engine sees it."""
+    """Return the prompt of a chat body as the engine sees it."""
     async with engine_client(server) as engine:
         return (await engine.tokenize_chat("", raw(body))).tokens
 
 
 def reusable(held: int, prompt: int) -> int:
-    """What vLLM can serve of a held prefix: whole blocks, and the last token is always computed."""
+    """Return the tokens that vLLM can serve of a held prefix: whole blocks, and the last token is always computed."""
     return min(held, (prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
 
 

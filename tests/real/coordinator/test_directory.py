@@ -28,7 +28,7 @@ CHUNK_TOKENS = 256
 
 
 async def asked_directly(url: str, body: dict[str, Any]) -> int:
-    """Cached tokens by the engine's account, past any proxy."""
+    """Ask the engine past any proxy; returns the cached tokens by its account."""
     async with httpx.AsyncClient(timeout=60) as http:
         usage = (await http.post(f"{url}/v1/chat/completions", json=body)).json()["usage"]
         cached: int = usage["prompt_tokens_details"]["cached_tokens"]
@@ -36,7 +36,7 @@ async def asked_directly(url: str, body: dict[str, Any]) -> int:
 
 
 async def held(directory: LMCacheCoordinatorClient, tokens: list[int], wanted: Mapping[str, int]) -> None:
-    """Returns once the directory says so; the servers report within a second or two."""
+    """Return once the directory has these tokens; the servers report within a second or two."""
 
     async def ask() -> Mapping[str, int]:
         found = await directory.directory_lookup(SCOPE, array("I", tokens))

@@ -62,7 +62,8 @@ class Steps:
 
 
 def install_environment(environment: Environment, steps: Steps) -> None:
-    """The exact versions and nothing else; dependencies are not resolved, since theirs would draw in CUDA builds."""
+    """Install the exact versions and nothing else; dependencies are not resolved, since theirs would draw in CUDA
+    builds."""
     if environment.installed:
         steps.say(f"{environment.name}: installed in {environment.folder}")
         return
@@ -83,13 +84,13 @@ def install_environment(environment: Environment, steps: Steps) -> None:
 
 
 def _lay_on(base: Environment, environment: Environment) -> None:
-    """What is not installed in it is found there."""
+    """Make the packages of `base` visible where the environment lacks them."""
     for packages in (environment.folder / "lib").glob("python*/site-packages"):
         (packages / "base.pth").write_text(f"{base.folder / packages.relative_to(environment.folder)}\n")
 
 
 def _install_torch(pip: Sequence[str | Path], environment: Environment, steps: Steps) -> None:
-    """The CPU build, which the list names as such, so that a gigabyte of CUDA never comes by accident."""
+    """Install the CPU build, which the list names as such, so that a gigabyte of CUDA never comes by accident."""
     wanted = next(line for line in environment.versions.read_text().splitlines() if line.startswith("torch=="))
     try:
         steps.run("torch for CPU", *pip, wanted)

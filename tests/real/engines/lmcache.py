@@ -64,7 +64,7 @@ class Worker:
         self.program = _program(f"lmcache-worker-{instance_id}", command, f"{self._url}/state")
 
     def store(self, tokens: Sequence[int]) -> int:
-        """Stores the prompt's whole chunks; tokens that were not there before."""
+        """Store the prompt's whole chunks; returns the number of new tokens."""
         return self._call("/store", tokens)
 
     def holds(self, tokens: Sequence[int]) -> int:
@@ -117,8 +117,8 @@ class Server:
         self.program = _program(f"lmcache-server-{instance_id}", command, f"http://127.0.0.1:{http}/healthcheck")
 
     def vllm(self, model: Model, *, core: int, blocks: int = 4096, tells_tokens: bool = False) -> Vllm:
-        """A vLLM that keeps its KV cache in this server too. With `tells_tokens` the server learns the tokens, and its
-        memory's events come in the engine's stream: LMCache's own connector, over shared memory."""
+        """Return a vLLM that keeps its KV cache in this server too. With `tells_tokens` the server learns the tokens,
+        and its memory's events come in the engine's stream: LMCache's own connector, over shared memory."""
         place: dict[str, Any] = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.zmq}
         transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": place}
         if tells_tokens:
@@ -136,7 +136,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(*programs: Program) -> Iterator[None]:
-    """Starts them together and waits until all of them serve."""
+    """Start them together and waits until all of them serve."""
     with contextlib.ExitStack() as stack:
         for program in programs:
             stack.enter_context(program)
@@ -154,7 +154,8 @@ def _script(name: str) -> str:
 
 
 def _lmcache_for_vllm() -> Path:
-    """A search path that appends LMCache's packages to vLLM's own, so that only what vLLM lacks comes from there."""
+    """Return a search path that appends LMCache's packages to vLLM's own, so that only what vLLM lacks comes from
+    there."""
     question = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     packages = subprocess.run([LMCACHE.python, "-c", question], check=True, capture_output=True, text=True).stdout
     folder = root() / "lmcache-for-vllm"

@@ -82,7 +82,7 @@ MID = Model(
 
 
 def missing() -> str:
-    """What has to be installed before tests can run, in words; empty when nothing is."""
+    """Return missing installations for tests, in words; empty if complete."""
     lacking = [each.name for each in (VLLM, LMCACHE, SGLANG) if not each.installed]
     lacking += [f"the model {each.name}" for each in (TINY, MID) if not each.made]
     return ", ".join(lacking)

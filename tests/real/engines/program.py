@@ -50,7 +50,7 @@ class Program:
         return self._child is not None and self._child.poll() is None
 
     def start(self) -> None:
-        """Starts it and returns at once; what is left of an earlier run is ended first."""
+        """Start it and return at once; the rest of an earlier run is ended first."""
         self.end()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
@@ -66,7 +66,7 @@ class Program:
         self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
 
     def await_ready(self, *, within_s: float) -> None:
-        """Returns once it serves; AssertionError with the end of its log when it does not."""
+        """Return once it serves; AssertionError with the end of its log when it does not."""
         end = time.monotonic() + within_s
         while time.monotonic() < end and self.running:
             with contextlib.suppress(httpx.TransportError):
@@ -108,7 +108,7 @@ class Program:
 
 
 def flags(values: Mapping[str, object]) -> list[str]:
-    """A command line's options with their values."""
+    """Return a command line's options with their values."""
     return [str(part) for pair in values.items() for part in pair]
 
 

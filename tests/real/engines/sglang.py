@@ -72,7 +72,7 @@ def _cores(ranks: int) -> str:
 
 @contextlib.contextmanager
 def running(servers: Sequence[Sglang]) -> Iterator[None]:
-    """Starts them together; ends all of them, also those that had already died."""
+    """Start them together; ends all of them, also those that had already died."""
     with contextlib.ExitStack() as stack:
         for server in servers:
             stack.enter_context(server.program)

@@ -109,7 +109,7 @@ def _environment(core: int, ranks: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running(servers: Sequence[Vllm]) -> Iterator[None]:
-    """Starts them together; ends all of them, also those that had already died."""
+    """Start them together; ends all of them, also those that had already died."""
     with contextlib.ExitStack() as stack:
         for server in servers:
             stack.enter_context(server.program)

@@ -50,7 +50,7 @@ def _model(folder: Path) -> Model:
 
 
 async def send(proxy: RunningProxy, tokens: list[int]) -> tuple[int, str, int]:
-    """What was predicted to be reused, by which source, and what was."""
+    """Send a prompt; returns the predicted tokens, their source, and the reused ones."""
     asked = await ask(proxy.client, {"model": TINY.name, "prompt": tokens, "max_tokens": 1})
     return asked.predicted, asked.source, asked.cached_tokens
 

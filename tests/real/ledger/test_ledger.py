@@ -38,7 +38,7 @@ _SAMPLE = re.compile(r"^vllm:(\w+)\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
 async def counters(server: Vllm) -> dict[str, float]:
-    """The engine's own, by name."""
+    """Return the engine's own, by name."""
     async with httpx.AsyncClient() as http:
         page = (await http.get(f"{server.url}/metrics", timeout=30)).text
     return {name: float(value) for name, value in _SAMPLE.findall(page) if name.endswith("_total")}

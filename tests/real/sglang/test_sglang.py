@@ -54,7 +54,7 @@ async def test_the_doctor_finds_nothing_to_say(server: Sglang) -> None:
 
 
 def body_of(path: str, turn: int, seed: str) -> dict[str, Any]:
-    """A conversation's request of this API: all turns so far, and what agents put in beside."""
+    """Return a conversation's request of this API: all turns so far, and what agents put in beside."""
     said = [text(60 if number else 300, seed=(seed, number)) for number in range(turn + 1)]
     if path == "/v1/chat/completions":
         return chat(TINY.name, *[part for one in said for part in (one, "It says so.")][:-1], max_tokens=4)

@@ -47,12 +47,12 @@ async def places(tiers: Tiers, tokens: list[int]) -> list[Places]:
 
 
 async def until_placed(tiers: Tiers, tokens: list[int], wanted: Places) -> None:
-    """Returns once every chunk is in these places and no other; the servers report within a second or two."""
+    """Return once every chunk is in these places and no other; the servers report within a second or two."""
     await until_says([wanted] * (len(tokens) // CHUNK), partial(places, tiers, tokens))
 
 
 async def asked(url: str, tokens: list[int]) -> int:
-    """The engine's account of what it reused, past any proxy."""
+    """Send a prompt past any proxy; returns the reused tokens by the engine's account."""
     body = {"model": MID.name, "prompt": tokens, "max_tokens": 1, "temperature": 0}
     async with httpx.AsyncClient(timeout=120) as http:
         usage = (await http.post(f"{url}/v1/completions", json=body)).json()["usage"]
@@ -61,7 +61,7 @@ async def asked(url: str, tokens: list[int]) -> int:
 
 
 async def drop_memory(tiers: Tiers, directory: LMCacheCoordinatorClient, tokens: list[int], *instances: str) -> None:
-    """The prompt leaves the memory of these servers, and both engines' own."""
+    """Drop the prompt from the memory of these servers, and both engines' own."""
     for name in instances:
         await directory.delete(name, SCOPE, array("I", tokens), tier="l1")
     await forget(tiers)
@@ -171,7 +171,7 @@ async def test_a_stale_placement_costs_once(tiers: Tiers, directory: LMCacheCoor
 
 
 async def left_on_disk(tiers: Tiers, directory: LMCacheCoordinatorClient, body: dict[str, Any]) -> list[int]:
-    """The tokens of a prompt that a computed and that nothing but the shared disk holds."""
+    """Return the tokens of a prompt that a computed and that nothing but the shared disk holds."""
     tokens = await chat_tokens(tiers.pair.a.url, body)
     async with httpx.AsyncClient(timeout=120) as http:
         await http.post(f"{tiers.pair.a.url}/v1/chat/completions", json=body)

@@ -49,7 +49,7 @@ def vision_server(folder: Path) -> Vllm:
 
 
 def chat(*content: Any, before: str = "") -> dict[str, Any]:
-    """A chat of texts and pictures in one message."""
+    """Return a chat of texts and pictures in one message."""
     parts = [{"type": "text", "text": one} if isinstance(one, str) else picture_part(one) for one in content]
     system = [{"role": "system", "content": before}] if before else []
     messages = [*system, {"role": "user", "content": parts}]
@@ -67,7 +67,7 @@ def is_right(asked: Asked) -> bool:
 
 
 async def send_all(proxy: RunningProxy, saw: Saw, *, seed: str) -> dict[str, Asked]:
-    """New and repeated pictures, in front of and behind text, by name of the case."""
+    """Send new and repeated pictures, in front of and behind text; returns the answers by name of the case."""
     before, behind = text(WORDS, seed=f"{seed} before"), text(WORDS, seed=f"{seed} behind")
     first, second, large = png(64, 64, seed=1, size_bytes=9000), png(64, 64, seed=2), png(640, 480, seed=3)
     system = text(WORDS, seed=f"{seed} system")

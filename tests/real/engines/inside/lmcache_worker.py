@@ -96,7 +96,7 @@ class Engine:
 
 
 def handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
-    """The control API."""
+    """Return the control API."""
     calls = {"/store": engine.store, "/lookup": engine.lookup}
 
     class Control(BaseHTTPRequestHandler):

@@ -67,7 +67,7 @@ _versions = importlib.metadata.version
 
 
 def _version(distribution_name: str) -> str:
-    """transformers compares torchvision's with others."""
+    """Return a version: transformers compares torchvision's with others."""
     return "0.28.0" if distribution_name == "torchvision" else _versions(distribution_name)
 
 

