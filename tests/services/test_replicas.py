@@ -435,7 +435,7 @@ async def test_a_wrong_password_is_said_without_it(tmp_path: Path, caplog: pytes
     """Neither the right one nor the wrong one is in the log."""
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server (make test-services)")
-    store = Store("redis", tmp_path)
+    store = Store("redis-server", tmp_path)
     await store.start()
     link = RedisLink(
         SecretStr(f"redis://:wrong-one@127.0.0.1:{store.port}"),
