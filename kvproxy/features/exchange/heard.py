@@ -32,6 +32,10 @@ MAX_OPEN = 65_536
 MAX_GIVEN_UP = 4096
 
 
+#: Applies one delta of a peer at a time.
+Apply = Callable[["PeerApplier", Any, "SharedState", float], None]
+
+
 class PeerApplier:
     """One peer's. `world` is asked every time: a reload replaces it."""
 
@@ -41,34 +45,16 @@ class PeerApplier:
         self.unknown = self.failed = 0  # deltas about unknown objects, and deltas that could not be applied
         self.unsure = False  # one of them concerned a request in flight: until the peer sends its state
         self._world = world
-        self._journal = journal
+        self.journal = journal
         self.open: dict[tuple[str, int], SpeculativeEntry] = {}  # requests of this peer that are under way
         self._given_up: dict[tuple[str, int], SpeculativeEntry] = {}  # when it fell silent
         self._rows: dict[tuple[str, str], int] = {}  # number of the batch that had its latest load
-        self._do: Mapping[type[Any], Callable[[Any, SharedState, float], None]] = {
-            deltas.Routed: self._routed,
-            deltas.Settled: self._settled,
-            deltas.Entered: self._entered,
-            deltas.Started: self._started,
-            deltas.SessionServed: self._served,
-            deltas.Counted: self._counted,
-            deltas.Sample: self._sampled,
-            deltas.Used: self._used,
-            deltas.Acted: self._acted,
-            deltas.Spent: self._spent,
-            deltas.Retried: self._retried,
-            deltas.EngineRead: lambda delta, world, now: world.hear_engine(delta),
-            deltas.Probed: lambda delta, world, now: world.receive_probe(
-                delta, near=origin.host == journal.origin.host
-            ),
-            deltas.Drained: self._drained,
-        }
 
     def apply(self, said: Iterable[Delta], now: float) -> None:
         """Apply deltas, the oldest first. A delta that cannot be applied is dropped alone."""
         world = self._world()
         for delta in said:
-            self._try(self._do[type(delta)], delta, world, now)
+            self._try(_APPLY[type(delta)], delta, world, now)
 
     def load(self, loads: Iterable[EndpointLoads], seq: int, now: float) -> None:
         """Ledgers as of batch `seq`, in any order of these."""
@@ -80,7 +66,7 @@ class PeerApplier:
                 self.unknown += 1
             elif self._rows.get(key, -1) < seq:
                 self._rows[key] = seq
-                self._tell(part, EndpointId(one.endpoint), one, now)
+                _show_load(self.origin, part, EndpointId(one.endpoint), one, now)
 
     def bound_rows(self, seq: int) -> None:
         """Bound the numbers of load rows by the peer's last batch: rows with later numbers are not its own and are
@@ -93,7 +79,7 @@ class PeerApplier:
         """Resume a peer that was presumed dead: restore its in-flight requests; missed batches will be resent."""
         for one in standing.open:
             if self._given_up.pop((one.cluster, one.number), None) is not None:
-                self._try(self._open_again, one, self._world(), now)
+                self._try(PeerApplier._open_again, one, self._world(), now)
         self.load(standing.loads, standing.seq, now)
 
     def stand(self, standing: PeerSnapshot, now: float) -> int:
@@ -109,7 +95,7 @@ class PeerApplier:
         new = [one for key, one in wanted.items() if key not in self.open]
         lost = standing.told - self.told - len(new)
         for one in new:
-            self._try(self._open_again, one, world, now)
+            self._try(PeerApplier._open_again, one, world, now)
         self.load(standing.loads, standing.seq, now)
         self.told = standing.told
         self.digest = standing.digest
@@ -126,38 +112,25 @@ class PeerApplier:
         clusters = self._world().clusters
         for cluster, endpoint in self._rows:
             if (part := clusters.get(cluster)) is not None and part.load(EndpointId(endpoint)) is not None:
-                self._tell(part, EndpointId(endpoint), None, now)
+                _show_load(self.origin, part, EndpointId(endpoint), None, now)
         self._rows.clear()
 
-    def _try(self, do: Callable[[Any, SharedState, float], None], delta: Delta, world: SharedState, now: float) -> None:
+    def _try(self, do: Apply, delta: Delta, world: SharedState, now: float) -> None:
         try:
-            do(delta, world, now)
+            do(self, delta, world, now)
         except Exception:
             self.failed += 1
             if self.failed == 1:  # the rest is counted
                 log.exception("%s of %s could not be applied and is left out", type(delta).__name__, self.origin)
             self.unsure |= isinstance(delta, deltas.Routed | deltas.Settled)
 
-    def _tell(self, part: ClusterPart, endpoint: EndpointId, one: EndpointLoads | None, now: float) -> None:
-        load = part.load(endpoint)
-        assert load is not None
-        load.remote_load = load.remote_load or RemoteLoad(load)
-        before = load.in_flight
-        row = None if one is None else one.row
-        earlier = load.remote_load.tell(self.origin, row, now)
-        part.receive_load(endpoint, before)
-        if row is not None and earlier is not None and row.routed > earlier.routed:
-            routed_s = row.routed_s - earlier.routed_s
-            bound = row.bound - earlier.bound
-            part.placed_elsewhere(endpoint, routed_s, row.routed - earlier.routed, bound, now)
-
     def _routed(self, delta: deltas.Routed, world: SharedState, now: float) -> None:
-        self._count(delta.hashes)
+        self.count_prompt(delta.hashes)
         if (delta.cluster, delta.number) not in self.open:
             self._open_again(delta, world, now)
 
     def _open_again(self, delta: deltas.Routed, world: SharedState, now: float) -> None:
-        if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
+        if (indexes := self.find_indexes(world, delta.cluster, delta.endpoint)) is not None:
             endpoint = EndpointId(delta.endpoint)
             cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
             entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.followed.any)
@@ -191,95 +164,145 @@ class PeerApplier:
 
     def _end_after_all(self, key: tuple[str, int], entry: SpeculativeEntry) -> None:
         """Insert the prompt of a request that was given up but had been served."""
-        if (indexes := self._indexes(self._world(), key[0], entry.endpoint)) is not None:
+        if (indexes := self.find_indexes(self._world(), key[0], entry.endpoint)) is not None:
             indexes.approximate.insert(entry.endpoint, entry.cursor)
 
-    def _entered(self, delta: deltas.Entered, world: SharedState, now: float) -> None:
-        self._count(delta.hashes)
-        if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
-            cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
-            indexes.approximate.insert(EndpointId(delta.endpoint), cursor)
-
-    def _indexes(self, world: SharedState, cluster: str, endpoint: str) -> LocalIndexes | None:
+    def find_indexes(self, world: SharedState, cluster: str, endpoint: str) -> LocalIndexes | None:
         """Return the indexes that have the endpoint."""
         part = world.clusters.get(cluster)
         indexes = None if part is None or part.load(EndpointId(endpoint)) is None else part.indexes
         self.unknown += indexes is None
         return indexes
 
-    def _count(self, hashes: bytes) -> None:
+    def count_prompt(self, hashes: bytes) -> None:
         self.told += 1
         self.digest = add_to_digest(self.digest, hashes)
 
-    def _started(self, delta: deltas.Started, world: SharedState, now: float) -> None:
-        if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
-            self._journal.starts[delta.cluster, delta.endpoint] = delta.started_at
-            indexes.process_started(EndpointId(delta.endpoint), delta.started_at)
 
-    def _served(self, delta: deltas.SessionServed, world: SharedState, now: float) -> None:
-        part = world.clusters.get(delta.cluster)
-        if part is None or part.indexes is None:
-            self.unknown += 1
-            return
-        table = part.indexes.last_served
-        if not delta.endpoint:
-            table.forget(delta.session)
-            return
-        keys = numbers("Q", delta.keys)
-        root = numbers("Q", delta.root)
-        served = Served(EndpointId(delta.endpoint), 0, now - delta.age_s, delta.prompt_tokens, delta.tokens, keys, root)
-        table.adopt(delta.session, delta.response, served)
+def _show_load(origin: Origin, part: ClusterPart, endpoint: EndpointId, one: EndpointLoads | None, now: float) -> None:
+    load = part.load(endpoint)
+    assert load is not None
+    load.remote_load = load.remote_load or RemoteLoad(load)
+    before = load.in_flight
+    row = None if one is None else one.row
+    earlier = load.remote_load.tell(origin, row, now)
+    part.receive_load(endpoint, before)
+    if row is not None and earlier is not None and row.routed > earlier.routed:
+        routed_s = row.routed_s - earlier.routed_s
+        bound = row.bound - earlier.bound
+        part.placed_elsewhere(endpoint, routed_s, row.routed - earlier.routed, bound, now)
 
-    def _counted(self, delta: deltas.Counted, world: SharedState, now: float) -> None:
-        if world.state is not None:
-            world.state.note_count(delta.model, (delta.key,) * bool(delta.key), delta.prompt_bytes, delta.prompt_tokens)
 
-    def _sampled(self, delta: deltas.Sample, world: SharedState, now: float) -> None:
-        part = world.clusters.get(delta.cluster)
-        endpoint = EndpointId(delta.endpoint)
-        if part is None or part.load(endpoint) is None:
-            self.unknown += 1
-            return
-        part.observe_sample(endpoint, delta.work, delta.busy_s, now, scraped=delta.scraped)
+def _started(peer: PeerApplier, delta: deltas.Started, world: SharedState, now: float) -> None:
+    if (indexes := peer.find_indexes(world, delta.cluster, delta.endpoint)) is not None:
+        peer.journal.starts[delta.cluster, delta.endpoint] = delta.started_at
+        indexes.process_started(EndpointId(delta.endpoint), delta.started_at)
 
-    def _used(self, delta: deltas.Used, world: SharedState, now: float) -> None:
-        if world.actions is None:
-            self.unknown += 1
-        elif delta.keys:
-            world.actions.hotness.adopt_use(
-                numbers("Q", delta.keys),
-                model=delta.model,
-                cache_salt=delta.cache_salt,
-                instance=delta.instance,
-                now=now,
-                session=delta.session,
-            )
 
-    def _acted(self, delta: deltas.Acted, world: SharedState, now: float) -> None:
-        if world.actions is None or delta.kind not in ActionKind.__members__.values():
-            self.unknown += 1
-            return
-        prefix = None
-        if delta.key:
-            hotness = world.actions.hotness
-            tokens = numbers("I", delta.tokens)
-            prefix = hotness.find_prefix(delta.key) or KnownPrefix(
-                delta.key, delta.model, delta.cache_salt, deque(maxlen=1), delta.key, tokens
-            )
-            if tokens and not prefix.tokens:
-                hotness.learn_tokens([prefix], tokens)
-        action = Action(ActionKind(delta.kind), delta.instance, prefix, "elsewhere")
-        world.actions.adopt_action(action, now - delta.age_s)
+def _served(peer: PeerApplier, delta: deltas.SessionServed, world: SharedState, now: float) -> None:
+    part = world.clusters.get(delta.cluster)
+    if part is None or part.indexes is None:
+        peer.unknown += 1
+        return
+    table = part.indexes.last_served
+    if not delta.endpoint:
+        table.forget(delta.session)
+        return
+    keys = numbers("Q", delta.keys)
+    root = numbers("Q", delta.root)
+    served = Served(EndpointId(delta.endpoint), 0, now - delta.age_s, delta.prompt_tokens, delta.tokens, keys, root)
+    table.adopt(delta.session, delta.response, served)
 
-    def _spent(self, delta: deltas.Spent, world: SharedState, now: float) -> None:
-        if (table := world.limits.get(delta.limit)) is not None:
-            table.take(delta.key, delta.kind, delta.amount, now)
 
-    def _retried(self, delta: deltas.Retried, world: SharedState, now: float) -> None:
-        for budget in world.budgets.values():
-            budget.count_others(delta.requests, delta.retries, now)
+def _counted(peer: PeerApplier, delta: deltas.Counted, world: SharedState, now: float) -> None:
+    if world.state is not None:
+        world.state.note_count(delta.model, (delta.key,) * bool(delta.key), delta.prompt_bytes, delta.prompt_tokens)
 
-    def _drained(self, delta: deltas.Drained, world: SharedState, now: float) -> None:
-        if (part := world.clusters.get(delta.cluster)) is not None:
-            self._journal.receive_drain(delta.cluster, delta.endpoint, draining=delta.draining)
-            part.drain(EndpointId(delta.endpoint), draining=delta.draining)
+
+def _sampled(peer: PeerApplier, delta: deltas.Sample, world: SharedState, now: float) -> None:
+    part = world.clusters.get(delta.cluster)
+    endpoint = EndpointId(delta.endpoint)
+    if part is None or part.load(endpoint) is None:
+        peer.unknown += 1
+        return
+    part.observe_sample(endpoint, delta.work, delta.busy_s, now, scraped=delta.scraped)
+
+
+def _used(peer: PeerApplier, delta: deltas.Used, world: SharedState, now: float) -> None:
+    if world.actions is None:
+        peer.unknown += 1
+    elif delta.keys:
+        world.actions.hotness.adopt_use(
+            numbers("Q", delta.keys),
+            model=delta.model,
+            cache_salt=delta.cache_salt,
+            instance=delta.instance,
+            now=now,
+            session=delta.session,
+        )
+
+
+def _acted(peer: PeerApplier, delta: deltas.Acted, world: SharedState, now: float) -> None:
+    if world.actions is None or delta.kind not in ActionKind.__members__.values():
+        peer.unknown += 1
+        return
+    prefix = None
+    if delta.key:
+        hotness = world.actions.hotness
+        tokens = numbers("I", delta.tokens)
+        prefix = hotness.find_prefix(delta.key) or KnownPrefix(
+            delta.key, delta.model, delta.cache_salt, deque(maxlen=1), delta.key, tokens
+        )
+        if tokens and not prefix.tokens:
+            hotness.learn_tokens([prefix], tokens)
+    action = Action(ActionKind(delta.kind), delta.instance, prefix, "elsewhere")
+    world.actions.adopt_action(action, now - delta.age_s)
+
+
+def _spent(peer: PeerApplier, delta: deltas.Spent, world: SharedState, now: float) -> None:
+    if (table := world.limits.get(delta.limit)) is not None:
+        table.take(delta.key, delta.kind, delta.amount, now)
+
+
+def _retried(peer: PeerApplier, delta: deltas.Retried, world: SharedState, now: float) -> None:
+    for budget in world.budgets.values():
+        budget.count_others(delta.requests, delta.retries, now)
+
+
+def _drained(peer: PeerApplier, delta: deltas.Drained, world: SharedState, now: float) -> None:
+    if (part := world.clusters.get(delta.cluster)) is not None:
+        peer.journal.receive_drain(delta.cluster, delta.endpoint, draining=delta.draining)
+        part.drain(EndpointId(delta.endpoint), draining=delta.draining)
+
+
+def _entered(peer: PeerApplier, delta: deltas.Entered, world: SharedState, now: float) -> None:
+    peer.count_prompt(delta.hashes)
+    if (indexes := peer.find_indexes(world, delta.cluster, delta.endpoint)) is not None:
+        cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
+        indexes.approximate.insert(EndpointId(delta.endpoint), cursor)
+
+
+def _read(peer: PeerApplier, delta: deltas.EngineRead, world: SharedState, now: float) -> None:
+    world.hear_engine(delta)
+
+
+def _probed(peer: PeerApplier, delta: deltas.Probed, world: SharedState, now: float) -> None:
+    world.receive_probe(delta, near=peer.origin.host == peer.journal.origin.host)
+
+
+_APPLY: Mapping[type[Delta], Apply] = {
+    deltas.Routed: PeerApplier._routed,
+    deltas.Settled: PeerApplier._settled,
+    deltas.Entered: _entered,
+    deltas.Started: _started,
+    deltas.SessionServed: _served,
+    deltas.Counted: _counted,
+    deltas.Sample: _sampled,
+    deltas.Used: _used,
+    deltas.Acted: _acted,
+    deltas.Spent: _spent,
+    deltas.Retried: _retried,
+    deltas.EngineRead: _read,
+    deltas.Probed: _probed,
+    deltas.Drained: _drained,
+}
