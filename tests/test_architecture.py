@@ -49,6 +49,14 @@ NAMED = Path(__file__).with_name("features_named.txt")
 #: added here.
 LARGE = {"Cluster", "ClientProtocol", "EndpointLoad", "EngineFacts", "Feature", "RadixPages"}
 
+#: Functions of more than 60 lines. Nothing is added here.
+LONG = {
+    "kvproxy.features.exchange.metrics:__init__",
+    "kvproxy.lab.replay.compare:play_policy",
+    "kvproxy.lab.replay.options:_add_engine_options",
+    "kvproxy.lab.replay.options:add_arguments",
+}
+
 HEADINGS = ("What it does", "Contracts", "How to add one")
 
 
@@ -194,6 +202,18 @@ def test_functions_stay_short() -> None:
     lines = [(node.end_lineno or node.lineno) - node.lineno + 1 for node in found.values()]
     assert statistics.quantiles(lines, n=10)[-1] <= 25
     assert not [name for name, node in found.items() if sum(isinstance(each, ast.stmt) for each in ast.walk(node)) > 60]
+
+
+def test_functions_have_at_most_60_lines() -> None:
+    """Besides those of the list: take out what was cut, and add none."""
+    long = {
+        f"{module}:{node.name}"
+        for module, path in _files().items()
+        for node in _nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or node.lineno) - node.lineno + 1 > 60
+    }
+    assert long == LONG
 
 
 def test_classes_have_few_methods() -> None:

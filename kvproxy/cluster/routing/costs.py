@@ -63,4 +63,6 @@ def least_own_s(facts: OverlapFacts, candidates: Sequence[Candidate], speeds: Sp
 
 def wait_s(candidate: Candidate, speeds: SpeedModel, now: float) -> float:
     """Pending prefill seconds of one endpoint."""
+    if not candidate.load.in_flight:
+        return 0.0
     return candidate.load.wait_s(speeds.seconds, speeds.slowness(candidate.id, now), now)

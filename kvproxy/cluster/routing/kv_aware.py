@@ -108,9 +108,10 @@ class KvAware(Policy):
         least_in_flight = math.inf
         # Loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names.
         for load, slow in zip(pool.loads, slowness, strict=True):
-            waits.append(load.wait_s(seconds, slow, now))
-            if load.in_flight < least_in_flight:
-                least_in_flight = load.in_flight
+            in_flight = load.in_flight
+            waits.append(load.wait_s(seconds, slow, now) if in_flight else 0.0)
+            if in_flight < least_in_flight:
+                least_in_flight = in_flight
         everywhere = least_in_flight if least_in_flight < MAX_STALLED else MAX_STALLED
         most_uneven = max(MAX_UNEVEN, MAX_STALLED - least_in_flight)
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
@@ -133,13 +134,8 @@ class KvAware(Policy):
                 stalled = most_uneven
             cost = wait + own * (slow + stall * (everywhere + stalled)) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
-        if target_itl is not None:
-            for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):
-                costs[index] += LATENESS * self.steps.late_s(load.in_flight, slow, target_itl) / weight
-        for more in (request.adapter_s, request.transfer_s):
-            if more is not None:
-                columns = zip(costs, pool.ids, pool.weights, strict=True)
-                costs = [cost + more.get(id_, 0.0) / weight for cost, id_, weight in columns]
+        if target_itl is not None or request.adapter_s is not None or request.transfer_s is not None:
+            costs = self._with_extras(costs, request, speeds, target_itl)
         index = least(costs, self._rng)
         if self.others is not None:
             work_s = self.utilisation.estimate_rates(now)[0] * len(owns)
@@ -163,6 +159,20 @@ class KvAware(Policy):
         if overlap is not None and overlap.lower:
             onboarding_s = onboarding_s_of(overlap, facts.prompt_tokens, endpoint, self.speeds)
         return prefill_s(facts.prompt_tokens - held, held, onboarding_s, self.speeds.seconds)
+
+    def _with_extras(
+        self, costs: list[float], request: PickRequest, speeds: PoolSpeeds, target_itl: float | None
+    ) -> list[float]:
+        """Return the costs with what late tokens, adapters to be loaded and copies of KV add."""
+        pool = speeds.pool
+        if target_itl is not None:
+            for index, (slow, load, weight) in enumerate(zip(speeds.slowness, pool.loads, pool.weights, strict=True)):
+                costs[index] += LATENESS * self.steps.late_s(load.in_flight, slow, target_itl) / weight
+        for more in (request.adapter_s, request.transfer_s):
+            if more is not None:
+                columns = zip(costs, pool.ids, pool.weights, strict=True)
+                costs = [cost + more.get(id_, 0.0) / weight for cost, id_, weight in columns]
+        return costs
 
     def _own_s(self, facts: OverlapFacts, pool: Pool, seconds: Features) -> tuple[list[float], list[int]]:
         """Pooled seconds of the request's own prefill by candidate, hot tokens discounted, and the tokens each holds;

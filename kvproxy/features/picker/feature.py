@@ -30,10 +30,12 @@ class Picker(Feature):
 
     def verify(self, config: Config) -> Iterable[Finding]:
         """Return faults of the listener, if there is a section for it."""
+        settings = _settings(config)
+        if settings is None:
+            return ()
         from kvproxy.features.picker.verify import find_faults
 
-        settings = _settings(config)
-        return () if settings is None else find_faults(settings, config)
+        return find_faults(settings, config)
 
     def list_certificates(self, config: Config) -> Iterable[tuple[str, str]]:
         """Return the listener's."""

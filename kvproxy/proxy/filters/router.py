@@ -210,19 +210,8 @@ class RouterFilter:
             else:
                 body.on_consumed = functools.partial(watcher.arm, task)
             await forwarding.run(task)
-        except GaveUp as error:
-            await self._give_up(exchange, error, downstream)
-        except LocalReply as why:
-            if exchange.outcome.status or downstream.status:
-                # An engine's answer has begun already, so it can only be cut.
-                exchange.outcome.end = "local_reply"
-            else:
-                await self._refuse(why, downstream)
-        except QueueFull as error:
-            await self._refuse(_queue_full(error), downstream)
-        except UnsafeRequest as error:
-            message = f"This request cannot be forwarded safely: {error}"
-            await self._refuse(LocalReply(400, "unsafe_request", message), downstream)
+        except (GaveUp, LocalReply, QueueFull, UnsafeRequest) as error:
+            await self._fail(exchange, error, downstream)
         except ClientLeft:
             exchange.outcome.client_left()
         except asyncio.CancelledError:
@@ -272,6 +261,23 @@ class RouterFilter:
             await self._refuse(why, downstream)
         else:
             await self._parts.models.answer(scope, downstream.send)
+
+    async def _fail(
+        self, exchange: Exchange, error: GaveUp | LocalReply | QueueFull | UnsafeRequest, downstream: Downstream
+    ) -> None:
+        """Answer a request that no engine answered."""
+        if isinstance(error, GaveUp):
+            await self._give_up(exchange, error, downstream)
+        elif isinstance(error, QueueFull):
+            await self._refuse(_queue_full(error), downstream)
+        elif isinstance(error, UnsafeRequest):
+            message = f"This request cannot be forwarded safely: {error}"
+            await self._refuse(LocalReply(400, "unsafe_request", message), downstream)
+        elif exchange.outcome.status or downstream.status:
+            # An engine's answer has begun already, so it can only be cut.
+            exchange.outcome.end = "local_reply"
+        else:
+            await self._refuse(error, downstream)
 
     async def _give_up(self, exchange: Exchange, error: GaveUp, downstream: Downstream) -> None:
         """Send an engine's own error answer if there is one, else ours."""
