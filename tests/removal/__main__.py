@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[2]
 CORE_TESTS = ("tests/base", "tests/cluster", "tests/cache", "tests/proxy")
 
 _TOGETHER = 2
-_TIMEOUT_S = 600.0
 
 
 def check_without(names: Sequence[str], *, tests: bool) -> str:
@@ -77,7 +76,6 @@ def _run(tree: Path, *arguments: str) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=_TIMEOUT_S,
     )
     return ended.stdout if ended.returncode else ""
 
