@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 #: Folders of tests that name no feature.
 CORE_TESTS = ("tests/base", "tests/cluster", "tests/cache", "tests/proxy")
 
+SERVE = ROOT / "tests" / "removal" / "serve.py"
+_NEEDED_BY_TESTS = ("tests", "docs", "samples", "benchmarks", "pyproject.toml")
 _TOGETHER = 2
 
 
@@ -31,27 +33,23 @@ def check_without(names: Sequence[str], *, tests: bool) -> str:
     """Return what a tree without these features printed where it failed, "" if everything works."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        _link(tree)
+        for name in ("kvproxy", "config.yaml", *(_NEEDED_BY_TESTS if tests else ())):
+            _link(ROOT / name, tree / name)
         _remove(tree, names)
-        printed = _run(tree, "-m", "tests.removal.serve")
+        printed = _run(tree, str(SERVE))
         if tests and not printed:
             printed = _run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CORE_TESTS)
     return printed and f"without {', '.join(names)}:\n{printed}"
 
 
-def _link(tree: Path) -> None:
-    """Fill a folder with links to the files of the checkout: none is copied, and none compiled again."""
-    for name in ("kvproxy", "tests", "docs", "samples", "benchmarks", "config.yaml", "pyproject.toml"):
-        _link_files(ROOT / name, tree / name)
-
-
-def _link_files(source: Path, target: Path) -> None:
+def _link(source: Path, target: Path) -> None:
+    """Fill a folder with links to the files of another: none is copied, and none compiled again."""
     if not source.is_dir() or source.name == "__pycache__":
         target.symlink_to(source)
         return
     target.mkdir()
     for entry in source.iterdir():
-        _link_files(entry, target / entry.name)
+        _link(entry, target / entry.name)
 
 
 def _remove(tree: Path, names: Sequence[str]) -> None:
