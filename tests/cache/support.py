@@ -241,3 +241,15 @@ async def world(
         cluster = cluster_of(urls, clock=clock, instances=instances)
         service = running(settings(**changes), cluster, clock=clock, host=host, features=features)
         yield await stack.enter_async_context(service)
+
+
+def service_of(clock: Clock, *, metrics: Metrics | None = None, **settings: object) -> KvCache:
+    """Return a service over one cluster with the endpoints a and b."""
+    endpoints = tuple(EndpointSettings(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2)))
+    metrics = metrics or Metrics()
+    cluster = Cluster(
+        "c", ClusterSettings(endpoints=endpoints), metrics=metrics, clock=clock, rng=random.Random(1), sources=()
+    )
+    kv = KvCache(KvCacheSettings(**settings), clusters={"c": cluster}, metrics=metrics, clock=clock)  # type: ignore[arg-type]
+    kv.bind_gauges()
+    return kv

@@ -7,7 +7,7 @@ from array import array
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
-from tests.cache.test_status import service_of
+from tests.cache.support import service_of
 from tests.support.clock import FakeClock
 
 A = EndpointId("a")

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 
 import pytest
 
 from kvproxy.base.errors import ClientUnavailable
-from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.action_settings import CacheStrategySettings
 from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.cache.actions.strategies import HotPin
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cache.overlap.gauges import index_worth
-from kvproxy.cache.service import KvCache
-from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.operate.admin.cache_status import SLICE_RUNS, cache_status, hot_prefixes, pins, troubles
+from tests.cache.support import service_of
 from tests.support.clock import FakeClock
 
 EXACT = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
 LOST = StreamStatus(StreamState.DEGRADED, StreamReason.LOST_EVENTS)
 STARTING = StreamStatus(StreamState.CONNECTING, StreamReason.STARTING)
 SILENT = StreamStatus(StreamState.APPROXIMATE, StreamReason.SILENT)
-
-
-def service_of(clock: FakeClock, *, metrics: Metrics | None = None, **settings: object) -> KvCache:
-    """Return a service over one cluster with the endpoints a and b."""
-    endpoints = tuple(EndpointSettings(id=name, url=f"http://127.0.0.1:{port}") for name, port in (("a", 1), ("b", 2)))
-    metrics = metrics or Metrics()
-    cluster = Cluster(
-        "c", ClusterSettings(endpoints=endpoints), metrics=metrics, clock=clock, rng=random.Random(1), sources=()
-    )
-    kv = KvCache(KvCacheSettings(**settings), clusters={"c": cluster}, metrics=metrics, clock=clock)  # type: ignore[arg-type]
-    kv.bind_gauges()
-    return kv
 
 
 @pytest.mark.parametrize(
