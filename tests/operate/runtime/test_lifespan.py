@@ -11,9 +11,7 @@ from starlette.types import Message
 
 from kvproxy.app import Proxy, build
 from kvproxy.operate.config.load import load_config
-from kvproxy.proxy.listener.server import serve
 from tests.support.asgi import call, http_scope
-from tests.support.fake_engine import FakeEngine
 
 ENDPOINTS = {"a": "http://127.0.0.1:9"}
 
@@ -65,16 +63,14 @@ async def test_a_start_that_fails_leaves_no_task(tmp_path: Path) -> None:
 
 async def test_without_lifespan_events_the_first_request_starts_it() -> None:
     """Unstarted it would probe no engine and answer every request with an error. Requests at once start it once."""
-    async with serve(FakeEngine("a")) as url:
-        proxy = build(load_config({"endpoints": {"a": url}}))
-        try:
-            scopes = [http_scope("/v1/embeddings", method="POST") for _ in range(3)]
-            answers = await asyncio.gather(*(call(proxy, scope, {"type": "http.request"}) for scope in scopes))
-            tasks = [task.get_name() for task in asyncio.all_tasks()]
-            assert [answer.status for answer in answers] == [200, 200, 200]
-            assert tasks.count("event loop lag") == 1
-        finally:
-            await proxy.__aexit__()
+    proxy = build(load_config({"endpoints": ENDPOINTS}))
+    try:
+        answers = await asyncio.gather(*(call(proxy, http_scope("/health")) for _ in range(3)))
+        tasks = [task.get_name() for task in asyncio.all_tasks()]
+        assert [answer.status for answer in answers] == [200, 200, 200]
+        assert tasks.count("event loop lag") == 1
+    finally:
+        await proxy.__aexit__()
 
 
 async def test_a_proxy_that_has_ended_is_not_started_by_a_late_request() -> None:
