@@ -88,8 +88,8 @@ class TaskSet:
 
 
 class BackgroundTask(ABC):
-    """Runs `_run` as a task named `task_name` from entering to leaving; there it is cancelled and awaited, whatever it
-    ended with."""
+    """Runs `_run` as a task named `task_name` from entering to leaving; there it is cancelled and awaited, in spite of
+    any error."""
 
     task_name: str
     _task: asyncio.Task[None] | None = None

@@ -1,7 +1,6 @@
 """Features, as far as the lowest room meets them: one optional capability each, by what it adds to the core.
 
-Each room has a class of its own with the members that it asks for, and `operate.feature.Feature` has them all.
-"""
+Each room has a class of its own with the members that it uses, and `operate.feature.Feature` has them all."""
 
 from __future__ import annotations
 

@@ -80,11 +80,10 @@ class OperationBreakers:
         return self.breaker(operation).admits
 
     async def call(self, operation: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Make the call if its breaker lets it through; raises BreakerOpen, or what the call raised.
+        """Make the call if its breaker lets it through; raises BreakerOpen, or the call's error.
 
         No answer and a broken one count against the service, and so does a route it does not have; a refusal of what
-        was asked (4xx, an unknown instance) shows that it lives. Cancellation counts nothing.
-        """
+        was asked (4xx, an unknown instance) shows that it lives. Cancellation counts nothing."""
         permit = self.breaker(operation).admit()
         try:
             answer = await call()

@@ -95,7 +95,7 @@ class MetricsScraper(BackgroundTask):
             await self._sleep(interval_s if self.readings.tell is None else interval_s * random.uniform(0.9, 1.1))
 
     async def scrape_all(self, *, reading: bool = True) -> None:
-        """Everything once; without `reading` no engine is asked."""
+        """Scrape every engine once; without `reading` no engine is queried."""
         self._follow()
         if reading:
             await self._read_all()

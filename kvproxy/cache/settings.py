@@ -45,7 +45,7 @@ class TokenCacheSettings(Model):
 
 
 class TokenizeSettings(Model):
-    """When the engine's `/tokenize` is asked before routing."""
+    """Use of the engine's `/tokenize` before routing."""
 
     inline: bool = True
     """Tokenize before routing, under `lookup_routing_timeout`; otherwise only afterwards, for the next turn."""

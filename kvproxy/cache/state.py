@@ -60,7 +60,7 @@ class CacheState:
         return found
 
     def index(self, cluster: str, *, endpoints: int) -> IndexState:
-        """Return the cluster's, made on first use for so many endpoints."""
+        """Return the cluster's index state, made on first use for this many endpoints."""
         known = self.indexes.get(cluster)
         if known is None:
             known = self.indexes[cluster] = IndexState(endpoints=endpoints)

@@ -1,9 +1,8 @@
-"""LoRA adapters: which engine serves which, what it takes to run one there, and what that costs in seconds.
+"""LoRA adapters: which engine serves which, and the seconds to run one there.
 
-An engine has the weights of so many adapters at hand at a time (its slots). A request for another one waits until they
-are loaded, and until a slot is free. How long that takes is learned, by how the engine stood when the request was
-placed, from first tokens that came later than its backlog explains.
-"""
+An engine has the weights of a few adapters loaded at a time (its slots). A request for another one waits until they are
+loaded, and until a slot is free. How long that takes is learned, by how the engine stood when the request was placed,
+from first tokens that came later than its backlog explains."""
 
 from __future__ import annotations
 

@@ -228,7 +228,8 @@ class Cluster:
             self._applying = self._tasks.start(self._poller.update_in_steps(STATIC, steps), name="endpoints")
 
     def drain_endpoint(self, name: EndpointId, *, draining: bool = True) -> bool:
-        """Stop (with False, resume) giving a member, or all of an engine, new requests; whether there is such a one."""
+        """Stop (with False, resume) giving a member, or all of an engine, new requests; returns False for an unknown
+        name."""
         endpoints = self._members.find_named(name)
         for endpoint in endpoints:
             endpoint.draining = draining

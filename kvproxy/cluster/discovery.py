@@ -1,4 +1,4 @@
-"""Where endpoints come from besides the configuration: sources that are asked again and again, or watched."""
+"""Sources of endpoints besides the configuration, polled or watched."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Poller:
         ]
 
     def stop(self) -> None:
-        """No source is asked any more."""
+        """Stop polling."""
         for task in self._asking:
             task.cancel()
         for source in self.sources if self._asking else ():

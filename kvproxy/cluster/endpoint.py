@@ -143,7 +143,7 @@ class Endpoint:
 
     @property
     def draining(self) -> bool:
-        """An operator wants it to finish what it has and take nothing new."""
+        """True if an operator wants it to finish its requests and take no new ones."""
         return self._draining
 
     @draining.setter

@@ -55,8 +55,8 @@ class EndpointWait(Generic[AnswerT]):
         return next((now - place.since for place in [*self._places][:1]), 0.0)
 
     async def wait(self, ask: Callable[[float], AnswerT | None], own_s: float) -> AnswerT | None:
-        """Return what `ask` answers as soon as that is something, asked whenever there may be an endpoint; None when
-        the time is over. The answer is of this turn of the event loop. Raises QueueFull."""
+        """Return the first result of `ask` that is not None, called whenever there may be an endpoint; None at the
+        deadline. The answer is of this turn of the event loop. Raises QueueFull."""
         now = self._clock()
         if len(self._places) >= self.limit:
             raise QueueFull(max(1.0, self.max_wait_s - self.oldest_wait_s(now)))
@@ -75,7 +75,8 @@ class EndpointWait(Generic[AnswerT]):
             del self._places[place]
 
     def let_in(self) -> None:
-        """There may be an endpoint: each of them asks again, a few a turn of the event loop, the first ones first."""
+        """Let waiting requests try again, since there may be an endpoint: a few per turn of the event loop, the first
+        ones first."""
         if self._places:
             self._call(deque(self._places))
 

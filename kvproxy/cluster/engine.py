@@ -92,7 +92,7 @@ class Health:
         return True
 
     def forget_probes(self) -> None:
-        """None is sent any more: their verdict would stand for ever."""
+        """Forget the verdict of probes after they were switched off: it would never change."""
         self._healthy = True
         self._streak = 0
 

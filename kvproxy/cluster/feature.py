@@ -47,7 +47,7 @@ class NumberedRequest(NamedTuple):
 
 class RequestAddition(Protocol):
     """A number that engines of a cluster get in a member of the body. A client's own member is cut out, and an engine
-    that refuses the member is asked once more without."""
+    that refuses the member gets the request once more without."""
 
     #: Name of the member, name of the note on the outcome, and statuses of engines that refuse the member.
     member: str

@@ -112,7 +112,7 @@ class Membership:
 
     def remove_endpoint(self, name: EndpointId) -> bool:
         """Take a member, or all of an engine, out until it is added again, or every source has stopped naming it;
-        whether there was such a one."""
+        returns False for an unknown name."""
         if not self.find_named(name):
             return False
         added = tuple(one for one in self._sources.get(OPERATOR, ()) if one.id != name)
@@ -170,7 +170,7 @@ class Membership:
         return bool(endpoints)
 
     def all_endpoints(self) -> tuple[Endpoint, ...]:
-        """Members, and those that only finish what they have."""
+        """Return the members, and endpoints that only finish their requests."""
         return (*self._present.values(), *self._draining)
 
     def on_idle(self, endpoint: Endpoint) -> None:

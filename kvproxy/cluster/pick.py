@@ -172,7 +172,7 @@ class Pick(msgspec.Struct, eq=False):
 
 
 def reserve(endpoint: Ledgered, request: PickRequest, speeds: SpeedModel | None, now: float) -> Reservation:
-    """Count the request in where it goes, by what is known to be cached there."""
+    """Count the request in at its endpoint, with its known cached tokens there."""
     facts = request.facts
     hidden = not request.streams
     overlap = facts.by_endpoint.get(endpoint.id)

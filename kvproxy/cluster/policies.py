@@ -100,7 +100,7 @@ class PolicySet:
         self._list_policies()
 
     def find_policy(self, name: str) -> NamedPolicy:
-        """Return the policy that a request asks for, where that is on offer; otherwise the cluster's own."""
+        """Return the policy that a request names, if clients may choose it; otherwise the cluster's own."""
         return self.named.get(name, self.own)
 
     def placed(self, decision: Decision[Endpoint], now: float) -> None:
@@ -161,7 +161,8 @@ class PolicySet:
             policy.placed_elsewhere(endpoint, routed_s, requests, bound, endpoints, now)
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:
-        """As of Policy; also those that share speeds, since what they count besides is their own."""
+        """Forget an endpoint in every policy, also in those that share speeds, since their other counts are their
+        own."""
         for policy in self._deciding:
             policy.forget(endpoint)
         for silent in self._silent:
@@ -194,7 +195,7 @@ class PolicySet:
         counter.value += 1.0
 
     def _taught(self, policy: Policy) -> Policy:
-        """With a copy of what is known of speeds, since its own and silent policies each learn from every sample."""
+        """Give the policy a copy of the learned speeds, since live and silent policies each learn from every sample."""
         if self._known is not None and policy.learns_speeds:
             policy.speeds = copy.deepcopy(self._known)
         return policy

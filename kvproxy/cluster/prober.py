@@ -1,4 +1,4 @@
-"""Probes of a cluster's engines: whether each is well, asked again and again."""
+"""Probes of a cluster's engines: polls of the health of each."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Prober:
             await self._sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
 
     async def _ask(self, engine: Engine, probe: Probe) -> ProbeOutcome:
-        """Return a well engine's answer can only come too late where the event loop stands still for most of the
-        timeout."""
+        """Probe an engine. A healthy engine's answer can only come too late if the event loop stands still for most of
+        the timeout."""
         asked = asyncio.ensure_future(self._outcome(engine, probe))
         clock = asyncio.get_running_loop().time
         most_s = 0.5 * self._settings.timeout

@@ -104,7 +104,7 @@ class RouterQueue:
 
     @property
     def pending_s(self) -> float:
-        """Pooled prefill seconds of all of them, by what they were when they came."""
+        """Pooled prefill seconds of all waiting requests, as estimated at their arrival."""
         return self._queue.pending_s + self._without_endpoint.pending_s
 
     def status(self, now: float) -> dict[str, object]:
@@ -212,7 +212,7 @@ class RouterQueue:
             self._exit_count(reason)  # starts at 0, so that the first of a kind is an increase
 
     def close(self) -> None:
-        """Let all requests go, and show no queue any more."""
+        """Release all requests, and remove the queue from the gauges."""
         self._closed = True
         self._without_endpoint.let_in()
         self._load_decreased.set()

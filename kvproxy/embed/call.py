@@ -82,7 +82,7 @@ class Call(msgspec.Struct, eq=False):
         return self.take()
 
     def take(self) -> bytes:
-        """Return what is there."""
+        """Return the arrived pieces."""
         pieces = self._pieces
         self._pieces = []
         self._held_bytes = 0
@@ -92,7 +92,7 @@ class Call(msgspec.Struct, eq=False):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def leave(self) -> None:
-        """Leave: the answer has no reader any more, so the engine stops."""
+        """Leave: the answer has no reader any longer, so the engine stops."""
         if self.left or self.complete:
             return
         self.left = True

@@ -43,8 +43,8 @@ class _HostedPlacement(Placement):
 
 
 class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
-    """Stands in for the router: the app reports where the request went, or asks for that, and the answer is read as it
-    passes. Learned from once: at the last piece of the answer, or when the app is through."""
+    """Stands in for the router: the app reports the endpoint of the request, or requests one, and the answer is read as
+    it passes. Learned from once: at the last piece of the answer, or when the app is through."""
 
     cluster: Cluster
     clock: Clock

@@ -79,7 +79,7 @@ class Router:
         self.proxy.clusters[cluster].add_endpoint(settings)
 
     def remove_endpoint(self, name: str, *, cluster: str = _CLUSTER) -> None:
-        """Place nothing there any more; it finishes what it has. Raises LookupError for no such cluster."""
+        """Place no further requests there; it finishes those it has. Raises LookupError for no such cluster."""
         self.proxy.clusters[cluster].remove_endpoint(EndpointId(name))
 
     def place(

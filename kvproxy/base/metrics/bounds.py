@@ -11,7 +11,7 @@ from kvproxy.base.metrics.groups import MetricGroup
 
 
 class BoundMetrics(MetricGroup):
-    """Bounds: what is held against what may be."""
+    """Bounds: entries held, and their limits."""
 
     across = {
         "kvproxy_breaker_open": Across.MAX,

@@ -18,7 +18,7 @@ INTERVAL_S = 0.25
 
 
 class HitWindow:
-    """The last `size` requests of one cluster whose engines reported what they had cached."""
+    """Last `size` requests of one cluster whose engines reported cached tokens."""
 
     __slots__ = ("_kept", "_size", "cached_tokens", "hits", "prompt_tokens")
 

@@ -112,7 +112,7 @@ class RetryBudget:
         return True
 
     def count_others(self, requests: int, retries: int, now: float) -> None:
-        """Another proxy with the same budget began so many requests, and made so many retries."""
+        """Count the requests and retries of another proxy with the same budget."""
         slot = self._slot(now)
         slot.requests += requests
         slot.retries += retries

@@ -65,7 +65,7 @@ _MAX_DOTS = 32
 
 @dataclass(slots=True)
 class Place:
-    """A value's line and column (from 1) and the places of what it holds: by key, or by `[index]`."""
+    """A value's line and column (from 1) and the places of its parts: by key, or by `[index]`."""
 
     line: int = 0
     column: int = 0

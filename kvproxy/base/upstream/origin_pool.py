@@ -152,7 +152,7 @@ class OriginPool:
             self._sweep_in(self._limits.idle_timeout_s)
 
     def retire(self, connection: Connection) -> None:
-        """Not idle any more."""
+        """Take a connection off the idle ones."""
         self._idle.pop(connection, None)
 
     def lost(self, connection: Connection) -> None:

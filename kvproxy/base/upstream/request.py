@@ -52,8 +52,8 @@ class WireRequest(msgspec.Struct, eq=False):
 
 
 def _check_fields(text: bytes, names: list[bytes], lines: int) -> None:
-    """Raise UnsafeRequest unless this text of so many lines shows what it should. One look at everything joined costs a
-    tenth of a check per field."""
+    """Raise UnsafeRequest unless this text of `lines` lines has only allowed characters. One check of the joined fields
+    costs a tenth of a check per field."""
     if b"".join(names).translate(None, _TOKEN) or b"" in names:
         raise UnsafeRequest("a method or header name that is not a token")
     if text.translate(None, _TEXT) != b"\r\n" * lines:  # the ends of its lines, and nothing else

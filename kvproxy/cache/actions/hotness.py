@@ -151,8 +151,8 @@ class Hotness:
         return islice(reversed(self._prefixes.values()), most)
 
     def end_session(self, session: int, keys: Sequence[int]) -> None:
-        """Nothing more comes of the session, whose last prompt had these prefixes: what it alone asked for is hot no
-        longer, so that pins of it end, and is the first to be evicted."""
+        """End a session whose last prompt had these prefixes: those that it alone requested are no longer hot, so that
+        their pins end, and they are the first to be evicted."""
         for key in keys:
             prefix = self._prefixes.get(key)
             if prefix is not None and session and prefix.session == session:
@@ -160,11 +160,11 @@ class Hotness:
                 self._prefixes.move_to_end(key, last=False)
 
     def note_gone(self, prefix: KnownPrefix, instance: str) -> None:
-        """`instance` does not hold it any more."""
+        """Note that `instance` no longer holds the prefix."""
         prefix.instances.discard(instance)
 
     def note_emptied(self, instance: str) -> None:
-        """`instance` holds nothing any more."""
+        """Note that `instance` no longer holds any prefix."""
         for prefix in self._prefixes.values():
             prefix.instances.discard(instance)
 

@@ -104,7 +104,7 @@ class ColdPrefixes:
         return score_use(use, self._weights, span=span_s, size=TYPICAL_TOKENS)
 
     def priority(self, prefix: KnownPrefix, now: float) -> Priority:
-        """Return what it is kept for besides its score."""
+        """Return its priority besides the score."""
         if prefix.key in self._kept:
             return Priority.OPERATOR
         promised = Priority.CONTRACT if prefix.promised_until > now else Priority.NORMAL

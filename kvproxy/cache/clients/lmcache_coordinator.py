@@ -110,7 +110,7 @@ class LMCacheCoordinatorClient(ServiceClient):
         return await self._post("/cache/prefetches", body, Prefetch, timeout_s=self._action_timeout_s)
 
     async def prefetch_status(self, instance_id: str, request_id: str) -> PrefetchStatus:
-        """Progress of a prefetch; UnknownInstance when instance or job are not known (any more)."""
+        """Return the progress of a prefetch; UnknownInstance if instance or job are not (or no longer) known."""
         return await self._get(f"/cache/prefetches/{_segment(instance_id)}/{_segment(request_id)}", PrefetchStatus)
 
     async def fetch_stats(self) -> DirectoryStats:
@@ -156,7 +156,7 @@ def _segment(name: str) -> str:
 
 
 def _classified(error: Refused) -> Refused:
-    """Return a 404 about something asked for; a missing route is NotSupported already."""
+    """Return the error for a 404 about a requested object; a missing route is NotSupported already."""
     if error.status == 404 and not isinstance(error, NotSupported):
         return UnknownInstance(str(error), status=404)
     return error

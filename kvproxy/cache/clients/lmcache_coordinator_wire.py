@@ -119,7 +119,7 @@ def _chunk_tokens(answer: WireDirectory, prompt_tokens: int) -> int:
 
 
 def chunk_tokens_of(chunks: int, prompt_tokens: int) -> int:
-    """Tokens a chunk, of a prompt with so many whole ones."""
+    """Return the tokens of a chunk, from a prompt and its number of whole chunks."""
     if chunks <= 0:
         return DEFAULT_CHUNK_TOKENS
     most = prompt_tokens // chunks
@@ -193,7 +193,7 @@ class CacheChange:
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """How many keys are pinned and how often, on the asked page."""
+    """Numbers of pinned keys and of pins, on the requested page."""
 
     total: int
     pin_counts: Mapping[str, int]  # chunk hash -> pins

@@ -60,7 +60,7 @@ class MediaCounts:
             self.observe_estimate(model, unknown, rest)
 
     def observe_estimate(self, model: str, media: Sequence[Medium], tokens: int) -> None:
-        """About so many tokens of a prompt were those of its media."""
+        """Learn from an estimate of the tokens for all media of a prompt."""
         guesses = [self.look_up(model, medium) for medium in media]
         scale = min(max(tokens, len(media)), _MOST) / max(1, sum(guesses))
         for medium, guess in zip(media, guesses, strict=True):

@@ -157,7 +157,7 @@ class PredictionFeedback:
         return lost
 
     def _count_blocks(self, facts: RequestFacts, cached_tokens: int, prompt_tokens: int | None) -> int:
-        """Blocks of its text that so many cached tokens are."""
+        """Return the blocks of its text for these cached tokens."""
         if facts.mixed is not None:
             return min(facts.mixed.bytes_before(cached_tokens) // TEXT_BLOCK_BYTES, len(facts.hashes))
         history = facts.request.continues is not None

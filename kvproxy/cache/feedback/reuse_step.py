@@ -95,9 +95,8 @@ class ReuseSteps:
 class LearnedStep:
     """One endpoint's. `tokens` is 1 where none is worth knowing.
 
-    A step is longer than was thought when reuse falls short of what is held again and again, always at a multiple of
-    it, and never by more than one step. It is shorter when reuse is no multiple of it.
-    """
+    A step is longer than assumed if reuse repeatedly falls short of the held tokens, always at a multiple of it, and
+    never by more than one step. It is shorter when reuse is no multiple of it."""
 
     __slots__ = ("_candidate", "_needed", "_proofs", "_told", "_wrong", "_wrong_step", "tokens")
 

@@ -160,7 +160,7 @@ class HitRatioStats:
         return restarted
 
     def read_shares(self, key: Key) -> CacheUse:
-        """Return the shares of late."""
+        """Return the recent shares."""
         counts = self._endpoints.get(key)
         if counts is None or len(counts.readings) < 2:
             return CacheUse(None, None, None, None)

@@ -1,4 +1,4 @@
-"""Blocks by age: an endpoint's by when each was asked for last, and reused prefixes by how long ago. Pure."""
+"""Blocks by age: an endpoint's by the last request for each, and reused prefixes by their age at reuse. Pure."""
 
 from __future__ import annotations
 

@@ -120,10 +120,9 @@ class _Writer:
 
 
 def dump(index: ApproximateIndex, *, max_bytes: int) -> Generator[None, None, Dumped]:
-    """Yield the index in at most so many bytes, a path a step; what was asked for longest ago is left out first.
+    """Yield the index in at most this many bytes, a path a step; the least recently requested paths are left out first.
 
-    The index may change between steps. Each path is as it is when its turn comes.
-    """
+    The index may change between steps. Each path is as it is when its turn comes."""
     writer = _Writer(max_bytes)
     paths: dict[EndpointId, array[int]] = {}
     waiting: list[tuple[array[int], Iterator[Run | None]]] = []
@@ -144,7 +143,7 @@ def dump(index: ApproximateIndex, *, max_bytes: int) -> Generator[None, None, Du
 
 
 def _write_next(writer: _Writer, numbers: array[int], newest: Iterator[Run | None]) -> bool:
-    """One step of one endpoint; False when it is through, or nothing more fits."""
+    """Write one step of one endpoint; False if it is complete, or nothing more fits."""
     try:
         run = next(newest)
     except StopIteration:

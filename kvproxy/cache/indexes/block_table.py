@@ -62,7 +62,7 @@ class PendingBlocks:
         return found
 
     def remove(self, key: int, tier: int) -> bool:
-        """Return the engine removed a buffered block: what follows it in its event cannot be reached any more."""
+        """Remove a buffered block that the engine removed: its successors in the event cannot be reached any more."""
         pending = self._where.get((tier, key))
         if pending is None:
             return False
@@ -184,8 +184,8 @@ class BlockTable:
         return True
 
     def sweep_rows(self, rows: int) -> int:
-        """Give up about so many rows of a table in use no more. Returns how many more could have been given up: 0 or
-        less until nothing is left."""
+        """Drop about this many rows of a retired table. Returns the rest of the budget: 0 or less until nothing is
+        left."""
         self._aliases.clear()
         return self._runs.sweep_rows(rows)
 

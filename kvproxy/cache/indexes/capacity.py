@@ -56,8 +56,8 @@ class Capacities:
         self._index.set_capacity(endpoint, known.blocks)
 
     def observe_reuse(self, entry: SpeculativeEntry, reused_blocks: int) -> bool:
-        """Return the response to this entry's request reused so many leading blocks; before the entry is settled. True:
-        the engine lost what it held, and so did the index."""
+        """Learn from the leading blocks that the response to this entry's request reused; before the entry is settled.
+        Returns True if the engine lost its cache, which clears the index."""
         lru = entry.lru
         if not self.learning or lru is None or not lru.capacity:  # settled, void, or no evidence
             return False
@@ -113,12 +113,11 @@ class LearnedCapacity:
         self.blocks = self._bounded(self.blocks)
 
     def observe_reuse(self, *, age_blocks: int | None, known_blocks: int, reused_blocks: int, full: bool) -> bool:
-        """Return a response reused so many leading blocks of its prompt.
+        """Learn from the leading blocks of its prompt that a response reused.
 
         Its endpoint was estimated to hold `known_blocks`, the last of which had been asked for `age_blocks` ago (None:
         it is not certain that it ever had them); `full` shows that others had to be forgotten. True: the engine lost
-        what it held (a restart, a cleared cache), whatever its capacity.
-        """
+        what it held (a restart, a cleared cache), whatever its capacity."""
         if not self.reported:
             return False
         slack = (known_blocks >> 3) + _SLACK_BLOCKS

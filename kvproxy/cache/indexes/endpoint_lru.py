@@ -17,9 +17,8 @@ from kvproxy.cache.indexes.radix import PrefixCursor
 class EndpointLru:
     """Recency by touch: touch number n is record n, and a run's stamp is its latest touch.
 
-    A touch covers a whole path, so an ancestor is never older than what is below it, and the oldest record leads to the
-    run that engines evict first: the end of the prompt that was not asked for longest.
-    """
+    A touch covers a whole path, so an ancestor is never older than its descendants, and the oldest record leads to the
+    run that engines evict first: the end of the least recently requested prompt."""
 
     __slots__ = ("_ages", "_front", "_records", "bit", "blocks", "capacity", "flights", "slot", "stamps", "unconfirmed")
 
@@ -56,7 +55,7 @@ class EndpointLru:
         self.unconfirmed.pop(run, None)
 
     def shorten_run(self, run: Run, blocks: int) -> None:
-        """Count out so many blocks at the end of the run."""
+        """Count blocks out at the end of the run."""
         self.blocks -= blocks
         self._ages.change_count(self.stamps[run], -blocks)
 
@@ -101,7 +100,7 @@ class EndpointLru:
                 run.in_flight_at &= ~self.bit
 
     def end_all_flights(self) -> list[Run]:
-        """No request is in flight any more; returns the runs of those that were."""
+        """End all requests in flight; returns their runs."""
         ended = [*self.flights]
         self.flights.clear()
         for run in ended:
@@ -144,8 +143,8 @@ class EndpointLru:
         return run if run is not None and self.stamps[run] == stamp else None
 
     def younger_blocks(self, run: Run) -> int:
-        """Blocks touched since the run was, to within a sixteenth of the capacity: an engine that evicted it has
-        room for about so many at most."""
+        """Return the blocks touched since the run was, to within a sixteenth of the capacity: an engine that evicted it
+        has room for at most about this many."""
         return self._ages.count_younger(self.stamps[run])
 
     def _compact(self) -> None:

@@ -60,7 +60,7 @@ class Heat:
         self._window = REQUESTS_TO_ONE * self.threshold
 
     def count_request(self, path: Sequence[Run]) -> None:
-        """One request asked for the prompt that these runs are."""
+        """Count a request for the prompt of these runs."""
         self._requests += 1
         now = self._requests
         window = self._window

@@ -117,7 +117,7 @@ class HeldRuns:
         self.clean(run)
 
     def clean(self, run: Run) -> None:
-        """Forget a run that means nothing any more; nothing below it does either."""
+        """Forget an unused run; nothing below it is in use either."""
         if not run.held_by and not run.in_flight_at:
             self.tree.remove(run)
 
@@ -135,7 +135,7 @@ class HeldRuns:
             self.sweep(STEP_RUNS)
 
     def _evict(self, lru: EndpointLru, runs: int) -> int:
-        """Bring the LRU down to its capacity in at most so many steps; returns the steps taken (at least one)."""
+        """Bring the LRU down to its capacity in at most `steps` steps; returns the steps taken (at least one)."""
         steps = 0
         while steps < runs and (surplus := lru.blocks - lru.capacity) > 0:
             run = lru.find_oldest()
@@ -152,7 +152,7 @@ class HeldRuns:
         return max(steps, 1)
 
     def sweep(self, runs: int) -> bool:
-        """Give up at most so many runs of endpoints that left; True when nothing is left to sweep."""
+        """Drop at most this many runs of endpoints that left; True when nothing is left to sweep."""
         while self.retired and runs > 0:
             runs -= self._evict(self.retired[0], runs)
             if not self.retired[0].blocks:

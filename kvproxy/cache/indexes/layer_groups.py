@@ -99,8 +99,8 @@ class LayerGroup:
         return 0
 
     def sweep_rows(self, rows: int) -> int:
-        """Give up about so many blocks of a group in use no more. Returns how many more could have been: 0 or less
-        until nothing is left."""
+        """Drop about this many blocks of a retired group. Returns the rest of the budget: 0 or less until nothing is
+        left."""
         while self._kept and rows > 0:
             rows -= 1 + len(self._kept.pop())
         return rows
@@ -117,7 +117,7 @@ class LayerGroups:
 
     def follow_event(self, number: int, kind: LayerKind) -> tuple[LayerGroup | None, LayerGroup | None]:
         """Return the group of this number, made on first sight (None: there are too many), and one of another kind that
-        had it, to be given up."""
+        had it, to be dropped."""
         group = self._groups.get(number)
         if group is not None and group.kind == kind:
             return group, None

@@ -142,7 +142,7 @@ class PreciseIndex:
             self._retire_layers(rank)
 
     def sweep_rows(self, rows: int = STEP_ROWS) -> bool:
-        """Give up at most so many rows of retired sources; True when nothing is left to sweep."""
+        """Drop at most this many rows of retired sources; True when nothing is left to sweep."""
         while self._swept and rows > 0:
             rows = self._swept[0].sweep_rows(rows)
             if rows > 0:

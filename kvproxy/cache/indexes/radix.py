@@ -30,10 +30,9 @@ N = TypeVar("N", bound=Node)
 
 
 class PrefixCursor(msgspec.Struct, Generic[N], eq=False):
-    """Where a prompt's hashes lead in a tree, found once for everything a request asks of it and changes in it.
+    """Position of a prompt's hashes in a tree, found once for all lookups and changes of a request.
 
-    The tree may change between two uses; `RadixTree.renew` walks again only if it did so on this path.
-    """
+    The tree may change between two uses; `RadixTree.renew` walks again only if it did so on this path."""
 
     hashes: array[int]  # not to be changed
     path: list[N] = msgspec.field(default_factory=list)  # nodes wholly on the path

@@ -242,8 +242,8 @@ class Runs:
         return max(map(len, self._by_key))
 
     def sweep_rows(self, rows: int) -> int:
-        """Give up about so many rows of what is in use no more. Returns how many more could have been given up: 0 or
-        less until nothing is left."""
+        """Drop about this many rows of retired runs. Returns the rest of the budget: 0 or less until nothing is
+        left."""
         while self._by_key and rows > 0:
             keys = len(self._by_key.pop())
             self.blocks -= keys

@@ -34,7 +34,7 @@ class KvEventConsumer(Protocol):
     """The receiver of the events (a precise index). Calls come from one task, in order, and must not block."""
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
-        """Events in order, at most a slice of blocks at once; stores may repeat what is known."""
+        """Apply events in order, at most a slice of blocks at once; stores may repeat known blocks."""
         ...
 
     def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:

@@ -60,7 +60,7 @@ class DeniedPlacements:
             self._places.setdefault(denied, set()).add(place)
 
     def find_denials(self, hashes: array[int]) -> Denials:
-        """Of this prompt. One look at all of its blocks, whichever endpoint is asked about."""
+        """Return the denials of this prompt, in one pass over its blocks for all endpoints."""
         if self._places.keys().isdisjoint(hashes):
             return ()
         asked = [(block, place) for block in self._places.keys() & set(hashes) for place in self._places[block]]

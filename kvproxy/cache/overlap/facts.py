@@ -61,7 +61,7 @@ class RequestFacts(msgspec.Struct):
 
     @property
     def preferred(self) -> EndpointId | None:
-        """The endpoint that holds most. Worked out when it is asked for: most policies do not go by it."""
+        """Endpoint that holds most. Computed on demand: most policies do not use it."""
         endpoints = self.cluster.endpoints
         return preferred_endpoint(self.overlaps, endpoints, model=self.model, min_tokens=self.min_tokens)
 

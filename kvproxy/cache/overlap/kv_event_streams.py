@@ -182,7 +182,7 @@ class EventStreams(BackgroundTask):
         return True if endpoint in self._streams else False if endpoint in self._ask_at else None
 
     def find_troubles(self) -> Iterator[StreamTrouble]:
-        """Streams that are not what they should be."""
+        """Return the streams in trouble."""
         for endpoint, (cluster, _, subscribers) in self._streams.items():
             for one in subscribers:
                 for_s = one.troubled_s

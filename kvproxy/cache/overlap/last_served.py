@@ -1,5 +1,5 @@
-"""Where sessions and stored responses were served last, and what that left there: all there is to go by where a prompt
-begins with a history that only its engine has. Pure; the time is an argument."""
+"""Last endpoints of sessions and stored responses, and the tokens left there: the only source for a prompt that begins
+with a history that only its engine has. Pure; the time is an argument."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ class LastServed:
         return self._drop(self._sessions, session)
 
     def entries(self) -> Iterator[tuple[int, int, Served]]:
-        """Sessions, then responses, each with what is known; the longest unused first. Not to be changed meanwhile."""
+        """Yield sessions, then responses, each with its record; the longest unused first. Not to be changed
+        meanwhile."""
         yield from ((session, 0, served) for session, served in self._sessions.items())
         yield from ((0, response, served) for response, served in self._responses.items())
 

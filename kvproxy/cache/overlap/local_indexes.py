@@ -287,8 +287,8 @@ def _test(
 def _without_confirmed(
     exact: Collection[EndpointId], announced: Mapping[EndpointId, PreciseMatch], tokens: int
 ) -> frozenset[EndpointId]:
-    """Return the endpoints without those whose events confirm all `tokens` in front of the first medium. Of what is
-    behind it the events cannot be asked, so there counts what was routed."""
+    """Return the endpoints without those whose events confirm all `tokens` in front of the first medium. Events do not
+    cover the part behind it, where routed requests count."""
     confirmed = {endpoint for endpoint, match in announced.items() if match.tokens + _LARGEST_BLOCK > tokens}
     return frozenset(exact) - confirmed
 

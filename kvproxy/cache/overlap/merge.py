@@ -136,8 +136,7 @@ def _add_holders(
 
 
 def in_steps(overlap: Overlap, step: int, prompt_tokens: int) -> Overlap:
-    """Return what an engine that reuses multiples of `step` makes of what it holds: it always computes the
-    last token."""
+    """Reduce an overlap to the multiples of `step` that the engine reuses; it always computes the last token."""
     most = overlap.tokens if prompt_tokens <= 0 else min(overlap.tokens, prompt_tokens - 1)
     tokens = most - most % step
     device = min(overlap.device_tokens, tokens)

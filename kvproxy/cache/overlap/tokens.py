@@ -1,4 +1,5 @@
-"""Token ids of prompts: remembered, given by the client, or asked of an engine - each prompt once at a time."""
+"""Token ids of prompts: kept from earlier, given by the client, or requested from an engine, each prompt once at a
+time."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ class TokenSource:
         )
 
     def recall_tokens(self, facts: RequestFacts) -> None:
-        """Put into `facts` what is known of its tokens without a call."""
+        """Put its known tokens into `facts` without a call."""
         request = facts.request
         if not request.prompt.parts:
             return
@@ -197,7 +198,7 @@ class TokenSource:
         return AskedTokens(self.memory.beginning(tokens), facts.prompt_bytes - rest, False)
 
     def remember_tokens(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> None:
-        """Remember the tokens of so many messages of this prompt, hashed for the chat's next turn."""
+        """Keep the tokens of the first messages of this prompt, hashed for the chat's next turn."""
         if self._enabled:
             hashed = self.memory.remember(facts.keys[:parts], tokens)
             facts.indexes.hash_ahead(hashed, model=facts.model, cache_salt=facts.request.cache_salt)

@@ -173,7 +173,7 @@ def _cut(data: bytes, values: Iterable[bytes]) -> bytes:
 
 
 def read_ttl_s(prompt: Prompt) -> float | None:
-    """Return the longest time that a mark asks for; None without marks."""
+    """Return the longest TTL of the marks; None without marks."""
     looked_at = (prompt.shape, *prompt.parts[-_MARKED_PARTS:])
     marks = [each[1] for text in looked_at if _NAME in text for each in _any_mark(text)]
     if not marks:

@@ -98,7 +98,7 @@ def text_chain(data: bytes, seed: int, *, start: int = 0) -> array[int]:
 
 @cache
 def _text_slices(count: int) -> Callable[[bytes, int], tuple[bytes, ...]]:
-    """Take so many blocks of text at once, which is faster than one by one; up to `_ROW`."""
+    """Take several blocks of text at once, which is faster than one by one; up to `_ROW`."""
     return Struct(f"{TEXT_BLOCK_BYTES}s" * count).unpack_from
 
 

@@ -60,7 +60,7 @@ class PromptText(msgspec.Struct):
 
     @property
     def shape(self) -> bytes:
-        """Made when it is asked for: of a chat's next turn it seldom is."""
+        """Shape, made on demand: a chat's next turn seldom needs it."""
         if not isinstance(self.made_shape, bytes):
             self.made_shape = self.made_shape()
         return self.made_shape

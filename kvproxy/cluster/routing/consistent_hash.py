@@ -1,4 +1,4 @@
-"""The policies that go by a key of the request: consistent hashing with bounded load, and session affinity."""
+"""Policies by a key of the request: consistent hashing with bounded load, and session affinity."""
 
 from __future__ import annotations
 

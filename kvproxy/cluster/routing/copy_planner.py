@@ -45,7 +45,7 @@ LedgeredT = TypeVar("LedgeredT", bound=Ledgered)
 
 
 def refuse_none(tokens: int) -> bool:
-    """Return a limit that lets every copy of so many tokens through."""
+    """Return False: this limit lets every copy through."""
     return False
 
 
@@ -207,7 +207,7 @@ class TransferPlanner:
 
 
 def landed(held: Overlap, tokens: int, tier: Tier) -> Overlap:
-    """Return what an endpoint that held this holds once so many leading tokens were copied to its tier."""
+    """Return the overlap of an endpoint after these leading tokens were copied to its tier."""
     if tokens <= near_tokens(held):
         return held
     device = tokens if tier is Tier.DEVICE else min(held.device_tokens, tokens)

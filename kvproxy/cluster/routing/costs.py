@@ -36,7 +36,8 @@ def least_loaded(candidates: Sequence[Candidate], rng: Random) -> int:
 
 
 def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> float:
-    """Pooled prefill seconds of a request on one endpoint once it begins, lower tiers brought up included."""
+    """Return the pooled prefill seconds of a request on one endpoint once it begins, loads from lower tiers
+    included."""
     overlap = facts.by_endpoint.get(endpoint)
     prompt = facts.prompt_tokens
     return (

@@ -32,7 +32,7 @@ MAX_TOLD = 8
 
 
 class QueuedWork(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Work that waits for its prefill, since so long."""
+    """Work waiting for its prefill, and its age."""
 
     age_s: Finite
     work: Features

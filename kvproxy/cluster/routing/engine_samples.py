@@ -153,7 +153,7 @@ class StepModel:
         }
 
     def late_s(self, sequences: int, slowness: float, target_s: float) -> float:
-        """By how much all answers together end later, against `target_s` a token, if one joins so many sequences."""
+        """Return the total delay of all answers, against `target_s` a token, if one joins this many sequences."""
         step_s = slowness * (self.base_s + self.sequence_s * sequences)
         late_s = max(0.0, step_s - target_s)
         then_late_s = max(0.0, step_s + slowness * self.sequence_s - target_s)

@@ -57,14 +57,14 @@ class FairQueue(Generic[ItemT]):
 
     @property
     def pending_s(self) -> float:
-        """Prefill seconds of all of them, by what they were when they came."""
+        """Prefill seconds of all waiting requests, as estimated at their arrival."""
         return sum(ticket.own_s for ticket in [*self._arrivals] if not ticket.released)
 
     def offer(
         self, item: ItemT, own_s: float, now: float, *, model: str = "", level: int = 0, tenant: str = ""
     ) -> Ticket[ItemT] | None:
-        """Queues a request that takes `own_s` seconds of prefill, of a class so many levels above others; None when the
-        queue is full."""
+        """Queue a request that takes `own_s` seconds of prefill, of a class `level` above others; None when the queue
+        is full."""
         if self.waiting >= self.settings.limit:
             return None
         ticket = Ticket(item, own_s, now, level * LEVEL_S, tenant, model)

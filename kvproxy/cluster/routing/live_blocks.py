@@ -8,8 +8,7 @@ from collections.abc import Sequence
 class LiveBlocks:
     """Ledger by block hash, as large as the prompts in flight. Hashes are chained: a live block's ancestors are live.
 
-    Kept only where a policy asks for it (`Policy.counts_live_blocks`), and updated by the load ledger's reservations.
-    """
+    Kept only if a policy needs it (`Policy.counts_live_blocks`), and updated by the load ledger's reservations."""
 
     __slots__ = ("_requests",)
 

@@ -72,7 +72,7 @@ class OnboardingCosts:
         }
 
     def pool_prices(self, token_s: float) -> dict[Tier, float]:
-        """Return the pool's, of tiers that anything was brought up from."""
+        """Return the pool's prices, of tiers with at least one load."""
         return {tier: self.pool_price(tier, token_s) for tier in self._sums[_POOL]}
 
     def forget(self, endpoint: EndpointId) -> None:

@@ -184,8 +184,8 @@ class Policy(ABC):
     def placed_elsewhere(
         self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
     ) -> None:
-        """Another proxy placed requests there, one of so many endpoints: `routed_s` seconds of prefill, and `bound` of
-        them would have cost much more elsewhere."""
+        """Record requests placed by another proxy at one of `endpoints` endpoints: `routed_s` seconds of prefill, and
+        `bound` of them would have cost much more elsewhere."""
 
     def observe_sample(
         self,
@@ -215,5 +215,5 @@ class Policy(ABC):
         """Forget an endpoint that left the cluster for good."""
 
     def estimates(self, now: float) -> Mapping[str, object]:
-        """Return what it has learned: plain values by name, units in the names; empty where it learns nothing."""
+        """Return its learned estimates: plain values by name, units in the names; empty where it learns nothing."""
         return {}

@@ -14,8 +14,8 @@ GROUP_GAP_S = 0.002
 
 
 class OnSample(Protocol):
-    """Receives one closed sample: the work, the busy seconds it took, now, and what of the work was brought up from
-    `lower` tiers. `scraped`: by the engine's counters."""
+    """Receives one closed sample: the work, the busy seconds it took, now, and the part of the work that was loaded
+    from `lower` tiers. `scraped`: by the engine's counters."""
 
     def __call__(
         self, work: Features, busy_s: float, now: float, *, lower: LowerTokens = (), scraped: bool = False

@@ -67,7 +67,7 @@ class Utilisation:
         self._arrived = self._arrived_before = 0.0  # the same for requests
 
     def add(self, work_s: float, endpoints: int, now: float, *, requests: int = 1) -> None:
-        """`work_s` seconds of prefill, of so many requests, are routed to one of `endpoints`."""
+        """Add `work_s` seconds of prefill, of `requests` requests, routed to one of `endpoints`."""
         if self._started_at is None or now - self._started_at >= self._window_s:
             self._started_at, self._work, self._work_before, self._arrived, self._arrived_before = self._at(now)
         self._work += work_s / endpoints
@@ -131,8 +131,8 @@ class ArrivalStats:
     def estimate(
         self, endpoints: Sequence[EndpointId], waits_s: Sequence[float], now: float
     ) -> Sequence[EndpointArrivals]:
-        """Return the past of each up to about `now`, when a prefill would wait so long there. To be read only, and
-        given to `update` if a placement follows."""
+        """Return the past of each up to about `now`, where a prefill would wait this long. To be read only, and given
+        to `update` if a placement follows."""
         if endpoints is self._listed and now - self._oldest_at < REFRESH_S:
             return self._entries
         known = self._by_endpoint

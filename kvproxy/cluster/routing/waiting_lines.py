@@ -64,7 +64,7 @@ class TenantTurns:
             granted[tenant] = granted.get(tenant, 0.0) + own_s
 
     def behind_s(self, tenant: str, endpoints: int, now: float) -> float:
-        """Seconds of urgency that the tenant's next request comes later, among so many endpoints."""
+        """Return the seconds of urgency by which the tenant's next request is delayed, among this many endpoints."""
         self._refresh(now)
         excess = self._granted.get(tenant, 0.0) - self._mean_s
         return min(MAX_BEHIND_S, max(0.0, excess / max(1, endpoints)))

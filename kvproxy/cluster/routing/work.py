@@ -1,4 +1,4 @@
-"""Prefill work in the features that its time is linear in, and what it takes. Pure."""
+"""Prefill work in the features that its time is linear in, and its seconds. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PromptSplit(NamedTuple):
 
 
 def features_of(uncached_tokens: float, cached_tokens: float, onboarding_s: float = 0.0) -> Features:
-    """Prefill work of one request, whose cached tokens are brought up from lower tiers in `onboarding_s`."""
+    """Return the prefill work of one request, whose cached tokens are loaded from lower tiers in `onboarding_s`."""
     return (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
 
 

@@ -1,4 +1,4 @@
-"""Endpoints from a file and from DNS: sources that have to be asked again and again."""
+"""Endpoints from a file and from DNS: sources that have to be polled."""
 
 from __future__ import annotations
 

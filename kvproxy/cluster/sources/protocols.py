@@ -1,4 +1,4 @@
-"""Sources of endpoints, as a cluster uses them: asked again and again, or watched."""
+"""Sources of endpoints, as a cluster uses them: polled, or watched."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class Changes(Generic[ItemT]):
 
 
 class Watched(Protocol[ItemT]):
-    """Raises ClientError or DiscoveryError when it cannot be asked; `watch` raises TooOld, and otherwise ends when the
-    service ends it."""
+    """Raises ClientError or DiscoveryError when it cannot be reached; `watch` raises TooOld, and otherwise ends when
+    the service ends it."""
 
     async def list_all(self) -> Listing[ItemT]: ...
     def watch(self, version: str) -> AsyncGenerator[Changes[ItemT]]: ...

@@ -76,7 +76,7 @@ class Counted(_Delta, tag=6, frozen=True):
 
 
 class Sample(_Delta, tag=7, frozen=True):
-    """An engine did `work` in so many busy seconds."""
+    """Sample of an engine: `work` done in these busy seconds."""
 
     cluster: str
     endpoint: str
@@ -86,7 +86,7 @@ class Sample(_Delta, tag=7, frozen=True):
 
 
 class Used(_Delta, tag=8, frozen=True):
-    """Message prefixes were asked for."""
+    """Message prefixes of a request."""
 
     keys: bytes
     model: str

@@ -74,7 +74,7 @@ class Joining:
 
     @property
     def buffered_bytes(self) -> int:
-        """Of what is held back."""
+        """Bytes held back."""
         return self._buffer.held_bytes
 
     @property

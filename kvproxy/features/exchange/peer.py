@@ -183,7 +183,7 @@ class Peer:
         self._go_on(now)
 
     def look(self, now: float) -> None:
-        """Now and then: what is still missing is asked for again."""
+        """Request missing batches again, from time to time."""
         if self._asked_at is not None and self.alive and now - self._asked_at >= ASK_AGAIN_S:
             self._request(now)
 
@@ -271,7 +271,7 @@ class Lag:
         self._since = 0.0
 
     def observe(self, sent_s: float, now: float) -> float:
-        """Something came that was sent then, by the sender's clock: so long ago."""
+        """Observe a message by its age on the sender's clock."""
         difference = now - sent_s
         if now - self._since > _OFFSET_S:
             self._least_before = self._least
@@ -283,7 +283,7 @@ class Lag:
         return late_s
 
     def went_around(self, seconds: float) -> None:
-        """There and back took so long."""
+        """Record a round-trip time sample."""
         if seconds >= 0.0:
             self.round_trip_s = min(self.round_trip_s, seconds) if self.round_trip_s else seconds
 

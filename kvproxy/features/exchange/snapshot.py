@@ -135,7 +135,7 @@ def _spent(limit: str, missing: Iterator[tuple[str, str, float]]) -> Iterator[De
 
 
 class Handover:
-    """Gives what is known here to a new proxy, and takes what another gives."""
+    """Handover of this proxy's state to a new one, and of another's state to this one."""
 
     def __init__(self, peers: Peers, tasks: TaskSet, *, journal: Journal, clock: Clock, wall_clock: Clock) -> None:
         self._peers = peers

@@ -91,7 +91,7 @@ class StoreLink(BackgroundTask):
 
     @property
     def where(self) -> str:
-        """Its address, without what it is asked with."""
+        """Address, without credentials."""
         parts = urlsplit(self._url)
         return f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}"
 

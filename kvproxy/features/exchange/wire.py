@@ -123,7 +123,7 @@ class StateChunk(_Message, tag=8, frozen=True):
 
 
 class ClaimAsked(_Message, tag=9, frozen=True):
-    """To one: may the sender do this, alone, for so long?"""
+    """Request to one peer: may the sender do this, alone, for `ttl_s`?"""
 
     what: str
     ttl_s: Finite
@@ -149,7 +149,7 @@ def encode(message: Message) -> bytes:
 
 
 def held_bytes(message: Batch | PeerSnapshot, encoded_bytes: int) -> int:
-    """Return what it takes while it is held."""
+    """Return the memory of a held message."""
     parts = len(message.deltas) if isinstance(message, Batch) else len(message.open)
     return encoded_bytes + _PART_BYTES * (1 + parts + sum(1 + len(one.row.head) for one in message.loads))
 

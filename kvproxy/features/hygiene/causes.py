@@ -116,5 +116,5 @@ _LOOKS: Sequence[tuple[Cause, Callable[[bytes], object]]] = (
 
 
 def volatile_cause(text: bytes) -> Cause | None:
-    """Return what it has in it that changes by itself, by the strictest look first."""
+    """Return the cause of a text that changes by itself, by the strictest check first."""
     return next((cause for cause, looks in _LOOKS if looks(text)), None)

@@ -93,7 +93,7 @@ class PrefixBreaks(CacheObserver):
             self.book.dropping.add(place)
 
     def _lost(self, thread: Thread, facts: RequestFacts, result: Result, expected: int) -> PrefixBreak | None:
-        """Return the engine reused less than expected, although the prompt begins with the last one."""
+        """Return a break by the engine: it reused less than expected although the prompt begins with the last one."""
         cached = result.cached_tokens or 0
         endpoint = result.endpoint
         assert endpoint is not None

@@ -35,7 +35,7 @@ class LeaseReason(StrEnum):
 
 
 def choose_duration(of: IdleConversation, settings: LeaseSettings) -> float:
-    """How long the prompt is kept: never longer than its client asked for."""
+    """Return how long the prompt is kept: never longer than its client requested."""
     return settings.max_duration if of.asked_s is None else min(of.asked_s, settings.max_duration)
 
 

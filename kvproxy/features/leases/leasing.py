@@ -200,7 +200,7 @@ class Leasing(CacheObserver):
         return LeaseResult(result, lease.why.value, lease.tokens, reused, round(seconds, 6))
 
     def _seconds(self, cluster: Cluster, outcome: Outcome, tokens: int) -> float:
-        """Of prefill for so many tokens where it was answered, as learned; 0: not known."""
+        """Return the learned prefill seconds of these tokens at the endpoint that answered; 0: not known."""
         speeds = cluster.speeds
         if speeds is None or speeds.learning or not tokens or outcome.endpoint is None:
             return 0.0

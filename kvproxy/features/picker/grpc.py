@@ -71,7 +71,7 @@ class Replies:
 
     @property
     def ended(self) -> bool:
-        """Nothing can be sent any more."""
+        """True once nothing can be sent."""
         return self._stream.closed
 
     def _begin(self) -> None:

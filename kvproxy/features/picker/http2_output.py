@@ -33,7 +33,8 @@ class PeerOutput:
             asyncio.get_running_loop().call_soon(self.flush)
 
     def answer(self, frame: bytes) -> None:
-        """Write what the peer asked for. Raises ConnectionFault if it asks on and on and takes nothing."""
+        """Write the answer to a peer's request. Raises ConnectionFault if it sends requests without end and reads
+        nothing."""
         if self.paused:
             self._untaken += len(frame)
             if self._untaken > _MAX_UNTAKEN_BYTES:

@@ -1,4 +1,4 @@
-"""Settings of the picker: where Envoy asks."""
+"""Settings of the picker, which Envoy calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvproxy.proxy.listener_settings import ListenerTls
 
 
 class PickerSettings(Model):
-    """Where Envoy asks `kvproxy picker` which endpoint a request goes to (gRPC, external processing)."""
+    """Listener on which Envoy asks `kvproxy picker` for the endpoint of a request (gRPC, external processing)."""
 
     host: str = "127.0.0.1"
     """Address to bind; `0.0.0.0` for every interface."""

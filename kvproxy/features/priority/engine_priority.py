@@ -187,7 +187,7 @@ class EndpointPriority(EndpointObserver):
         self._trial = PriorityTrial(self._rng)
 
     def describe(self, now: float) -> Mapping[str, object]:
-        """Return what is known, for people; None where it is off."""
+        """Return the finding about the engine, for people; None if it is off."""
         if self.off:
             return {"engine_priority": None}
         trial = self._trial
@@ -207,7 +207,7 @@ class EndpointPriority(EndpointObserver):
 
 
 class ClusterPriority(ClusterObserver):
-    """One cluster: the numbers that its engines get, and what they make of them."""
+    """One cluster: the numbers that its engines get, and the effect of these."""
 
     member = "priority"
     note = NOTE
@@ -275,5 +275,5 @@ class ClusterPriority(ClusterObserver):
 
 
 def priority_of(endpoint: Endpoint) -> EndpointPriority | None:
-    """Return what is known of the endpoint's engine."""
+    """Return the finding about the endpoint's engine."""
     return next((one for one in endpoint.observers if isinstance(one, EndpointPriority)), None)

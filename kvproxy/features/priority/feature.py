@@ -33,7 +33,7 @@ class PriorityFeature(Feature):
         return {"engine_priority": int}
 
     def explain(self, receipt: Receipt) -> Iterator[str]:
-        """Yield the number, what it is made of, and which one comes first."""
+        """Yield the number, its parts, and the order of the engine."""
         from kvproxy.operate.receipts.receipt import note_of
 
         if (priority := note_of(receipt, "engine_priority", int)) is not None:
@@ -48,7 +48,7 @@ class PriorityFeature(Feature):
         return ClusterPriority(cluster, tools)
 
     def find_troubles(self, operated: AdminTarget) -> Iterable[Trouble]:
-        """Return engines that do not go by the number."""
+        """Return engines that ignore the number."""
         from kvproxy.features.priority.findings import find_unheeded
 
         return find_unheeded(operated.clusters)

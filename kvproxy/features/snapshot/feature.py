@@ -24,7 +24,7 @@ _GAIN = "`snapshot.path` of the kvcache filter keeps what is known of engines ov
 
 
 class Snapshot(Feature):
-    """Keeps what is known over a restart."""
+    """Snapshot feature: keeps learned state over a restart."""
 
     name = "snapshot"
     settings = {KvCacheSettings: (SnapshotPlace,)}

@@ -1,10 +1,9 @@
-"""Transfers on demand: KV is copied to where a request goes.
+"""Transfers on demand: KV is copied to the endpoint of a request.
 
 The plan is that of cluster/routing/copy_planner.py, which replays play. By itself a copy begins while the router queue
 holds the request, which keeps its place and waits for nothing. With `max_wait` it is part of the decision: the request
 has its place, and goes when the copy is there, or is not worth waiting for any more. Where a copy failed or is late the
-engine computes.
-"""
+engine computes."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
 
 
 def _loops(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
-    """Yield an endpoint that is the proxy itself would be sent its own requests without end."""
+    """Yield endpoints that are the proxy itself, whose requests would come back without end."""
     for index, endpoint in enumerate(cluster.endpoints):
         if not url_fault(endpoint.url) and (fault := own_address_fault(config, endpoint)):
             yield error_at((*at, index, "url"), fault, "give the engine's address")
