@@ -102,7 +102,7 @@ def test_addresses_elsewhere_need_a_copy(tmp_path: Path, capsys: pytest.CaptureF
     file = tmp_path / "config.yaml"
     file.write_text(FILE)
     assert run_cli(["simulate", "-c", str(file)]) == 1
-    assert "http://10.0.0.1:8000 is not of this machine" in capsys.readouterr().err
+    assert "http://10.0.0.1:8000 is not on this machine" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [file]
 
 
