@@ -32,9 +32,10 @@ TEXT = """# The search for names of media
 {rows}
 
 A message that is one flat object has no content part, and whether it is one is found at the speed of one byte (text, of
-bodies beyond 8 KB). Messages with content parts are searched by an expression that stops at each quote, and pass the
-budget of 5 us at 64 KB: nothing that is known of them beforehand excludes a name. Long strings without quotes, as those
-of pictures, are passed at the speed of one byte too.
+bodies beyond 8 KB). Messages with content parts are searched by an expression over a span from one quote on, and what
+has no quote behind it, as most texts and all pictures, is passed at the speed of one byte; where there are many quotes,
+as in code, the spans grow until one search is all. Content parts pass the budget of 5 us at 64 KB: nothing that is
+known of them beforehand excludes a name.
 """
 
 
