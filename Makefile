@@ -64,7 +64,7 @@ format: $(DEV) ## let ruff fix what it can
 lock: ## writes constraints.txt anew: the newest versions that pyproject.toml allows, of all that anything here installs
 	$(PYTHON) -m venv --clear build/lock
 	build/lock/bin/python -m pip install --quiet --upgrade pip setuptools hatchling editables
-	build/lock/bin/python -m pip install --quiet '.[otel,tokenizer,redis,nats,picker,simulator]' --group dev --group browser --group packaging --group docs
+	build/lock/bin/python -m pip install --quiet '.[otel,tokenizer,redis,nats,picker,simulator,litellm,ray]' --group dev --group browser --group packaging --group docs --group hosts
 	{ sed -n '/^#/p' constraints.txt; build/lock/bin/python -m pip freeze --all --exclude kvproxy; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 
