@@ -127,7 +127,7 @@ async def test_a_blocked_event_loop_does_not_outlive_the_signal(tmp_path: Path) 
         if process.returncode is None:
             process.kill()
     assert process.returncode == 1
-    assert b"the process ends now although this still runs" in stderr
+    assert b"the process ends now although these still run" in stderr
 
 
 #: The event loop opens a pipe that nothing writes to; a task swallows what ends it, and so does a thread.

@@ -170,7 +170,7 @@ class EndpointPriority(EndpointObserver):
         if self._endpoint is not None and self._metrics is not None:
             self._endpoint.metrics.count(self._metrics.engine_priority_requests, outcome)
 
-    def show(self) -> None:
+    def bind_gauges(self) -> None:
         """Bind the gauges, if the engine gets a priority at all. Idempotent."""
         endpoint = self._endpoint
         if self.off or self._shown or endpoint is None or self._metrics is None:

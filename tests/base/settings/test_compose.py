@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 
 import pytest
 
@@ -57,11 +58,10 @@ class Holds(compose.BaseFeature):
 
 
 @pytest.fixture(autouse=True)
-def _with_the_feature(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    compose._compose.cache_clear()
+def _with_the_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose anew for these tests alone: what was composed before stays as it is for all others."""
     monkeypatch.setattr(compose, "installed", lambda kind: [Holds()])
-    yield
-    compose._compose.cache_clear()
+    monkeypatch.setattr(compose, "_compose", cache(compose._compose.__wrapped__))
 
 
 def test_its_fields_are_wherever_the_model_is() -> None:

@@ -95,7 +95,7 @@ def test_the_text_part_of_a_multimodal_model_counts() -> None:
         ({**LLAMA, "num_hidden_layers": "32"}, "must be a whole number above 0, not '32'"),
         ({**LLAMA, "num_key_value_heads": 0}, "`num_key_value_heads` must be a whole number"),
         ({**LLAMA, "layer_types": ["sliding_attention"]}, "`sliding_window` is missing"),
-        ({**LLAMA, "layer_types": ["compressed"]}, "'compressed', whose memory is not known"),
+        ({**LLAMA, "layer_types": ["compressed"]}, "'compressed', whose memory is unknown"),
         ({**LLAMA, "index_head_dim": 128}, "`index_head_dim`"),
         ({**LLAMA, "kv_lora_rank": 512}, "`qk_rope_head_dim` is missing"),
         ({**LLAMA, "layers_block_type": ["mamba"]}, "`mamba_d_state` is missing"),

@@ -26,7 +26,7 @@ async def test_the_deadline_ends_the_process_and_names_what_runs(caplog: pytest.
         last_resort.end_within(0.0, 7)
         last_resort.end_within(1000.0, 5)
         assert await asyncio.to_thread(exits.get, timeout=60) == 7
-    assert "still runs: task 'deaf library'" in caplog.text
+    assert "still run: task 'deaf library'" in caplog.text
     hanging.cancel()
 
 

@@ -228,7 +228,7 @@ def test_a_beginning_of_several_ids() -> None:
     assert told("046f", decisions("046f", "046f77"))[0] == 0
     status, _, err = told("99", decisions("046f"))
     assert status == 1
-    assert "no receipt of 99 in ./receipts.jsonl, and the proxy at http://127.0.0.1:1 does not remember it" in err
+    assert "no receipt of 99 in ./receipts.jsonl, and the proxy at http://127.0.0.1:1 no longer has it" in err
 
 
 def test_explain_finds_receipts_by_how_the_id_begins(folder: Path) -> None:

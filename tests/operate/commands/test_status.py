@@ -146,7 +146,7 @@ async def test_a_cache_unlike_its_size(learned: int, foreign: float | None, said
     }
     text = render_page(live)
     assert said in text
-    assert ("promises" in text) is bool(said)
+    assert ("reported cache size" in text) is bool(said)
 
 
 async def test_engines_that_reuse_in_steps() -> None:
