@@ -63,7 +63,7 @@ def test_without_candidates_there_is_no_decision() -> None:
 
 
 @pytest.mark.parametrize("count", [3, LARGE])
-@pytest.mark.parametrize("name", PolicyName)
+@pytest.mark.parametrize("name", policy_types())
 def test_choosing_changes_nothing(name: PolicyName, count: int) -> None:
     """Of two worlds alike, one is asked again and again in between: it decides as the other does, at the same costs."""
     rng = Random(1)
@@ -106,7 +106,7 @@ def test_a_due_request_is_no_wait_to_a_decision() -> None:
     assert policy.choose(ask(100), candidates, 60.0).index == 0
 
 
-@pytest.mark.parametrize("name", PolicyName)
+@pytest.mark.parametrize("name", policy_types())
 def test_every_policy_is_declared(name: PolicyName) -> None:
     """What others ask of a policy's name holds for its objects: speeds, parameters, reasons with a meaning."""
     kind, policy = policy_types()[name], make_policy(name, ClusterSettings(policy=name), rng=Random(1))

@@ -9,7 +9,15 @@ import pytest
 
 from kvproxy.base.errors import ConfigError
 from kvproxy.base.settings.compose import composed
-from kvproxy.cluster.routing.registry import configured, make_policy, merge_config, ranges, runtime_overrides, tuned
+from kvproxy.cluster.routing.registry import (
+    configured,
+    make_policy,
+    merge_config,
+    policy_types,
+    ranges,
+    runtime_overrides,
+    tuned,
+)
 from kvproxy.cluster.settings import (
     ClusterSettings,
     KvAwareSettings,
@@ -43,7 +51,7 @@ def test_not_a_number_is_none() -> None:
         tuned(KvAwareSettings(), {"stall": float("nan")})
 
 
-@pytest.mark.parametrize("name", PolicyName)
+@pytest.mark.parametrize("name", policy_types())
 def test_every_parameter_has_a_range(name: PolicyName) -> None:
     """A tunable policy says what each of its parameters may be, and its own values are within."""
     policy = make_policy(name, ClusterSettings(), rng=random.Random(1))
@@ -58,7 +66,7 @@ def test_a_policy_begins_with_what_the_configuration_gives_it() -> None:
     """Each its own part of `parameters`; those without parameters none."""
     parameters = composed(PolicyParameters).model_validate({"kv_aware": {"stall": 0.5}})
     cluster = ClusterSettings(parameters=parameters)
-    for name in PolicyName:
+    for name in policy_types():
         policy = make_policy(name, cluster, rng=random.Random(1))
         assert configured(cluster, name) == policy.settings
     assert configured(cluster, PolicyName.KV_AWARE) == KvAwareSettings(stall=0.5)
