@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV   ?= .venv$(if $(filter command environment,$(firstword $(origin PYTHON))),-$(shell $(PYTHON) -c 'import platform; print(platform.python_version())'))
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# What is used is compiled on first use: most of what the development tools bring is not.
+PIP    := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 PACK   := $(VENV)/.installed-packaging
