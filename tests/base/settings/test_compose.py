@@ -59,7 +59,7 @@ class Holds(compose.BaseFeature):
 
 @pytest.fixture(autouse=True)
 def _with_the_feature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compose anew for these tests alone: what was composed before stays as it is for all others."""
+    """Compose for these tests alone: what was composed before stays as it is for all others."""
     monkeypatch.setattr(compose, "installed", lambda kind: [Holds()])
     monkeypatch.setattr(compose, "_compose", cache(compose._compose.__wrapped__))
 
