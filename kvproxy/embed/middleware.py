@@ -208,9 +208,12 @@ class KVCacheMiddleware:
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
             return
-        if scope["type"] == "http":
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._header or "state" in scope:
             scope = self._without_others(scope)
-        if scope["type"] != "http" or self._paths.kind_of(scope) is None:
+        if self._paths.kind_of(scope) is None:
             await self._app(scope, receive, send)
             return
         filters = await self._running() if self._enabled else None

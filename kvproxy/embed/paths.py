@@ -19,6 +19,8 @@ _ENDS: Mapping[str, tuple[tuple[str, RequestKind], ...]] = {
     "embeddings": (("/embeddings", RequestKind.EMBEDDINGS),),
     "messages": (("/v1/messages", RequestKind.MESSAGES),),
 }
+#: One look at most paths that are none of these.
+_LAST = tuple(f"/{name}" for name in _ENDS)
 _KINDS = {kind.value: kind for kind in RequestKind}
 
 
@@ -44,7 +46,7 @@ class CoveredPaths:
             return None
         path: str = scope["path"]
         if self._named is None:
-            return kind_of_end(path)
+            return kind_of_end(path) if path.endswith(_LAST) else None
         kind = self._named.get(path.removeprefix(scope.get("root_path", "")))
         if kind is None and not self.missed and kind_of_end(path) is not None:
             self.missed = path[:200]
