@@ -231,11 +231,6 @@ def read_config(source: ConfigLike, filters: Mapping[str, FilterType] | None = N
     return load_config(source if isinstance(source, Mapping) else Path(source), extra_filters=known)
 
 
-def build(config: Config) -> Proxy:
-    """Return the ASGI app for a configuration. Raises ConfigError with every problem found."""
-    return Proxy(config)
-
-
 def _without_root(scope: Scope) -> Scope:
     """Return the scope as the proxy's own: apps mounted below a path are sent it as a part of the request's."""
     root: str = scope["root_path"]

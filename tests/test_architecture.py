@@ -51,7 +51,6 @@ LARGE = {"Cluster", "ClientProtocol", "EndpointLoad", "EngineFacts", "Feature", 
 
 #: Functions of more than 60 lines. Nothing is added here.
 LONG = {
-    "kvproxy.features.exchange.metrics:__init__",
     "kvproxy.lab.replay.compare:play_policy",
     "kvproxy.lab.replay.options:_add_engine_options",
     "kvproxy.lab.replay.options:add_arguments",

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 #: How long the end of the process waits for proxies in the background.
 _END_S = 5.0
+#: How long requests have to end once nobody reads their answers.
+_LEAVE_S = 1.0
 
 _all_lives: weakref.WeakSet[Lives] = weakref.WeakSet()
 #: A forked child's copies of its parent's sockets and event loops, which must not be closed there.
@@ -57,11 +59,15 @@ class Life:
         call.begin(self.proxy, scope).add_done_callback(lambda _: self._calls.discard(call))
 
     async def end(self) -> None:
-        """End requests that are under way, then the proxy."""
-        calls = list(self._calls)
-        for call in calls:
+        """End requests that are under way, then the proxy. One that does not end by itself is cancelled."""
+        for call in self._calls:
             call.leave()
-        await asyncio.gather(*(call.task for call in calls if call.task is not None), return_exceptions=True)
+        tasks = {call.task for call in self._calls if call.task is not None}
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=_LEAVE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
         if self._owned and self.started:

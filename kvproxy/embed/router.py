@@ -229,9 +229,14 @@ class PlacedRequest:
             return
 
     def leave(self) -> None:
-        """Give the place back: nothing is reported about the engine."""
-        if not self._over:
-            self._over = True
+        """Give the place back: nothing is reported about the engine. A request that failed and went nowhere else ends
+        as failed."""
+        if self._over:
+            return
+        self._over = True
+        if self._carried.held is None:
+            self._carried.finish(self._carried.placer.clock())
+        else:
             self._carried.left()
 
     async def again(self) -> EndpointId:
@@ -241,6 +246,7 @@ class PlacedRequest:
             await self._carried.place_again()
         except LocalReply as why:
             raise NoEndpoint(why) from None
+        self._carried.exchange.outcome.end = ""
         return self.endpoint
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,14 @@ def test_the_operators_app_is_made_on_first_use() -> None:
     proxy = Proxy(ENGINES)
     assert "admin" not in vars(proxy)
     assert proxy.admin is proxy.admin
+
+
+def test_a_host_loads_no_server_and_no_admin() -> None:
+    """Of the transport, up to a proxy that is made."""
+    program = (
+        "import sys, kvproxy\n"
+        "kvproxy.Proxy({'endpoints': {'a': 'http://127.0.0.1:9'}}), kvproxy.AsyncTransport, kvproxy.Router\n"
+        "print(sorted({'uvicorn', 'zmq', 'kvproxy.operate.admin.app', 'kvproxy.lab'} & sys.modules.keys()))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"

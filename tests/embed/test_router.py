@@ -61,6 +61,7 @@ async def test_a_failure_moves_the_request_to_another_endpoint() -> None:
         with pytest.raises(NoEndpoint) as raised:
             await placed.again()
     assert (raised.value.status, raised.value.retry_after_s) == (503, 1.0)
+    assert placed._carried.exchange.outcome.end == "upstream_died"  # not a client that left
 
 
 async def test_an_endpoint_that_keeps_failing_is_ejected() -> None:

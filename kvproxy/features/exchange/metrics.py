@@ -62,6 +62,9 @@ class SyncMetrics(MetricGroup):
             ["peer"],
             registry=r,
         )
+        self._add_traffic(r)
+
+    def _add_traffic(self, r: CollectorRegistry) -> None:
         self.messages = Counter(
             "kvproxy_sync_messages", "Messages between processes", ["outcome"], registry=r
         )  # sent, received, malformed, failed

@@ -457,9 +457,8 @@ def test_nothing_is_imported_unless_a_chain_names_it() -> None:
     """The whole proxy without `tracing` has no OpenTelemetry in its process."""
     program = (
         "import sys\n"
-        "from kvproxy.app import build\n"
-        "from kvproxy.operate.config.load import load_config\n"
-        "build(load_config({'endpoints': {'a': 'http://127.0.0.1:9'}}))\n"
+        "from kvproxy.app import Proxy\n"
+        "Proxy({'endpoints': {'a': 'http://127.0.0.1:9'}})\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
