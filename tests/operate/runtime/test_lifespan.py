@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from starlette.types import Message
 
-from kvproxy.app import Proxy, build
+from kvproxy.app import Proxy
 from kvproxy.operate.config.load import load_config
 from tests.support.asgi import call, http_scope
 
@@ -35,11 +35,11 @@ def broken(tmp_path: Path) -> Proxy:
     """Return a proxy whose receipts have no place."""
     taken = tmp_path / "file"
     taken.write_text("")
-    return build(load_config({"endpoints": ENDPOINTS, "receipts": {"path": str(taken / "receipts")}}))
+    return Proxy(load_config({"endpoints": ENDPOINTS, "receipts": {"path": str(taken / "receipts")}}))
 
 
 async def test_a_start_and_an_end_are_answered() -> None:
-    answers = await live(build(load_config({"endpoints": ENDPOINTS})))
+    answers = await live(Proxy(load_config({"endpoints": ENDPOINTS})))
     assert [answer["type"] for answer in answers] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
@@ -63,7 +63,7 @@ async def test_a_start_that_fails_leaves_no_task(tmp_path: Path) -> None:
 
 async def test_without_lifespan_events_the_first_request_starts_it() -> None:
     """Unstarted it would probe no engine and answer every request with an error. Requests at once start it once."""
-    proxy = build(load_config({"endpoints": ENDPOINTS}))
+    proxy = Proxy(load_config({"endpoints": ENDPOINTS}))
     try:
         answers = await asyncio.gather(*(call(proxy, http_scope("/health")) for _ in range(3)))
         tasks = [task.get_name() for task in asyncio.all_tasks()]
@@ -74,7 +74,7 @@ async def test_without_lifespan_events_the_first_request_starts_it() -> None:
 
 
 async def test_a_proxy_that_has_ended_is_not_started_by_a_late_request() -> None:
-    proxy = build(load_config({"endpoints": ENDPOINTS}))
+    proxy = Proxy(load_config({"endpoints": ENDPOINTS}))
     await live(proxy)
     before = asyncio.all_tasks()
     await call(proxy, http_scope("/v1/models"))
@@ -84,7 +84,7 @@ async def test_a_proxy_that_has_ended_is_not_started_by_a_late_request() -> None
 @pytest.mark.parametrize("raw_path", [None, b"/my%20llm/health"])
 async def test_mounted_below_a_path_it_serves_its_own_paths(raw_path: bytes | None) -> None:
     scope = http_scope("/my llm/health", root_path="/my llm", raw_path=raw_path)
-    async with build(load_config({"endpoints": ENDPOINTS})) as proxy:
+    async with Proxy(load_config({"endpoints": ENDPOINTS})) as proxy:
         answer = await call(proxy, scope)
     assert answer.status == 200
 
@@ -92,13 +92,13 @@ async def test_mounted_below_a_path_it_serves_its_own_paths(raw_path: bytes | No
 async def test_a_websocket_is_refused_with_a_sentence() -> None:
     """Left without an answer, servers report an app that is broken."""
     scope = http_scope("/v1/realtime", type="websocket", extensions={"websocket.http.response": {}})
-    proxy = build(load_config({"endpoints": ENDPOINTS}))
+    proxy = Proxy(load_config({"endpoints": ENDPOINTS}))
     start, body = (await call(proxy, scope, {"type": "websocket.connect"})).messages
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 501)
     assert b"connect to an engine" in body["body"]
 
 
 async def test_a_server_that_can_send_no_sentence_refuses_a_websocket_by_itself() -> None:
-    proxy = build(load_config({"endpoints": ENDPOINTS}))
+    proxy = Proxy(load_config({"endpoints": ENDPOINTS}))
     [close] = (await call(proxy, http_scope("/v1/realtime", type="websocket"), {"type": "websocket.connect"})).messages
     assert (close["type"], close["code"]) == ("websocket.close", 1003)
