@@ -75,13 +75,13 @@ class _Server(uvicorn.Server):
         everything else after it."""
         state = self.server_state
         self.stopping = True
+        for connection in list(state.connections):
+            connection.shutdown()
         await self._accept_last()
         for server in self.servers:
             server.close()
         for one in sockets or ():
             one.close()
-        for connection in list(state.connections):
-            connection.shutdown()
         await self._quiet(self._drain_s, self._hurry)
         if state.connections or state.tasks:
             logger.warning("cut %d connections that outlived the drain", len(state.connections))
