@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from typing import NoReturn
 
 from kvproxy import __version__
 from kvproxy.base.errors import ConfigError, describe_os_error
-from kvproxy.features import SHIPPED
+from kvproxy.base.installed import list_packages
 from kvproxy.operate.commands.help_text import EXAMPLES, USUAL, GroupedHelp, HelpAll, add_examples, hide_options
 from kvproxy.operate.commands.options import (
     Command,
@@ -24,6 +25,8 @@ from kvproxy.operate.commands.options import (
     add_lenient_option,
     parse_count,
 )
+
+log = logging.getLogger("kvproxy")
 
 _BROKEN_PIPE = 141  # exit status of a program ended by SIGPIPE, as in shells
 
@@ -59,7 +62,7 @@ def _load(target: str) -> Callable[[argparse.Namespace], int]:
     """Return the function that `module:name` names; only the command that is called gets imported, since --help must be
     quick."""
     module, _, name = target.partition(":")
-    function: Callable[[argparse.Namespace], int] = getattr(import_module(f"kvproxy.{module}"), name)
+    function: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)
     return function
 
 
@@ -96,11 +99,11 @@ def _parser() -> argparse.ArgumentParser:
         _add_worker(commands)
     _add_replay(commands)
     _add_plan(commands)
-    for one in list_feature_commands():
-        _add_feature_command(commands, one)
     _add_demo(commands)
     _add_simulate(commands)
     _add_completion(commands, parser)
+    for one in list_feature_commands():
+        _add_feature_command(commands, one)
     for name, command in commands.choices.items():
         command.formatter_class = GroupedHelp
         if name in EXAMPLES:
@@ -112,13 +115,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def list_feature_commands() -> Iterator[Command]:
-    """Yield the commands of features that ship: those of a module `options` beside the feature, which is not loaded."""
-    for name in SHIPPED:
-        if find_spec(module := f"kvproxy.features.{name}.options") is not None:
-            yield from import_module(module).COMMANDS
+    """Yield the commands of features: those of a module `options` beside the feature, which is not loaded."""
+    for package in list_packages():
+        try:
+            if find_spec(module := f"{package}.options") is not None:
+                yield from import_module(module).COMMANDS
+        except Exception as error:  # noqa: BLE001 - as of a feature that cannot be loaded
+            log.warning("commands of %s are left out: %s: %s", package, type(error).__name__, error)
 
 
 def _add_feature_command(commands: _Commands[argparse.ArgumentParser], added: Command) -> None:
+    if added.name in commands.choices:
+        log.warning("a feature's command %s is left out: another command has its name", added.name)
+        return
     command = commands.add_parser(added.name, help=added.help, description=added.description)
     added.add_options(command)
     command.set_defaults(run=added.run, group=added.group)
@@ -137,7 +146,7 @@ def _add_init(commands: _Commands[argparse.ArgumentParser]) -> None:
     init.add_argument("-o", "--output", metavar="FILE", default="config.yaml", help="file to write (%(default)s)")
     init.add_argument("-y", "--yes", action="store_true", help="no prompts: use the given options and the defaults")
     init.add_argument("--force", action="store_true", help="replace the file if there is one")
-    init.set_defaults(run="operate.commands.init:main")
+    init.set_defaults(run="kvproxy.operate.commands.init:main")
 
 
 def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -147,7 +156,7 @@ def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
     serve.add_argument("--port", type=int, help="its port (without a file: 8888); 0 takes a free one")
     add_engine_arguments(serve)
     serve.add_argument("--policy", help="balancing policy (without a file)")
-    serve.set_defaults(run="operate.commands.serve:main", changes=())
+    serve.set_defaults(run="kvproxy.operate.commands.serve:main", changes=())
     if find_spec("kvproxy.features.workers") is not None:
         serve.add_argument("--workers", type=_workers, metavar="N", help="processes behind the one socket, or `auto`")
         serve.set_defaults(changes=("workers",))
@@ -172,7 +181,7 @@ def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
     check.add_argument("file", nargs="?", metavar="FILE", help="else $KVPROXY_CONFIG or ./config.yaml")
     check.add_argument("--schema", action="store_true", help="print the JSON Schema of the native dialect instead")
     add_lenient_option(check)
-    check.set_defaults(run="operate.commands.configuration:main_check")
+    check.set_defaults(run="kvproxy.operate.commands.configuration:main_check")
 
 
 def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -198,7 +207,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
         "--advise",
         dest="run",
         action="store_const",
-        const="lab.advise.command:main",
+        const="kvproxy.lab.advise.command:main",
         help="engine settings and kvproxy's own, with the expected gain",
     )
     advise.add_argument(
@@ -208,7 +217,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
         help="for simulations; 0s: only advice without them (default %(default)s)",
     )
     advise.add_argument("--receipts", type=Path, metavar="FILE", help="else `receipts.path` of the configuration")
-    doctor.set_defaults(run="operate.commands.doctor:main")
+    doctor.set_defaults(run="kvproxy.operate.commands.doctor:main")
 
 
 def _add_traffic(doctor: argparse.ArgumentParser) -> None:
@@ -221,7 +230,7 @@ def _add_traffic(doctor: argparse.ArgumentParser) -> None:
         "--traffic",
         dest="run",
         action="store_const",
-        const="features.hygiene.command:main",
+        const="kvproxy.features.hygiene.command:main",
         help="by cause, client and tenant, with the cost",
     )
     add_admin_options(traffic)
@@ -232,7 +241,7 @@ def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     add_admin_options(status)
     status.add_argument("--watch", action="store_true", help="every second, until Ctrl-C")
     status.add_argument("--json", action="store_true", help="the answer of /live, one JSON object per line")
-    status.set_defaults(run="operate.commands.status:main")
+    status.set_defaults(run="kvproxy.operate.commands.status:main")
 
 
 def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -245,7 +254,7 @@ def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
     explain.add_argument("--file", type=Path, help="receipts, rotated ones included (else ./receipts.jsonl)")
     add_admin_options(explain)
     explain.add_argument("--json", action="store_true", help="the receipt itself")
-    explain.set_defaults(run="operate.commands.explain:main")
+    explain.set_defaults(run="kvproxy.operate.commands.explain:main")
 
 
 def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -260,21 +269,21 @@ def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
         if name == "drain":
             drain.add_argument("--wait", action="store_true", help="until the requests it has are finished")
         add_admin_options(drain)
-        drain.set_defaults(run="operate.commands.operate:main_drain", draining=name == "drain")
+        drain.set_defaults(run="kvproxy.operate.commands.operate:main_drain", draining=name == "drain")
 
 
 def _add_reload(commands: _Commands[argparse.ArgumentParser]) -> None:
     text = "reload the configuration file of a running proxy"
     reload = commands.add_parser("reload", help=text, description=f"{text[0].upper()}{text[1:]}.")
     add_admin_options(reload)
-    reload.set_defaults(run="operate.commands.operate:main_reload")
+    reload.set_defaults(run="kvproxy.operate.commands.operate:main_reload")
 
 
 def _add_worker(commands: _Commands[argparse.ArgumentParser]) -> None:
     """Add the hidden command that `serve --workers` starts."""
     worker = commands.add_parser("worker")
     worker.add_argument("line", type=int, metavar="DESCRIPTOR", help="of the line to the supervisor")
-    worker.set_defaults(run="features.workers.command:main")
+    worker.set_defaults(run="kvproxy.features.workers.command:main")
 
 
 def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -282,7 +291,7 @@ def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
 
     replay = commands.add_parser("replay", help="routing policies side by side on a trace, in virtual time or live")
     add_arguments(replay)
-    replay.set_defaults(run="lab.replay.command:main")
+    replay.set_defaults(run="kvproxy.lab.replay.command:main")
 
 
 def _add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -290,7 +299,7 @@ def _add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
 
     plan = commands.add_parser("plan", help="estimate KV cache size, tier capacity and expected hit rate")
     add_arguments(plan)
-    plan.set_defaults(run="lab.planner.command:main")
+    plan.set_defaults(run="kvproxy.lab.planner.command:main")
 
 
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -308,7 +317,7 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo.add_argument("--sessions", type=parse_count, help="conversations (default 15; with --tiers 12)")
     demo.add_argument("--turns", type=parse_count, default=5, help="turns of each (default 5)")
     demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
-    demo.set_defaults(run="lab.demo.demo:main")
+    demo.set_defaults(run="kvproxy.lab.demo.demo:main")
 
 
 def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -348,7 +357,7 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
         metavar="[ENGINE:]NAME=VALUE",
         help="as in sim-1:stall_first_byte_s=2 or fail_next=10; repeat for more",
     )
-    simulate.set_defaults(run="lab.simulate:main")
+    simulate.set_defaults(run="kvproxy.lab.simulate:main")
 
 
 def _tokens(text: str) -> int:
@@ -360,4 +369,4 @@ def _tokens(text: str) -> int:
 def _add_completion(commands: _Commands[argparse.ArgumentParser], parser: argparse.ArgumentParser) -> None:
     completion = commands.add_parser("completion", help="a script that completes commands and options in your shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
-    completion.set_defaults(run="operate.commands.completion:main", parser=parser)
+    completion.set_defaults(run="kvproxy.operate.commands.completion:main", parser=parser)

@@ -44,6 +44,13 @@ def all_features() -> Features:
     return found
 
 
+def list_packages() -> Iterable[str]:
+    """Return the packages of features, of which none is loaded."""
+    modules = [entry.module for entry in metadata.entry_points(group=GROUP)]
+    others = (module.removesuffix(".feature") for module in modules if module.endswith(".feature"))
+    return [*(f"{PACKAGE}.{name}" for name in import_module(PACKAGE).SHIPPED), *others]
+
+
 def load_features(sources: Iterable[tuple[str, Load]]) -> Features:
     """Each name with its loader; the first of two with one name counts."""
     loaded: dict[str, BaseFeature] = {}

@@ -27,13 +27,18 @@ print(dict(reply.headers)[b"x-hello"].decode(), proxy.metrics.registry.get_sampl
 """
 
 
+def add_distribution(folder: Path, name: str) -> None:
+    """Add metadata of a distribution that has one feature."""
+    info = folder / f"kvproxy_{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvproxy-{name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[kvproxy.features]\n{name} = {name}.feature:FEATURE\n")
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Return the sample and its metadata on the import path."""
-    info = tmp_path / "kvproxy_greeting-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvproxy-greeting\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kvproxy.features]\ngreeting = greeting.feature:FEATURE\n")
+    add_distribution(tmp_path, "greeting")
     root = SAMPLE.parents[1]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SAMPLE, tmp_path, root)))}
 
@@ -55,6 +60,39 @@ def test_its_faults_are_found_with_those_of_the_core(environment: dict[str, str]
     done = run(environment, "-m", "kvproxy", "check", str(file))
     assert done.returncode == 1
     assert f"{file}:2:1: error: greeting: must be ASCII" in done.stdout + done.stderr
+
+
+def test_its_command_runs_and_is_in_the_help(environment: dict[str, str]) -> None:
+    """Under the heading that it names."""
+    assert run(environment, "-m", "kvproxy", "greet", "Ada").stdout == "hello, Ada\n"
+    assert "Samples\n    greet     print a greeting\n" in run(environment, "-m", "kvproxy", "--help").stdout
+
+
+def test_a_command_with_the_name_of_another_is_left_out(environment: dict[str, str], tmp_path: Path) -> None:
+    """Both of the core and of another distribution; a log line names it."""
+    package = tmp_path / "second"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "options.py").write_text(
+        "from greeting.options import COMMANDS as FIRST\n"
+        "COMMANDS = [FIRST[0], *(FIRST[0]._replace(name=name) for name in ('check', 'welcome'))]\n"
+    )
+    add_distribution(tmp_path, "second")
+    done = run(environment, "-m", "kvproxy", "--help")
+    assert "welcome   print a greeting" in done.stdout
+    assert "find every problem of a configuration" in done.stdout
+    for name in ("greet", "check"):
+        assert f"a feature's command {name} is left out: another command has its name" in done.stderr
+
+
+def test_commands_that_cannot_be_loaded_are_left_out(environment: dict[str, str], tmp_path: Path) -> None:
+    """Every other command works."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "options.py").write_text("import nothing_of_this_name\n")
+    add_distribution(tmp_path, "broken")
+    done = run(environment, "-m", "kvproxy", "greet", "Ada")
+    assert (done.stdout, done.returncode) == ("hello, Ada\n", 0)
+    assert "commands of broken are left out: ModuleNotFoundError" in done.stderr
 
 
 def test_without_it_its_keys_are_unknown(tmp_path: Path) -> None:

@@ -34,6 +34,6 @@ COMMANDS = (
         help="tokens and prices by tenant and model, from the ledger's files",
         examples=("kvproxy ledger ledger.jsonl --since 2026-11-01 --csv",),
         add_options=add_options,
-        run="features.ledger.command:main",
+        run="kvproxy.features.ledger.command:main",
     ),
 )

@@ -25,6 +25,6 @@ COMMANDS = (
         "Needs kvproxy[picker].",
         examples=("kvproxy picker -c config.yaml",),
         add_options=add_options,
-        run="features.picker.command:main",
+        run="kvproxy.features.picker.command:main",
     ),
 )

@@ -33,6 +33,6 @@ COMMANDS = (
             "kvproxy warm prompts.jsonl --url http://127.0.0.1:8889",
         ),
         add_options=add_options,
-        run="features.warming.command:main",
+        run="kvproxy.features.warming.command:main",
     ),
 )

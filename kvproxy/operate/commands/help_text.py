@@ -87,9 +87,10 @@ class GroupedHelp(argparse.HelpFormatter):
             return super()._format_action(action)
         choices = {one.dest: one for one in action._choices_actions}
         added = {name: parser.get_default("group") for name, parser in action.choices.items()}
+        titles = dict.fromkeys((*GROUPS, *(group for group in added.values() if group)))
         groups = {
-            title: [*names, *(name for name, group in added.items() if group == title)]
-            for title, names in GROUPS.items()
+            title: [*GROUPS.get(title, ()), *(name for name, group in added.items() if group == title)]
+            for title in titles
         }
         return "\n".join(
             self._format_group(title, [choices[name] for name in names if name in choices])

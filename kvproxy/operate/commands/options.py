@@ -15,7 +15,7 @@ class Command(NamedTuple):
     help: str
     examples: Sequence[str]
     add_options: Callable[[argparse.ArgumentParser], None]
-    run: str  # `module:function` within kvproxy, imported when the command is called
+    run: str  # `module:function`, imported when the command is called
     description: str | None = None
 
 
