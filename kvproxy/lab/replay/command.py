@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import httpx
 
 from kvproxy.base.errors import KvproxyError, describe_os_error
+from kvproxy.lab.replay.batch import compare_batch
 from kvproxy.lab.replay.catalogue import find_scenarios, list_scenarios
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, compare
 from kvproxy.lab.replay.decided import decide_again
@@ -47,6 +48,7 @@ def run(
             raise ValueError(f"--plot writes an HTML page: name it {args.plot.with_suffix('.html')}")
         if args.url or args.receipts:
             _refuse_routers(args)
+        _check_batch(args)
         if args.scenario:
             return _scenarios(args, out, err)
         if args.receipts or not args.trace:
@@ -54,6 +56,8 @@ def run(
         trace = _read(args)
         if args.url:
             return _live(trace, args, out, err, transport=transport)
+        if args.once:
+            return _batch(trace, args, out, err)
         comparison = compare(trace, _plan(args), err=err)
     except (KvproxyError, OSError, ValueError, httpx.HTTPError) as error:
         print(f"kvproxy replay: {describe_os_error(error) if isinstance(error, OSError) else error}", file=err)
@@ -76,6 +80,26 @@ def _refuse_routers(args: argparse.Namespace) -> None:
         raise ValueError(
             "--routers, --delay and --no-exchange are of virtual time: they go with neither --url nor --receipts"
         )
+
+
+def _check_batch(args: argparse.Namespace) -> None:
+    if args.sessions_at_once and not args.once:
+        raise ValueError("--sessions-at-once is of a batch: add --once")
+    if args.sessions_at_once < 0 or (args.sessions_at_once and args.open_loop):
+        raise ValueError("--sessions-at-once is at least 1, and not with --open-loop, where turns wait for no answer")
+    if args.once and (args.scenario or args.url or args.receipts or args.plot or args.load is not None):
+        raise ValueError(
+            "--once plays a TRACE at its own pace in virtual time: it goes with none of --load, --scenario, --url, "
+            "--receipts and --plot"
+        )
+
+
+def _batch(trace: Trace, args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
+    report = compare_batch(trace, _plan(args), sessions_at_once=args.sessions_at_once, err=err)
+    print(report.render_table(), file=out)
+    if args.json:
+        args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    return 0
 
 
 def _scenarios(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from random import Random
@@ -175,6 +175,15 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """One policy with one seed: outcomes in order of arrival, and the times between tokens."""
+
+    policy: str
+    outcomes: Sequence[ReplayOutcome]
+    token_gaps: TokenGaps
+
+
+@dataclass(frozen=True, slots=True)
 class ComparisonPlan:
     """Comparison to run. The load is a share of the pooled cache's saturated throughput on an undisturbed fleet."""
 
@@ -201,6 +210,16 @@ def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | N
     bar = ProgressBar(requests * plan.seeds * len(plan.policies), out=err)
     runs: dict[str, list[Summary]] = {}
     ttft_s: dict[str, list[float]] = {}
+    for run in play_all(bound.trace, bound.pace, plan, bar):
+        outcomes = run.outcomes
+        summary = summarize_outcomes(outcomes, plan.fleet.instances, token_gaps=run.token_gaps, limits=plan.goodput)
+        runs.setdefault(run.policy, []).append(summary)
+        ttft_s.setdefault(run.policy, sorted(each.ttft_s for each in outcomes if each.ttft_s is not None))
+    return Comparison(_report(trace, plan, bound, runs), ttft_s)
+
+
+def play_all(trace: Trace, pace: Pace, plan: ComparisonPlan, bar: ProgressBar) -> Iterator[Run]:
+    """Plays every policy with every seed."""
     for spec in plan.policies:
         bar.begin(str(spec))
         for seed in range(1, plan.seeds + 1):
@@ -208,8 +227,8 @@ def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | N
             seeds = (seed + 1000 * number for number in range(plan.routers.count))
             policy, *beside = (spec.make(rng=Random(one), prior_factor=plan.prior_factor) for one in seeds)
             outcomes = play_policy(
-                bound.trace,
-                bound.pace,
+                trace,
+                pace,
                 plan.fleet,
                 policy,
                 queue=spec.queue,
@@ -223,12 +242,9 @@ def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | N
                 beside=beside,
                 delay_s=plan.routers.delay_s,
             )
-            bar.end(requests)
-            summary = summarize_outcomes(outcomes, plan.fleet.instances, token_gaps=token_gaps, limits=plan.goodput)
-            runs.setdefault(str(spec), []).append(summary)
-            ttft_s.setdefault(str(spec), sorted(each.ttft_s for each in outcomes if each.ttft_s is not None))
+            bar.end(trace.requests)
+            yield Run(str(spec), outcomes, token_gaps)
     bar.close()
-    return Comparison(_report(trace, plan, bound, runs), ttft_s)
 
 
 def _report(trace: Trace, plan: ComparisonPlan, bound: Bound, runs: dict[str, list[Summary]]) -> ReplayReport:

@@ -52,6 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"share of their throughput with one pooled cache (default {DEFAULT_LOAD}, or the scenario's)",
     )
     parser.add_argument(
+        "--once",
+        action="store_true",
+        help="play the trace once, at its own pace, and report on sessions: how many end an hour, how long they take "
+        "and wait",
+    )
+    parser.add_argument(
+        "--sessions-at-once",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --once: at most N sessions are under way, further ones begin as others end (default: no bound)",
+    )
+    parser.add_argument(
         "--seeds",
         type=int,
         default=1,

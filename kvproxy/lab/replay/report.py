@@ -19,7 +19,8 @@ class Column(NamedTuple):
     show: Callable[[Summary], str]
 
 
-def _seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
+    """Format seconds with three digits or so."""
     return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
@@ -28,22 +29,22 @@ def _milliseconds(value: float) -> str:
 
 
 FIGURES = (
-    Column("TTFT", lambda each: _seconds(each.ttft_mean_s)),
-    Column("p99", lambda each: _seconds(each.ttft_p99_s)),
-    Column("e2e", lambda each: _seconds(each.e2e_mean_s)),
+    Column("TTFT", lambda each: format_seconds(each.ttft_mean_s)),
+    Column("p99", lambda each: format_seconds(each.ttft_p99_s)),
+    Column("e2e", lambda each: format_seconds(each.e2e_mean_s)),
     Column("ITL p99", lambda each: _milliseconds(each.itl_p99_s)),
     Column("goodput", lambda each: f"{each.goodput:.3f}"),
     Column("hit", lambda each: f"{each.hit_rate:.3f}"),
     Column("busy", lambda each: f"{each.imbalance:.2f}"),
 )
 MORE_FIGURES = (
-    Column("TTFT p50", lambda each: _seconds(each.ttft_p50_s)),
-    Column("p90", lambda each: _seconds(each.ttft_p90_s)),
-    Column("longest", lambda each: _seconds(each.ttft_max_s)),
-    Column("e2e p99", lambda each: _seconds(each.e2e_p99_s)),
+    Column("TTFT p50", lambda each: format_seconds(each.ttft_p50_s)),
+    Column("p90", lambda each: format_seconds(each.ttft_p90_s)),
+    Column("longest", lambda each: format_seconds(each.ttft_max_s)),
+    Column("e2e p99", lambda each: format_seconds(each.e2e_p99_s)),
     Column("TPOT", lambda each: _milliseconds(each.tpot_mean_s)),
     Column("p99", lambda each: _milliseconds(each.tpot_p99_s)),
-    Column("session", lambda each: _seconds(each.session_mean_s)),
+    Column("session", lambda each: format_seconds(each.session_mean_s)),
     Column("fairness", lambda each: f"{each.fairness:.3f}"),
     Column("false", lambda each: f"{each.wrong_share:.3f}"),
 )

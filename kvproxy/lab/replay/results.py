@@ -145,15 +145,18 @@ def _session_times(done: Sequence[ReplayOutcome]) -> list[float]:
 
 
 def _fairness(done: Sequence[ReplayOutcome]) -> float:
-    """Jain's index: 1 where all wait alike, 1/n where one of n has all the waiting."""
     named = any(each.tenant for each in done)
     waits: dict[str | int, list[float]] = {}
     for each in done:
         if each.ttft_s is not None:
             waits.setdefault(each.tenant if named else each.session, []).append(each.ttft_s)
-    means = [fmean(each) for each in waits.values()]
-    squares = sum(mean * mean for mean in means)
-    return sum(means) ** 2 / (len(means) * squares) if squares else 1.0
+    return jain_index([fmean(each) for each in waits.values()])
+
+
+def jain_index(values: Sequence[float]) -> float:
+    """Jain's index of fairness: 1 where all have as much, 1/n where one of n has all of it."""
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def compute_rate(arrivals: Sequence[float]) -> float:

@@ -145,11 +145,13 @@ ENGINES: Mapping[str, ReplayFleet] = {
 class Pace:
     """How fast a trace is played: `scale` multiplies the times at which sessions start; within a session delays stay
     what they are. Closed loop starts a turn after the end of the one before it, open loop as if each took `service_s`.
+    Where a closed loop has `sessions_at_once`, further ones begin as others end.
     """
 
     scale: float = 1.0
     closed_loop: bool = True
     service_s: float = 5.0
+    sessions_at_once: int = 0  # 0: no bound
 
     def duration_s(self, trace: Trace) -> float:
         """About when the last request comes."""

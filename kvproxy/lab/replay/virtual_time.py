@@ -7,6 +7,7 @@ if asked) the engines' KV events.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -79,11 +80,14 @@ class VirtualTime:
         self._outcomes: list[ReplayOutcome] = []
         self._finished = 0
         self._queue_due = 0.0
+        self._sessions = 0  # under way, where they are bounded
+        self._not_begun: deque[int] = deque()
 
     def run(self) -> Sequence[ReplayOutcome]:
         """Plays the whole trace; outcomes in order of arrival."""
+        first = self._begin if self._bounded else self._arrive
         for at, session, number in self._pace.arrivals(self._trace, jitter=self._jitter):
-            self._push(at, self._arrive, (session, number))
+            self._push(at, first, (session, number))
         for change in self._changes:
             self._push(change.at, self._change, change)
         self._push(_SCRAPE_S, self._scrape, None)
@@ -96,6 +100,18 @@ class VirtualTime:
     def _push(self, at: float, handler: _Handler, what: Any) -> None:
         self._count += 1
         heapq.heappush(self._events, (at, self._count, handler, what))
+
+    @property
+    def _bounded(self) -> bool:
+        return self._pace.closed_loop and self._pace.sessions_at_once > 0
+
+    def _begin(self, turn_of_session: tuple[int, int], now: float) -> None:
+        """Begin a session, or keep it until another ends."""
+        if self._sessions < self._pace.sessions_at_once:
+            self._sessions += 1
+            self._arrive(turn_of_session, now)
+        else:
+            self._not_begun.append(turn_of_session[0])
 
     def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
         session, number = turn_of_session
@@ -210,6 +226,10 @@ class VirtualTime:
         if self._pace.closed_loop and request.number + 1 < len(turns):
             following = request.number + 1
             self._push(now + turns[following].delay_s, self._arrive, (request.session, following))
+        elif self._bounded:
+            self._sessions -= 1
+            if self._not_begun:
+                self._push(now, self._begin, (self._not_begun.popleft(), 0))
 
     def _scrape(self, what: None, now: float) -> None:
         for endpoint in self._router.endpoints:

@@ -66,6 +66,7 @@ USUAL: Mapping[str, frozenset[str]] = {
             "baseline",
             "instances",
             "load",
+            "once",
             "seeds",
             "requests",
             "json",
