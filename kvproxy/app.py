@@ -7,25 +7,30 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.metrics.present import LoopLag
+from kvproxy.base.mounted import without_root
+from kvproxy.base.settings.addresses import url_fault
+from kvproxy.base.settings.decode import decode_model
+from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.tls.watch import CertificateWatch
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, EndpointId
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes, show_learned
+from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.operate.companion import Companion, Siblings
@@ -38,12 +43,14 @@ from kvproxy.operate.receipts.recorder import make_recorder
 from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.operate.runtime.generation import Shared
 from kvproxy.operate.runtime.generations import Generations
+from kvproxy.proxy.filter_settings import AuthSettings
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, WallClock
 from kvproxy.proxy.filters.registry import discover
 from kvproxy.proxy.forward.public import NO_WEBSOCKET
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.error_reply import error_body
+from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RecentDecisions
 
 if TYPE_CHECKING:
@@ -54,6 +61,13 @@ log = logging.getLogger("kvproxy")
 
 #: Configuration in Python code: a loaded one, the path of a file, or the data of a file.
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
+#: Name of the tenant that a host app authenticated, by the request's ASGI scope; "" for none.
+TenantOf = Callable[[Scope], str]
+
+_LOOK_AGAIN_S = 0.02
+#: Credentials of a host app's clients, which are none of the engines' business.
+_OF_THE_HOST = frozenset({b"authorization", b"x-api-key", b"cookie"})
+_TENANT_CHARS = 128
 
 
 def _utc_now() -> datetime:
@@ -65,7 +79,9 @@ class Proxy:
 
     `config` is a path (`Proxy("config.yaml")`), plain data (`Proxy({"endpoints": {"a": "http://a:8000"}})`) or a loaded
     configuration; ConfigError names every error of it. Under another server the ASGI lifespan enters the proxy.
-    `admin` is the operator's app, for a listener of its own.
+    `admin` is the operator's app, and `metrics_app` that of its metrics alone, to be mounted or for a listener of their
+    own. `tenant` names who a host app authenticated; by default the name of `scope["user"]`. Engines then get none of
+    that client's credentials. The filter `auth` replaces both.
     """
 
     def __init__(
@@ -79,8 +95,11 @@ class Proxy:
         extra_filters: Mapping[str, FilterType] | None = None,
         receipts_key: bytes | None = None,
         siblings: Siblings | None = None,
+        tenant: TenantOf | None = None,
     ) -> None:
         config = read_config(config, extra_filters)
+        self._extra_filters = extra_filters
+        self._tenant_of = tenant
         self.metrics = make_metrics() if metrics is None else metrics
         self.draining = False
         self.clock = clock
@@ -118,7 +137,7 @@ class Proxy:
         self.generations.companions = self.companions = tuple(_accompany(self, config, siblings))
         self._history = History(self)
         self._running = AsyncExitStack()
-        self._began = False
+        self._began = self._runs = False
         self._beginning = asyncio.Lock()
 
     @cached_property
@@ -127,6 +146,13 @@ class Proxy:
         from kvproxy.operate.admin.app import build_admin_app
 
         return build_admin_app(self, self._history)
+
+    @cached_property
+    def metrics_app(self) -> ASGIApp:
+        """Its metrics for Prometheus as an app, at every path and without access control."""
+        from kvproxy.operate.admin.process import make_metrics_app
+
+        return make_metrics_app(self.metrics)
 
     @property
     def config(self) -> Config:
@@ -158,13 +184,53 @@ class Proxy:
         """The service behind the `kvcache` filter."""
         return self.generations.current.kvcaches.get(kvcache.NAME)
 
-    async def reload(self, config: Config) -> Reloaded:
+    def status(self) -> dict[str, Any]:
+        """Return what it does now: whether it runs, its open requests, and the load and health of its endpoints by
+        cluster and id."""
+        now = self.clock()
+        clusters = {
+            name: {str(one.id): one.status(now) for one in each.endpoints} for name, each in self.clusters.items()
+        }
+        return {"running": self._runs, "requests": self.running, "clusters": clusters}
+
+    def add_endpoint(self, name: str, url: str, *, cluster: str = "", **settings: Any) -> None:
+        """Add an endpoint while it runs, or put it in the place of that of the same id. It stays over reloads.
+
+        `settings` are further ones of an endpoint (`models`, `weight`, `api_key` ...). `cluster` may be left out where
+        there is one. Raises ConfigError for wrong settings, LookupError for no such cluster."""
+        endpoint = read_endpoint({"id": name, "url": url, **settings})
+        if not self._cluster(cluster).add_endpoint(endpoint):
+            raise ConfigError([Problem("id", "too many endpoints were added already", "remove some")])
+
+    async def remove_endpoint(self, name: str, *, drain: float = 0.0, cluster: str = "") -> int:
+        """Send an endpoint no further requests, and wait at most `drain` seconds for those it has; return how many are
+        left. They still finish. Raises LookupError for no such endpoint."""
+        owner = self._cluster(cluster)
+        leaving = owner.find_named(EndpointId(name))
+        if not owner.remove_endpoint(EndpointId(name)):
+            raise LookupError(f"cluster {owner.name} has no endpoint {name!r}")
+        give_up_at = self.clock() + drain
+        while left := sum(one.load.own_in_flight for one in leaving):
+            if self.clock() >= give_up_at:
+                break
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        return left
+
+    def _cluster(self, name: str) -> Cluster:
+        clusters = self.clusters
+        if not name and len(clusters) == 1:
+            return next(iter(clusters.values()))
+        if name not in clusters:
+            raise LookupError(f"no cluster {name!r}; there are: {', '.join(clusters)}")
+        return clusters[name]
+
+    async def reload(self, config: ConfigLike) -> Reloaded:
         """Serve by this configuration from now on; running requests finish by the one before.
 
         Unchanged parts stay as they are: endpoints with their loads, learned speeds and health, indexes, leases,
         connections, rate limits. Raises ConfigError, and whatever a new part raises when it is started; then nothing
         has changed."""
-        return self.generations.adopt(await self.generations.prepare(config))
+        return self.generations.adopt(await self.generations.prepare(read_config(config, self._extra_filters)))
 
     async def __aenter__(self) -> Proxy:
         async with AsyncExitStack() as starting:  # a part that cannot start ends those before it
@@ -174,10 +240,11 @@ class Proxy:
             if self.config.admin.enabled:
                 await starting.enter_async_context(self._history)
             self._running = starting.pop_all()
-        self._began = True
+        self._began = self._runs = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._runs = False
         await self._running.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,7 +252,9 @@ class Proxy:
             if not self._began:
                 await self._begin()
             if scope.get("root_path"):
-                scope = _without_root(scope)
+                scope = without_root(scope)
+            if "user" in scope or self._tenant_of is not None:
+                scope = self._with_tenant(scope)
             generation = self.generations.current
             generation.running += 1
             try:
@@ -196,6 +265,15 @@ class Proxy:
             await self._lifespan(receive, send)
         elif scope["type"] == "websocket":
             await _refuse_websocket(scope, receive, send)
+
+    def _with_tenant(self, scope: Scope) -> Scope:
+        """Return the scope as the tenant's whom the host app authenticated, if there is one."""
+        name = (self._tenant_of or name_user)(scope)[:_TENANT_CHARS]
+        if not name or any(isinstance(spec.settings, AuthSettings) for spec in self.config.filters):
+            return scope
+        scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] not in _OF_THE_HOST]}
+        Exchange.of(scope, now=self.clock()).tenant = name
+        return scope
 
     async def _begin(self) -> None:
         """Start with the first request, under a server that sends no lifespan events. Nothing ends it then."""
@@ -231,13 +309,26 @@ def read_config(source: ConfigLike, filters: Mapping[str, FilterType] | None = N
     return load_config(source if isinstance(source, Mapping) else Path(source), extra_filters=known)
 
 
-def _without_root(scope: Scope) -> Scope:
-    """Return the scope as the proxy's own: apps mounted below a path are sent it as a part of the request's."""
-    root: str = scope["root_path"]
-    below = {**scope, "root_path": "", "path": scope["path"].removeprefix(root) or "/"}
-    if scope.get("raw_path"):
-        below["raw_path"] = scope["raw_path"].removeprefix(quote(root).encode()) or b"/"
-    return below
+def read_endpoint(raw: Mapping[str, Any]) -> EndpointSettings:
+    """Return the settings of one endpoint. Raises ConfigError with every error."""
+    decoded = decode_model(EndpointSettings, raw, dotted_path)
+    problems = list(decoded.problems)
+    if decoded.value is not None and (fault := url_fault(decoded.value.url)):
+        problems.append(Problem("url", fault, "http://host:port"))
+    if problems or decoded.value is None:
+        raise ConfigError(problems)
+    return decoded.value
+
+
+def name_user(scope: Scope) -> str:
+    """Return the name of the user whom a host's middleware put into the scope, as Starlette's AuthenticationMiddleware
+    does; "" for a user that is not authenticated."""
+    user = scope["user"]
+    if isinstance(user, str):
+        return user
+    if not getattr(user, "is_authenticated", user is not None):
+        return ""
+    return str(getattr(user, "display_name", None) or getattr(user, "username", None) or "")
 
 
 async def _refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:

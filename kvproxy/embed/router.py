@@ -12,7 +12,6 @@ import msgspec
 from kvproxy.app import ConfigLike, Proxy
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.embed.lives import Lives
 from kvproxy.proxy.carried import CarriedRequest, Placer
 from kvproxy.proxy.external import rank_headers
@@ -73,10 +72,9 @@ class Router:
     async def __aexit__(self, *_: object) -> None:
         await self._lives.end()
 
-    def add_endpoint(self, name: str, url: str, *, models: Sequence[str] = (), cluster: str = _CLUSTER) -> None:
-        """Add an endpoint while it runs. Raises ValueError for a URL that is none, LookupError for no such cluster."""
-        settings = EndpointSettings(id=name, url=url, models=tuple(models))
-        self.proxy.clusters[cluster].add_endpoint(settings)
+    def add_endpoint(self, name: str, url: str, *, cluster: str = "", **settings: Any) -> None:
+        """Add an endpoint while it runs, as of Proxy."""
+        self.proxy.add_endpoint(name, url, cluster=cluster, **settings)
 
     def remove_endpoint(self, name: str, *, cluster: str = _CLUSTER) -> None:
         """Place no further requests there; it finishes those it has. Raises LookupError for no such cluster."""

@@ -12,9 +12,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.base.errors import Problem
 from kvproxy.base.metrics.exposition import render_exposition
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.paths import spelling_hint
 from kvproxy.cluster.routes import clusters_without_endpoint
 from kvproxy.operate.admin.operated import AdminTarget, OperatedProcess
@@ -61,7 +63,21 @@ class HealthRoutes:
         return PlainTextResponse(f"{text}\n", 200 if ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(await render_exposition(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return await _expose(self._operated.metrics)
+
+
+async def _expose(metrics: Metrics) -> Response:
+    return Response(await render_exposition(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def make_metrics_app(metrics: Metrics) -> ASGIApp:
+    """Return an app that answers every request with the metrics."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await (await _expose(metrics))(scope, receive, send)
+
+    return answer
 
 
 def redact_secrets(data: Any, *, name: str = "") -> Any:
