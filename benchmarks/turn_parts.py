@@ -36,6 +36,7 @@ from kvproxy.cache.feedback.predictions import PredictionFeedback
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.overlap import prompt_hashes as indexes
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.cache.overlap.prompt_hashes import PromptHashes
 from kvproxy.cache.overlap.sources import OverlapSources
 from kvproxy.cache.prefix.session_hashes import SessionHashes
 from kvproxy.cluster.pick import Pick
@@ -157,7 +158,7 @@ PARTS = (
     ROUND_ROBIN,
     Part("facts, insertion, feedback", "the `kvcache` filter", chain=_without("kvcache")),
     Part("- a prompt's name", "block hashes, of the bytes that name it",
-         stubs=[(LocalIndexes, "hash_prompt", _constant(LocalIndexes, "hash_prompt"))]),
+         stubs=[(PromptHashes, "hash_prompt", _constant(PromptHashes, "hash_prompt"))]),
     Part("- - of that, identity", "what engines read alike, by message",
          stubs=[(indexes, "prompt_identity", lambda kind, prompt, drops_header: prompt),
                 (SessionHashes, "identified", _constant(SessionHashes, "identified"))]),

@@ -39,17 +39,14 @@ class ApproximateIndex:
         self.sweep = self._held.sweep
         self._routed = 0
 
-    def lookup(self, cursor: PrefixCursor[Run]) -> dict[EndpointId, int]:
-        """Leading blocks each endpoint holds; endpoints that hold none are absent."""
-        return self._leading_blocks(cursor, _HELD_BY)
-
     def lookup_in_flight(self, cursor: PrefixCursor[Run]) -> dict[EndpointId, int]:
         """Leading blocks of which each endpoint has a request in flight, whether it is estimated to hold them or not;
         endpoints without are absent. Only of requests routed with `in_flight`.
         """
-        return self._leading_blocks(cursor, _IN_FLIGHT_AT)
+        return self.lookup(cursor, _IN_FLIGHT_AT)
 
-    def _leading_blocks(self, cursor: PrefixCursor[Run], bits_of: Callable[[Run], int]) -> dict[EndpointId, int]:
+    def lookup(self, cursor: PrefixCursor[Run], bits_of: Callable[[Run], int] = _HELD_BY) -> dict[EndpointId, int]:
+        """Leading blocks each endpoint holds; endpoints that hold none are absent."""
         if cursor.edits != self._tree.edits:
             self._tree.renew(cursor)
         found: dict[EndpointId, int] = {}

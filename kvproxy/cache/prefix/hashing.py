@@ -81,7 +81,7 @@ def token_blocks(tokens: array[int], block_size: int, seed: int) -> array[int]:
 
 def text_blocks(prompt: Prompt, seed: int) -> array[int]:
     """Hashes of the full 256-byte slices of the prompt's canonical bytes: no tokenizer needed."""
-    return text_chain(canonical_bytes(prompt), seed)
+    return text_chain(_END_OF_PART.join((prompt.shape, *prompt.parts, b"")), seed)
 
 
 def text_chain(data: bytes, seed: int, *, start: int = 0) -> array[int]:

@@ -186,7 +186,8 @@ class EndpointLoad:
         blocks: Sequence[int] = (),
     ) -> Reservation:
         """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
-        work = features_of(uncached_tokens, cached_tokens, onboarding_s)
+        # features_of, written out for every placement
+        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
         reservation = Reservation(uncached_tokens, cached_tokens, now, work, lower, hidden)
         if self._live is not None:
             self._live.add(blocks)

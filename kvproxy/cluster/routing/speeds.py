@@ -136,7 +136,9 @@ class SpeedModel:
         if busy_s <= 0.0 or work[0] <= 0.0:
             return
         factor = self.slowness(endpoint, now)
-        predicted_s = self._prefill_s(work)
+        requests, tokens, attention, _ = work
+        request_s, token_s, attention_s, _ = self.seconds
+        predicted_s = requests * request_s + tokens * token_s + attention * attention_s
         onboarding_s = work[3]
         if lower:
             self.onboarding.observe(endpoint, lower, busy_s / factor - predicted_s, self.seconds[1])
@@ -146,8 +148,9 @@ class SpeedModel:
         self._samples += 1
         self._scraped += scraped
         self.requests_without_sample = 0
-        self._settle()
-        self._move_factor(endpoint, factor, max(1e-4, own_s) / self._prefill_s(work), now)
+        request_s, token_s, attention_s, _ = self.seconds
+        fitted_s = requests * request_s + tokens * token_s + attention * attention_s
+        self._move_factor(endpoint, factor, max(1e-4, own_s) / fitted_s, now)
 
     def forget(self, endpoint: EndpointId) -> None:
         """Forget an endpoint that left the pool."""
@@ -200,18 +203,15 @@ class SpeedModel:
         self._scraped = state.scraped
         for name, one in state.factors.items():
             if name in keep and len(self._factors) < self._max_endpoints:
-                log = max(-_LOG_BOUND, min(_LOG_BOUND, one.log))
+                log = max(-_LOG_BOUND, min(_LOG_BOUND, one.log)) + self._recentred
                 self._take_out(EndpointId(name))
-                self._put_in(EndpointId(name), _Factor(log + self._recentred, one.samples, now - away_s - one.age_s))
+                self._factors[EndpointId(name)] = _Factor(log, one.samples, now - away_s - one.age_s)
+                self._logs += log
         self._settle()
 
     def _settle(self) -> None:
         (t, u, v), (x, y, z) = self._theta, self._scale
         self.seconds = (t * x, u * y, v * z, 1.0)
-
-    def _prefill_s(self, work: Features) -> float:
-        seconds = self.seconds
-        return work[0] * seconds[0] + work[1] * seconds[1] + work[2] * seconds[2]
 
     def _fit(self, work: Features, pooled_s: float, predicted_s: float) -> None:
         """One decayed step of weighted least squares; relative errors count, a large sample no more than a small."""
@@ -228,15 +228,10 @@ class SpeedModel:
             moment[i] = decay * moment[i] + share * target_s
             p, q, r = gram[i]
             gram[i] = [decay * p + share * x, decay * q + share * y, decay * r + share * z]
-        self._solve()
-
-    def _solve(self) -> None:
-        """Ridge regression towards one common scale of the priors, by coordinate descent from the last solution.
-
-        Written out for its three dimensions: it runs at every first token.
-        """
-        (a, p, q), (_, b, r), (_, _, c) = self._gram  # symmetric
-        x, y, z = self._moment
+        # Ridge regression towards one common scale of the priors, by coordinate descent from the last solution. Written
+        # out for its three dimensions: it runs at every first token.
+        (a, p, q), (_, b, r), (_, _, c) = gram  # symmetric
+        x, y, z = moment
         common = (x + y + z) / (a + b + c + 2.0 * (p + q + r))
         ridge = self._ridge / (common * common)
         pull = ridge * common
@@ -257,6 +252,7 @@ class SpeedModel:
             v = (z - q * t - r * u) / c
             v = low if v < low else high if v > high else v
         self._theta = [t, u, v]
+        self._settle()
 
     def _move_factor(self, endpoint: EndpointId, factor: float, ratio: float, now: float) -> None:
         """One step of the endpoint's log factor towards this sample's `ratio`, faster while it is new."""
@@ -271,12 +267,10 @@ class SpeedModel:
         if known is None and len(self._factors) >= self._max_endpoints:
             self._take_out(next(iter(self._factors)))  # the endpoint without a sample for longest
         log = max(-_LOG_BOUND, min(_LOG_BOUND, log))
-        self._put_in(endpoint, _Factor(log + self._recentred, samples + 1, now))
+        log += self._recentred
+        self._factors[endpoint] = _Factor(log, samples + 1, now)
+        self._logs += log
         self._recentred += _RECENTRE * (self._logs / len(self._factors) - self._recentred)
-
-    def _put_in(self, endpoint: EndpointId, factor: _Factor) -> None:
-        self._factors[endpoint] = factor
-        self._logs += factor.log
 
     def _take_out(self, endpoint: EndpointId) -> _Factor | None:
         factor = self._factors.pop(endpoint, None)

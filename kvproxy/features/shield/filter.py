@@ -34,6 +34,7 @@ log = logging.getLogger("kvproxy.shield")
 _SCORING = ("/score", "/rerank")
 _ID_HEADER = b"x-request-id"
 _TRUSTED_ONLY = frozenset({Rule.KV_TRANSFER_PARAMS})  # from others the field is cut out
+_BY_HEADER = frozenset({Rule.CLIENT_REQUEST_ID})
 #: Of an object in another encoding; a longer one counts as unreadable.
 _RECODED_BYTES = 1024 * 1024
 
@@ -74,20 +75,21 @@ class ShieldFilter(Step):
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
         """Wait only for a body that was not read yet, or that holds a member which some engine may not bear."""
         rules = self._versions.rules
-        if not (exchange.trusted or self._trusts_all):
-            rules -= _TRUSTED_ONLY
         scope = downstream.scope
         if not rules or scope["method"] not in ("POST", "PUT", "PATCH"):
             return None
-        if Rule.CLIENT_REQUEST_ID in rules:
-            if scope["path"].rstrip("/").endswith(_SCORING):
-                self._replace_id(exchange, downstream)
-            if len(rules) == 1:
-                return None
+        if Rule.CLIENT_REQUEST_ID in rules and scope["path"].rstrip("/").endswith(_SCORING):
+            self._replace_id(exchange, downstream)
         body = exchange.body
+        if body is not None and _is_harmless(body, exchange):
+            return None
+        if not (exchange.trusted or self._trusts_all):
+            rules -= _TRUSTED_ONLY
+        if rules <= _BY_HEADER:
+            return None
         if body is None:
             return None if _is_form(scope["headers"]) else self._read(exchange, downstream, rules)
-        return None if _is_harmless(body, exchange) else self._examine(exchange, downstream, body, rules)
+        return self._examine(exchange, downstream, body, rules)
 
     def _replace_id(self, exchange: Exchange, downstream: Downstream) -> None:
         """Engines key what belongs to a request by its id: the client's own could be another client's too."""

@@ -172,7 +172,7 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
 
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """Record that the endpoint will hold the prompt."""
-        self.went_to(decision.endpoint.id)
+        self._service.placed(self._facts, decision.endpoint.id)
 
     def went_to(self, endpoint: EndpointId) -> None:
         """Record the endpoint of a request that another program placed."""
