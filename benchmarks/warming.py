@@ -21,8 +21,7 @@ from random import Random
 from statistics import fmean, median
 from typing import Any
 
-from kvproxy.cache.action_settings import CacheStrategySettings
-from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.settings import CacheStrategySettings, KvCacheSettings
 from kvproxy.features.warming.settings import WarmingSettings
 from kvproxy.features.warming.warmer import PIECE_TOKENS
 from kvproxy.lab.replay.compare import PolicySpec

@@ -1,6 +1,7 @@
 """Features by name: those that ship, and other distributions' of the entry-point group `kvproxy.features`.
 
-No room imports a feature. The list is read at first use, once for a process; a feature that cannot be loaded is named
+Each room has a class of its own with the members that it uses, `BaseFeature` the lowest, and `operate.feature.Feature`
+has them all. No room imports a feature. The list is read at first use, once for a process; a feature that cannot be loaded is named
 and left out, and the rest works.
 """
 
@@ -10,9 +11,28 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module, metadata
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
-from kvproxy.base.feature import BaseFeature
+if TYPE_CHECKING:
+    from kvproxy.base.metrics.groups import MetricGroup
+    from kvproxy.base.settings.model import Model
+
+
+class BaseFeature:
+    """One optional capability. Every member has a default that adds nothing.
+
+    A feature object is light: its module imports models of settings, and what runs is imported inside methods, since
+    every command loads every feature.
+    """
+
+    name: ClassVar[str]
+    #: Models of the core, and models whose fields each of them gets: sections and settings, read by `part_of`.
+    settings: ClassVar[Mapping[type[Model], Sequence[type[Model]]]] = {}
+
+    def list_metrics(self) -> Sequence[type[MetricGroup]]:
+        """Group that exist from the start, whether the feature is on or off."""
+        return ()
+
 
 log = logging.getLogger("kvproxy")
 

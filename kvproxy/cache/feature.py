@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
-from kvproxy.base.feature import BaseFeature
+from kvproxy.base.installed import BaseFeature
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import Metrics

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from kvproxy.base.errors import BadResponse, ClientError, NotSupported, Refused
 from kvproxy.base.types import LowerTokens, Tier
-from kvproxy.cache.action_settings import CacheStrategySettings
 from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
 from kvproxy.cache.clients.lmcache_controller_wire import ActionResult
 from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
 from kvproxy.cache.clients.lmcache_coordinator_wire import CacheScope, HeldPrefix, MemoryModule, chunk_tokens_of
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.providers import EVERY_INSTANCE, ActionKind, Effect, Holder, Prefix, TierMemory
+from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.cluster.routing.policy import FactSource
 
 #: Host memory, as the controller calls it.

@@ -16,10 +16,9 @@ from kvproxy.base.errors import ClientError, DiscoveryError
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
-from kvproxy.cluster.discovery_settings import DiscoverySettings
 from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.cluster.metrics import EndpointStateMetrics
-from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.settings import DiscoverySettings, EndpointSettings
 from kvproxy.cluster.sources.entries import AT_ONCE, Answer, LeftOut, Refuse, all_bad, split_answer
 from kvproxy.cluster.sources.polled import DnsDiscovery, FileDiscovery
 from kvproxy.cluster.sources.protocols import Discovery, Tell

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvproxy.base.feature import BaseFeature
-from kvproxy.base.installed import installed
+from kvproxy.base.installed import BaseFeature, installed
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import Metrics
     from kvproxy.base.types import Clock, EndpointId, LowerTokens, Sleep
-    from kvproxy.cluster.discovery_settings import DiscoverySettings
     from kvproxy.cluster.endpoint import Endpoint
     from kvproxy.cluster.endpoint_observer import EndpointObserver
     from kvproxy.cluster.pick import Pick
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.routing.selector import Decision
     from kvproxy.cluster.routing.speeds import SpeedModel
     from kvproxy.cluster.routing.work import Features
-    from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, PolicyName
+    from kvproxy.cluster.settings import ClusterSettings, DiscoverySettings, EndpointSettings, PolicyName
     from kvproxy.cluster.sources.protocols import WatchedDiscovery
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvproxy.base.errors import Severity
-from kvproxy.base.feature import BaseFeature
+from kvproxy.base.installed import BaseFeature
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

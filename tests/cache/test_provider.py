@@ -12,7 +12,6 @@ import pytest
 from kvproxy.base.errors import ClientError, NotSupported, UnknownInstance
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Tier
-from kvproxy.cache.action_settings import CacheStrategySettings
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
 from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
@@ -20,6 +19,7 @@ from kvproxy.cache.lmcache_services import ControllerProvider, CoordinatorProvid
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.overlap.lookup_service import Connection
 from kvproxy.cache.providers import ActionKind, Effect, Holder, Prefix, TierMemory
+from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.cluster.routing.policy import FactSource
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerSettings

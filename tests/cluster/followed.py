@@ -13,8 +13,7 @@ import pytest
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import composed
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.discovery_settings import DiscoverySettings
-from kvproxy.cluster.settings import ClusterSettings, HealthCheckSettings, PolicyName
+from kvproxy.cluster.settings import ClusterSettings, DiscoverySettings, HealthCheckSettings, PolicyName
 from tests.cluster.conftest import Bench
 from tests.support.clock import FakeClock
 

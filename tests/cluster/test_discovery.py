@@ -19,8 +19,13 @@ from kvproxy.base.errors import BadResponse, DiscoveryError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
-from kvproxy.cluster.discovery_settings import DiscoverySettings, DnsDiscoverySettings, FileDiscoverySettings
-from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.cluster.settings import (
+    ClusterSettings,
+    DiscoverySettings,
+    DnsDiscoverySettings,
+    EndpointSettings,
+    FileDiscoverySettings,
+)
 from kvproxy.cluster.sources.entries import Answer, LeftOut, split_answer
 from kvproxy.cluster.sources.polled import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
 from tests.cluster.conftest import MakeCluster, configs

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.proxy.listener_settings import AdminSettings, ListenerSettings
+from kvproxy.proxy.settings import AdminSettings, ListenerSettings
 
 ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"

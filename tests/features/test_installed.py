@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvproxy.base.feature import BaseFeature
-from kvproxy.base.installed import all_features, installed, load_features
+from kvproxy.base.installed import BaseFeature, all_features, installed, load_features
 from kvproxy.features import SHIPPED
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.feature import ProxyFeature

@@ -14,8 +14,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from kvproxy.base.feature import BaseFeature
-from kvproxy.base.installed import installed
+from kvproxy.base.installed import BaseFeature, installed
 from kvproxy.base.settings.model import Model
 
 M = TypeVar("M", bound=Model)

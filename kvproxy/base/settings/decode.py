@@ -20,7 +20,6 @@ from pydantic_core import ErrorDetails
 from kvproxy.base.errors import Problem
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Origins, Path, Where, bare_type, closest_word, keys_of, model_at, spelling_hint
-from kvproxy.base.settings.spellings import POLICY_ALIASES
 from kvproxy.base.settings.yaml_text import Substituted
 
 M = TypeVar("M", bound=Any)
@@ -244,3 +243,32 @@ def _cut(tree: Any, path: Path, *, emptied: bool, kept: dict[Path, list[int]]) -
         parent.pop(at[-1])
         return True
     return False
+
+
+#: Name in other routers, letters and digits only: our policy.
+POLICY_ALIASES = {
+    "rr": "round_robin",
+    "roundrobin": "round_robin",
+    "leastconn": "least_request",
+    "leastconnection": "least_request",
+    "leastconnections": "least_request",
+    "leastloaded": "least_request",
+    "leastload": "least_request",
+    "leastrequests": "least_request",
+    "leastbusy": "least_request",
+    "p2c": "power_of_two",
+    "poweroftwochoices": "power_of_two",
+    "ringhash": "consistent_hash",
+    "maglev": "consistent_hash",
+    "hash": "consistent_hash",
+    "sticky": "session",
+    "stickysession": "session",
+    "kvaware": "kv_aware",
+    "kvcacheaware": "kv_aware",
+    "kv": "kv_aware",
+    "precise": "kv_aware",
+    "cacheaware": "prefix_affinity",
+    "prefixaware": "prefix_affinity",
+    "prefixcache": "prefix_affinity",
+    "prefix": "prefix_affinity",
+}

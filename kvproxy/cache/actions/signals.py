@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import psutil
 
 from kvproxy.base.types import Clock
-from kvproxy.cache.action_settings import CacheStrategySettings, SignalSource
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cache.providers import TierMemory
+from kvproxy.cache.settings import CacheStrategySettings, SignalSource
 from kvproxy.cluster.endpoint import Endpoint
 
 #: Default of sequences an engine runs at once (vLLM's --max-num-seqs).

@@ -10,11 +10,11 @@ from itertools import islice
 from typing import Protocol
 
 from kvproxy.base.bounded import BoundedMapping
-from kvproxy.cache.action_settings import CacheStrategySettings
 from kvproxy.cache.actions.hotness import EDGE_PREFIXES, Hotness, KnownPrefix
 from kvproxy.cache.actions.signals import Pressure
 from kvproxy.cache.prefix.eviction import Priority, Weights, score_use
 from kvproxy.cache.providers import ActionKind
+from kvproxy.cache.settings import CacheStrategySettings
 
 log = logging.getLogger("kvproxy.kvcache")
 

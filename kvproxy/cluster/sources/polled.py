@@ -15,8 +15,7 @@ from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.settings.yaml_text import parse_yaml, substitute_variables
 from kvproxy.base.timed_thread import TimedThread, read_file
-from kvproxy.cluster.discovery_settings import DnsDiscoverySettings
-from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.settings import DnsDiscoverySettings, EndpointSettings
 from kvproxy.cluster.sources.entries import Answer, LeftOut, in_turns, read_entry
 from kvproxy.cluster.sources.watched import check_count
 

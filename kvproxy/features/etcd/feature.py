@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.cluster.discovery_settings import DiscoverySettings
+from kvproxy.cluster.settings import DiscoverySettings
 from kvproxy.features.etcd.settings import EtcdPlace
 from kvproxy.operate.feature import Feature
 

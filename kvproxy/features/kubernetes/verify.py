@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from kvproxy.base.settings.addresses import is_loopback, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
-from kvproxy.base.tls.files import ClientTls
-from kvproxy.base.tls.verify import verify_client_tls
+from kvproxy.base.tls.files import ClientTls, verify_client_tls
 from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 
 

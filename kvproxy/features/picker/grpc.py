@@ -13,8 +13,8 @@ from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.features.picker.http2 import Http2Connection
 from kvproxy.features.picker.http2_frames import BUFFER_BYTES, Code, Fields, encode_fields
 from kvproxy.features.picker.http2_stream import Stream, StreamHandler
-from kvproxy.proxy.listener_settings import ListenerTls
 from kvproxy.proxy.request.body import BodiesFull, HeldBodies
+from kvproxy.proxy.settings import ListenerTls
 
 log = logging.getLogger("kvproxy.picker")
 

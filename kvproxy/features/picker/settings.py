@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Model, Port
-from kvproxy.proxy.listener_settings import ListenerTls
+from kvproxy.proxy.settings import ListenerTls
 
 
 class PickerSettings(Model):

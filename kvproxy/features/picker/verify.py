@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvproxy.base.settings.addresses import is_address, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, error_at, warning_at
-from kvproxy.base.tls.verify import verify_server_tls
+from kvproxy.base.tls.files import verify_server_tls
 from kvproxy.features.picker.settings import PickerSettings
 from kvproxy.operate.config.schema import Config
 

@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
-from kvproxy.features.shadow.settings import ShadowPlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup, Metrics
     from kvproxy.cluster.feature import SilentPolicy
     from kvproxy.cluster.routing.policy import Policy
+
+
+from kvproxy.base.settings.model import Model
+
+
+class ShadowPlace(Model):
+    """The key that each cluster gets."""
+
+    shadow_policy: PolicyName | None = None
+    """A second policy that decides on the same traffic without effect; how it differs is counted. Empty: none."""
 
 
 class ShadowFeature(Feature):

@@ -10,8 +10,8 @@ from random import Random
 from typing import TextIO
 
 from kvproxy.base.errors import KvproxyError
+from kvproxy.base.settings.decode import POLICY_ALIASES
 from kvproxy.base.settings.paths import spelling_hint
-from kvproxy.base.settings.spellings import POLICY_ALIASES
 from kvproxy.cluster.routing.fair_queue import QueueSettings
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.registry import make_policy, policy_types

@@ -31,9 +31,9 @@ from kvproxy.operate.admin.troubles import Troubles
 from kvproxy.operate.admin.views import list_decisions
 from kvproxy.operate.capabilities import SeenEngines, list_capabilities
 from kvproxy.operate.feature import Feature
-from kvproxy.proxy.listener_settings import ListenerSettings
 from kvproxy.proxy.request.exchange import FAILED
 from kvproxy.proxy.request.observer import Tally
+from kvproxy.proxy.settings import ListenerSettings
 
 _SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "advice")
 _SCRIPT = "text/javascript; charset=utf-8"

@@ -35,8 +35,8 @@ from kvproxy.operate.doctor.report import DoctorReport
 from kvproxy.operate.doctor.visit import StartupDiagnosis
 from kvproxy.proxy.listener.parser import ListenerLimits
 from kvproxy.proxy.listener.server import Server, bind_sockets
-from kvproxy.proxy.listener_settings import AdminSettings
 from kvproxy.proxy.metrics import ClientBoundMetrics
+from kvproxy.proxy.settings import AdminSettings
 
 logger = logging.getLogger("kvproxy")
 

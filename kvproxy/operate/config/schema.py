@@ -7,8 +7,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Fraction, Model, Size
-from kvproxy.proxy.listener_settings import AdminSettings, ListenerSettings
-from kvproxy.proxy.settings import ServingSettings
+from kvproxy.proxy.settings import AdminSettings, ListenerSettings, ServingSettings
 
 
 class ReceiptSettings(Model):

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from kvproxy.base.installed import installed
-from kvproxy.base.settings.addresses import is_loopback
-from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, warning_at
-from kvproxy.base.tls.verify import verify_server_tls
+from kvproxy.base.settings.addresses import is_loopback, url_fault
+from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
+from kvproxy.base.tls.files import verify_server_tls
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.settings import RouteSettings
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify_clusters import CLUSTERS_ARE_FROM, find_cluster_faults
-from kvproxy.operate.config.verify_filters import find_chain_faults
 from kvproxy.operate.feature import Feature
+from kvproxy.proxy.feature import FilterOrder, ProxyFeature
+from kvproxy.proxy.filter_settings import (
+    AuthSettings,
+    CachedTokens,
+    CorsSettings,
+    RateLimitSettings,
+    RouterSettings,
+    filter_models,
+)
 
 
 def find_faults(config: Config) -> list[Finding]:
@@ -108,3 +120,182 @@ def _intervals(config: Config) -> Iterator[Finding]:
             yield error_at((*at, "timeout" if health.interval else "interval"), "must be longer than 0")
         if not health.path.startswith("/"):
             yield error_at((*at, "path"), "must start with /")
+
+
+_ORDER = (
+    FilterOrder("inference_request", "kvcache", "kvcache needs the request that inference_request parses", "error"),
+    FilterOrder("auth", "rate_limit", "rate_limit counts by client address, since auth names the tenant only later"),
+    FilterOrder("auth", "kvcache", "kvcache works for requests that auth then refuses"),
+    FilterOrder("cors", "auth", "auth refuses browsers' preflight requests before cors can answer them"),
+    FilterOrder("request_id", "access_log", "the access log runs before the request id is set"),
+)
+
+
+def find_chain_faults(config: Config) -> Iterator[Finding]:
+    """Yield findings about the chain as a whole, then about each filter."""
+    names = [spec.name for spec in config.filters]
+    yield from _ends_with_router(names)
+    yield from _order(names)
+    yield from _without_facts(config, names)
+    if "inference_request" not in names:
+        yield from _without_parsing(config, names)
+    for index, spec in enumerate(config.filters):
+        check = _SETTINGS.get(spec.name)
+        if check is not None and isinstance(spec.settings, filter_models()[spec.name]):
+            yield from check(spec.settings, ("filters", index), config)
+
+
+def _ends_with_router(names: list[str]) -> Iterator[Finding]:
+    if "router" not in names:
+        yield error_at(("filters",), "no filter forwards requests", "the last must be `router`")
+        return
+    for index in range(names.index("router") + 1, len(names)):
+        if names[index] != "router":
+            yield error_at(("filters", index), "never reached: it comes after router")
+
+
+def _order(names: list[str]) -> Iterator[Finding]:
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if name in first:
+            yield error_at(("filters", index), f"{name} is already in the chain, at filters[{first[name]}]")
+        first.setdefault(name, index)
+    added = (order for feature in installed(ProxyFeature) for order in feature.filter_order)
+    for early, late, why, severity in (*_ORDER, *added):
+        if early in first and late in first and first[late] < first[early]:
+            found = error_at if severity == "error" else warning_at
+            yield found(("filters", first[late]), why, f"put {early} before {late}")
+
+
+def _without_facts(config: Config, names: list[str]) -> Iterator[Finding]:
+    """Yield findings about a policy that weighs cached prefixes in a chain without the filters that find them."""
+    lacking = [name for name in ("inference_request", "kvcache") if name not in names]
+    off = [
+        index
+        for index, spec in enumerate(config.filters)
+        if isinstance(spec.settings, KvCacheSettings) and not spec.settings.enabled
+    ]
+    weighing = _policies_by_facts(config) if off or "kvcache" in lacking else []
+    if "kvcache" in lacking and weighing:
+        lines = " and ".join(f"`- {name}`" for name in lacking)
+        hint = f"add {lines} before `- router`; or `filters` as a mapping, which adds to the default chain"
+        what = f"{weighing[0]} weighs cached prefixes, and no filter `kvcache` finds them"
+        yield error_at(("filters",), what, hint, absence=True)
+    for index in off if weighing else ():
+        what = f"kvcache is off, and {weighing[0]} weighs cached prefixes that nothing else finds"
+        yield warning_at(("filters", index, "enabled"), what, "leave `enabled` out, or use policy least_request")
+
+
+def _policies_by_facts(config: Config) -> list[str]:
+    """Policies in use (clusters' own, silent ones, those that clients may ask for) that weigh what endpoints hold."""
+    from kvproxy.cluster.routing.registry import policy_types  # policies are loaded for a doubtful chain alone
+
+    used = [policy for cluster in config.clusters.values() for policy in list_policies(cluster)]
+    weighing = {name for name, kind in policy_types().items() if kind.uses_overlap}
+    return [policy.value for policy in dict.fromkeys(used) if policy in weighing]
+
+
+def _without_parsing(config: Config, names: list[str]) -> Iterator[Finding]:
+    if "kvcache" in names:
+        yield error_at(("filters", names.index("kvcache")), "needs inference_request before it")
+    for index, route in enumerate(config.routes):
+        if route.model:
+            yield error_at(
+                ("routes", index, "model"), "needs the filter inference_request: nothing else reads the model"
+            )
+
+
+def _auth(settings: AuthSettings, at: Path, _: Config) -> Iterator[Finding]:
+    if not settings.keys and not settings.file:
+        yield error_at((*at, "keys"), "auth has neither keys nor a file: it would refuse everything", absence=True)
+    if settings.file:
+        yield from missing_file((*at, "file"), settings.file)
+    seen: set[str] = set()
+    for index, key in enumerate(settings.keys):
+        if key.key.get_secret_value() in seen:
+            yield error_at((*at, "keys", index, "key"), "the same key is given twice: its owner would be ambiguous")
+        seen.add(key.key.get_secret_value())
+    for index, path in enumerate(settings.exempt_paths):
+        if not path.startswith("/"):
+            yield error_at((*at, "exempt_paths", index), "must start with /")
+
+
+def _cors(settings: CorsSettings, at: Path, _: Config) -> Iterator[Finding]:
+    if not settings.allow_origins and not settings.allow_origin_regex:
+        yield error_at((*at, "allow_origins"), "cors allows no origin")
+    if settings.allow_credentials and "*" in settings.allow_origins:
+        yield error_at((*at, "allow_credentials"), "with the origin * any page could act with a user's credentials")
+    try:
+        re.compile(settings.allow_origin_regex)
+    except re.error as fault:
+        yield error_at((*at, "allow_origin_regex"), f"not a regular expression: {fault.msg}")
+
+
+def _rate_limit(settings: RateLimitSettings, at: Path, _: Config) -> Iterator[Finding]:
+    if not settings.requests_per_minute and not settings.tokens_per_minute:
+        yield warning_at((*at, "requests_per_minute"), "rate_limit has no limit")
+
+
+def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Finding]:
+    if not settings.enabled:
+        return
+    for name in ("lmcache_endpoint", "vllm_endpoint"):
+        url = getattr(settings, name)
+        fault = url_fault(url) if url else ""
+        if fault:
+            yield error_at((*at, name), fault)
+    strategy = settings.cache_strategy
+    plan = (*at, "cache_strategy")
+    if not settings.lmcache_endpoint:
+        for name in ("enable_pinning", "enable_compression", "enable_eviction"):
+            if getattr(strategy, name):
+                yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
+    if settings.hot_max_records < strategy.hot_content_threshold:
+        yield error_at(
+            (*at, "hot_max_records"), "below cache_strategy.hot_content_threshold: nothing would ever be hot"
+        )
+    if not any(strategy.score_weights.model_dump().values()):
+        yield error_at((*plan, "score_weights"), "all are 0: there would be no order")
+    if strategy.enable_pinning and strategy.pin_renewal >= strategy.pin_lease:
+        yield error_at((*plan, "pin_renewal"), "must be shorter than pin_lease, or pins lapse before they are renewed")
+    if settings.retry.max_backoff < settings.retry.base_backoff:
+        yield error_at((*at, "retry", "max_backoff"), "shorter than base_backoff")
+    if settings.lookup_routing_timeout > settings.request_timeout:
+        longer = (
+            f"{settings.lookup_routing_timeout:g} s is longer than request_timeout ({settings.request_timeout:g} s)"
+        )
+        hint = "a bare number is seconds: write 50ms for milliseconds" if settings.lookup_routing_timeout >= 10 else ""
+        yield warning_at((*at, "lookup_routing_timeout"), f"{longer}, which then ends lookups first", hint)
+    yield from _instances(settings, plan, config)
+
+
+def _instances(settings: KvCacheSettings, plan: Path, config: Config) -> Iterator[Finding]:
+    known = {e.instance_id or e.id for cluster in config.clusters.values() for e in cluster.endpoints}
+    for name in ("pin_instance_id", "compress_instance_id", "evict_instance_id"):
+        wanted = getattr(settings.cache_strategy, name)
+        if wanted and wanted not in known:
+            hint = f"instances: {', '.join(sorted(known))}"
+            yield warning_at((*plan, name), f"no endpoint has the instance id {wanted!r}", hint)
+
+
+def _router(settings: RouterSettings, at: Path, config: Config) -> Iterator[Finding]:
+    predicts = settings.cached_tokens is CachedTokens.PREDICTED
+    if predicts and all(spec.name != "kvcache" for spec in config.filters):
+        yield error_at((*at, "cached_tokens"), "`predicted` needs the filter kvcache: nothing else predicts")
+    for index, path in enumerate(settings.paths):
+        if path in ("all", "/"):
+            why = "every path of every engine is public, also those that load adapters, clear caches or stop it"
+            yield warning_at((*at, "paths"), why, "list the paths that clients need")
+        elif not path.startswith("/"):
+            yield error_at((*at, "paths", index), "must start with /")
+    if settings.health_path and not settings.health_path.startswith("/"):
+        yield error_at((*at, "health_path"), "must start with /")
+
+
+_SETTINGS: dict[str, Callable[[Any, Path, Config], Iterator[Finding]]] = {
+    "auth": _auth,
+    "cors": _cors,
+    "kvcache": _kvcache,
+    "rate_limit": _rate_limit,
+    "router": _router,
+}

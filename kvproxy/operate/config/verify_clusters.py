@@ -7,8 +7,7 @@ from pathlib import Path as FilePath
 
 from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, warning_at
-from kvproxy.base.tls.files import ClientTls
-from kvproxy.base.tls.verify import verify_client_tls
+from kvproxy.base.tls.files import ClientTls, verify_client_tls
 from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.settings import (
     OPTIONAL_POLICIES,

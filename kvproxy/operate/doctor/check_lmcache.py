@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvproxy.base.errors import BadResponse, ClientError, NotSupported
-from kvproxy.cache.action_settings import CacheStrategySettings
-from kvproxy.cache.settings import Provider
+from kvproxy.cache.settings import CacheStrategySettings, Provider
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
 from kvproxy.operate.doctor.deployment import Deployment, gather_facts
 from kvproxy.operate.doctor.engine import EngineFacts

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvproxy.base.feature import BaseFeature
-from kvproxy.base.installed import installed
+from kvproxy.base.installed import BaseFeature, installed
 from kvproxy.base.metrics.across_workers import Across
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.exposition import Registry

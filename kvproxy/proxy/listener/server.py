@@ -23,7 +23,7 @@ from kvproxy.proxy.listener.http_date import HttpDate
 from kvproxy.proxy.listener.last_connections import accept_queued, refuse_silently
 from kvproxy.proxy.listener.parser import ListenerLimits
 from kvproxy.proxy.listener.protocol import ClientProtocol
-from kvproxy.proxy.listener_settings import ListenerTls
+from kvproxy.proxy.settings import ListenerTls
 
 logger = logging.getLogger(__name__)
 

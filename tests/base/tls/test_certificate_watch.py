@@ -22,7 +22,7 @@ from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.operate.metrics.catalog import make_metrics
 from kvproxy.proxy.listener.server import serve
-from kvproxy.proxy.listener_settings import ListenerTls
+from kvproxy.proxy.settings import ListenerTls
 from tests.base.upstream.calls import OK, fetch, post
 from tests.operate.doctor.setup import parsed
 from tests.support.certificates import Certificate, encrypt, make_certificate

@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from kvproxy.cache.action_settings import CacheStrategySettings
 from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.cache.actions.signals import Pressure
 from kvproxy.cache.actions.strategies import PressureOf, Served
+from kvproxy.cache.settings import CacheStrategySettings
 from tests.cache.support import tokens
 
 CALM = Pressure(0.0, 0.0)

@@ -18,7 +18,7 @@ from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.features.kubernetes.client import KubernetesAccess
 from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 from kvproxy.features.kubernetes.source import KubernetesDiscovery
-from kvproxy.proxy.listener_settings import ListenerTls
+from kvproxy.proxy.settings import ListenerTls
 from tests.cluster.followed import Follow
 from tests.support.certificates import make_certificate
 from tests.support.clock import FakeClock

@@ -8,11 +8,11 @@ import pytest
 
 from kvproxy.base.errors import ClientUnavailable
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.action_settings import CacheStrategySettings
 from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.cache.actions.strategies import HotPin
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cache.overlap.gauges import index_worth
+from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.operate.admin.cache_status import SLICE_RUNS, cache_status, hot_prefixes, pins, troubles
 from tests.cache.support import service_of
 from tests.support.clock import FakeClock

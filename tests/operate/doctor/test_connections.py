@@ -16,7 +16,7 @@ from kvproxy.lab.simulator.http_call import JsonApp
 from kvproxy.operate.doctor.check_reachability import ConnectionCheck
 from kvproxy.operate.doctor.report import Finding, Severity
 from kvproxy.operate.doctor.tools import explain_failure, try_connect, utc_seconds
-from kvproxy.proxy.listener_settings import ListenerTls
+from kvproxy.proxy.settings import ListenerTls
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.loopback import serve
 

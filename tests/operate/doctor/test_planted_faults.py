@@ -14,7 +14,7 @@ from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.operate.doctor.report import Severity, print_table
-from kvproxy.proxy.listener_settings import ListenerTls
+from kvproxy.proxy.settings import ListenerTls
 from tests.operate.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
 from tests.operate.doctor.test_engines import Front
 from tests.support.certificates import make_certificate

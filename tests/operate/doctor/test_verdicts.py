@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.base.errors import ClientError, ClientTimeout, NotSupported, Problem
-from kvproxy.cache.action_settings import CacheStrategySettings
 from kvproxy.cache.clients.engine_metrics import CacheConfig, EngineMetrics
 from kvproxy.cache.clients.tokens import token_array
 from kvproxy.cache.kv_events.events import BlockStored
 from kvproxy.cache.kv_events.source import KvEventSource
+from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.operate.doctor.check_configuration import convert_problems
 from kvproxy.operate.doctor.check_kv_events import judge_events
 from kvproxy.operate.doctor.check_lmcache import judge_strategies

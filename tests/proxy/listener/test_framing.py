@@ -16,7 +16,7 @@ import pytest
 from kvproxy.proxy.listener.parser import MAX_FRAMING_BYTES, ListenerLimits
 from kvproxy.proxy.listener.protocol import MAX_UNWANTED_BYTES, MOST_BYTES
 from kvproxy.proxy.listener.server import Server, serve
-from kvproxy.proxy.listener_settings import ListenerTls
+from kvproxy.proxy.settings import ListenerTls
 from tests.proxy.listener.client import Client, body_of, connect, echo
 from tests.support.certificates import make_certificate
 from tests.support.until import until
