@@ -1,8 +1,8 @@
 """Features by name: those that ship, and other distributions' of the entry-point group `kvproxy.features`.
 
 Each room has a class of its own with the members that it uses, `BaseFeature` the lowest, and `operate.feature.Feature`
-has them all. No room imports a feature. The list is read at first use, once for a process; a feature that cannot be loaded is named
-and left out, and the rest works.
+has them all. No room imports a feature. The list is read at first use, once for a process; a feature that cannot be
+loaded is named and left out, and the rest works.
 """
 
 from __future__ import annotations
