@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import time
+from asyncio import get_running_loop
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
@@ -137,8 +138,9 @@ class Proxy:
         self.generations.companions = self.companions = tuple(_accompany(self, config, siblings))
         self._history = History(self)
         self._running = AsyncExitStack()
-        self._began = self._runs = False
-        self._beginning = asyncio.Lock()
+        self._runs = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the latest start
+        self._beginning: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     @cached_property
     def admin(self) -> AccessControl:
@@ -233,6 +235,8 @@ class Proxy:
         return self.generations.adopt(await self.generations.prepare(read_config(config, self._extra_filters)))
 
     async def __aenter__(self) -> Proxy:
+        if self._runs and self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("this Proxy runs already; make one for each event loop")
         async with AsyncExitStack() as starting:  # a part that cannot start ends those before it
             await starting.enter_async_context(LoopLag(self.metrics.group(ProcessMetrics).loop_lag, clock=self.clock))
             for part in (self.certificates, self._pool, self._probes, *self._written, self.generations):
@@ -240,7 +244,8 @@ class Proxy:
             if self.config.admin.enabled:
                 await starting.enter_async_context(self._history)
             self._running = starting.pop_all()
-        self._began = self._runs = True
+        self._runs = True
+        self._loop = get_running_loop()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -249,7 +254,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            if not self._began:
+            if self._loop is not get_running_loop():
                 await self._begin()
             if scope.get("root_path"):
                 scope = without_root(scope)
@@ -277,8 +282,11 @@ class Proxy:
 
     async def _begin(self) -> None:
         """Start with the first request, under a server that sends no lifespan events. Nothing ends it then."""
-        async with self._beginning:
-            if not self._began:
+        loop = get_running_loop()
+        if self._beginning is None or self._beginning[0] is not loop:
+            self._beginning = loop, asyncio.Lock()
+        async with self._beginning[1]:
+            if self._loop is not loop:
                 await self.__aenter__()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:

@@ -91,8 +91,6 @@ class RouterQueue:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._load_decreased = asyncio.Event()
-        #: An endpoint has less to do than before: the turn of a waiting request may have come.
-        self.on_load_decrease = self._load_decreased.set
         self._closed = False
         self._cluster = cluster
         self._name = f"router/{cluster}"
@@ -181,6 +179,10 @@ class RouterQueue:
         self._metrics.group(RoutingMetrics).router_queue_wait.labels(self._cluster).observe(self._clock() - now)
         return Refusal.NO_ENDPOINTS if verdict is None else verdict
 
+    def on_load_decrease(self) -> None:
+        """Look again: an endpoint has less to do than before."""
+        self._load_decreased.set()
+
     def on_endpoints_change(self) -> None:
         """There may be an endpoint now."""
         if self._candidates("", self._clock()):
@@ -226,6 +228,7 @@ class RouterQueue:
 
     async def _release_in_turn(self) -> None:
         """Places what may go, whenever load fell or time alone may have changed the answer, until nothing waits."""
+        self._load_decreased = asyncio.Event()  # one belongs to the event loop in which it was waited for
         while len(self._queue):
             self._load_decreased.clear()
             try:

@@ -86,19 +86,23 @@ class Lives:
         self._given = config if isinstance(config, Proxy) else None
         self._config = config.config if isinstance(config, Proxy) else read_config(config)
         self._by_loop: dict[asyncio.AbstractEventLoop, Life] = {}
+        self._ended: Proxy | None = None  # what it learned goes on with the next start
         _all_lives.add(self)
 
     def of_running_loop(self) -> Life:
-        """Return that of the running event loop; what belonged to loops that are closed is dropped."""
+        """Return that of the running event loop. The first one goes on with what one that ended, or whose loop is
+        closed, has learned."""
         loop = asyncio.get_running_loop()
         life = self._by_loop.get(loop)
         if life is None:
-            self._by_loop = {other: one for other, one in self._by_loop.items() if not other.is_closed()}
+            for other in [other for other in self._by_loop if other.is_closed()]:
+                self._ended = self._by_loop.pop(other).proxy
             if self._given is not None and self._by_loop:
                 raise RuntimeError(
                     "this Proxy runs in another event loop; give the transport its configuration instead"
                 )
-            proxy = Proxy(self._config) if self._given is None else self._given
+            proxy = self._given or self._ended or Proxy(self._config)
+            self._ended = None
             life = self._by_loop[loop] = Life(proxy, owned=self._given is None)
         return life
 
@@ -107,11 +111,13 @@ class Lives:
         life = self._by_loop.pop(asyncio.get_running_loop(), None)
         if life is not None:
             await life.end()
+            self._ended = life.proxy
 
     def forget(self) -> None:
         """In a forked child: start over."""
-        _inherited.append(self._by_loop)
+        _inherited.append((self._by_loop, self._ended))
         self._by_loop = {}
+        self._ended = None
 
 
 class Background:

@@ -12,7 +12,7 @@ import msgspec
 from kvproxy.app import ConfigLike, Proxy
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.embed.lives import Lives
+from kvproxy.embed.lives import Life, Lives
 from kvproxy.proxy.carried import CarriedRequest, Placer
 from kvproxy.proxy.external import rank_headers
 from kvproxy.proxy.request.error_reply import LocalReply
@@ -56,7 +56,7 @@ class Router:
 
     def __init__(self, config: ConfigLike | Proxy | None = None, *, endpoints: Mapping[str, str] | None = None) -> None:
         self._lives = Lives(config, endpoints)
-        self._placers: WeakKeyDictionary[Proxy, Placer] = WeakKeyDictionary()
+        self._placers: WeakKeyDictionary[Life, Placer] = WeakKeyDictionary()
 
     @property
     def proxy(self) -> Proxy:
@@ -109,10 +109,10 @@ class Router:
         life = self._lives.of_running_loop()
         if not life.started:
             await life.start()
-        placer = self._placers.get(life.proxy)
+        placer = self._placers.get(life)
         if placer is None:
             placer = Placer(life.proxy, lease_s=_LEASE_S, fallbacks=0, queue="router")
-            self._placers[life.proxy] = placer
+            self._placers[life] = placer
         return placer
 
 

@@ -57,7 +57,9 @@ class AsyncTransport(httpx.AsyncBaseTransport):
         return self._lives.of_running_loop().proxy
 
     async def __aenter__(self) -> AsyncTransport:
-        await self._lives.of_running_loop().start()
+        life = self._lives.of_running_loop()
+        if not life.started:
+            await life.start()
         return self
 
     async def aclose(self) -> None:

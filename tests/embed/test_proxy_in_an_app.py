@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+import warnings
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,8 +21,9 @@ from starlette.types import ASGIApp, Send
 
 import kvproxy
 from kvproxy import Proxy
+from kvproxy.embed.lives import background
 from kvproxy.proxy.listener.server import Server
-from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, start_stream
+from tests.support.fake_engine import Call, FakeEngine, event, start_stream
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -205,19 +208,91 @@ async def test_the_metrics_app_leaves_other_protocols_alone() -> None:
 
 # event loops
 
+TURN = {"model": "m", "messages": [{"role": "user", "content": "the same long beginning " * 200}]}
 
-def test_it_runs_in_one_event_loop_after_another() -> None:
-    """As test clients enter an app in one test after another; endpoints keep what was learned."""
 
-    async def answers(proxy: Proxy, url: str) -> int:
-        async with host(proxy) as client:
-            return (await client.post(f"/llm{CHAT}", json=BODY)).status_code
+async def chat_in(proxy: Proxy) -> httpx.Response:
+    """Send a chat to the mounted proxy, wherever it runs or does not."""
+    app = Starlette(routes=[Mount("/llm", proxy)])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+        return await client.post(f"/llm{CHAT}", json=TURN)
 
-    async def live(proxy: Proxy) -> int:
-        async with Server(FakeEngine("a", answer_ok), drain_s=0.1) as server:
-            proxy.add_endpoint("b", server.url)
-            await proxy.remove_endpoint("a") if "a" in proxy.status()["clusters"]["default"] else None
-            return await answers(proxy, server.url)
 
+def holders(proxy: Proxy) -> set[str]:
+    """Endpoints that were known to hold some of the latest prompt."""
+    facts = next(proxy.recent.latest()).facts
+    assert facts is not None
+    return {str(name) for name in facts.by_endpoint}
+
+
+@pytest.fixture
+def engine() -> Iterator[str]:
+    """Yield the URL of an engine in another thread."""
+    there = background()
+    server = Server(FakeEngine("a"), drain_s=0.1)
+    there.run(server.__aenter__())
+    yield server.url
+    there.run(server.__aexit__())
+
+
+def test_started_again_in_another_event_loop_it_goes_on_with_what_it_learned(engine: str) -> None:
+    """As test clients enter an app in one test after another. Its background work goes on as well, and ends."""
+    proxy = Proxy({"endpoints": {"a": engine}})
+
+    async def live() -> int:
+        async with proxy:
+            names = {task.get_name() for task in asyncio.all_tasks()}
+            assert "event loop lag" in names
+            assert any(name.startswith("kvcache") for name in names), names
+            status = (await chat_in(proxy)).status_code
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return status
+
+    assert asyncio.run(live()) == 200
+    assert not holders(proxy)
+    for _ in range(3):
+        assert asyncio.run(live()) == 200
+        assert holders(proxy) == {"a"}
+
+
+def test_an_event_loop_that_ends_without_it_takes_nothing_learned_away(engine: str) -> None:
+    """As test clients that make a loop for each request do."""
+    proxy = Proxy({"endpoints": {"a": engine}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of the sockets that were not closed
+        for _ in range(3):
+            assert asyncio.run(chat_in(proxy)).status_code == 200
+        assert holders(proxy) == {"a"}
+        del proxy
+        gc.collect()
+
+
+async def test_a_late_request_does_not_start_it_again() -> None:
     proxy = Proxy({"endpoints": NOWHERE})
-    assert [asyncio.run(live(proxy)) for _ in range(3)] == [200, 200, 200]
+    async with proxy:
+        pass
+    assert (await chat_in(proxy)).status_code == 502
+    assert not proxy.status()["running"]
+
+
+async def test_a_start_that_failed_may_be_tried_again(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of its endpoints, whatever part it was that failed."""
+    proxy = Proxy({"endpoints": {"a": engine}})
+    service = proxy.kvcache
+    assert service is not None
+
+    async def broken() -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(type(service.scraper), "__aenter__", lambda _: broken())
+    with pytest.raises(OSError, match="no room"):
+        await proxy.__aenter__()
+    monkeypatch.undo()
+    async with proxy:
+        assert (await chat_in(proxy)).status_code == 200
+
+
+async def test_it_runs_once_at_a_time() -> None:
+    async with Proxy({"endpoints": NOWHERE}) as proxy:
+        with pytest.raises(RuntimeError, match="runs already"):
+            await proxy.__aenter__()

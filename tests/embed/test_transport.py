@@ -240,9 +240,27 @@ def engines() -> Iterator[dict[str, str]]:
     there.run(serving.__aexit__(None, None, None))
 
 
+def cached_tokens(answer: httpx.Response) -> int:
+    """Tokens of the prompt that the engine had."""
+    count: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+def test_a_client_in_another_event_loop_goes_on_with_what_was_learned(engines: dict[str, str]) -> None:
+    """Each `asyncio.run` opens and closes a client; the second turn goes where the first one is."""
+    transport = AsyncTransport(endpoints=engines)
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await client.post(CHAT, json=BODY)
+
+    answers = [asyncio.run(ask()) for _ in range(4)]
+    assert [cached_tokens(one) > 0 for one in answers] == [False, True, True, True]
+
+
 def test_one_event_loop_after_another(engines: dict[str, str]) -> None:
-    """`asyncio.run` six times with one transport, without closing it: each loop has a proxy of its own, and what
-    belonged to the loops before is dropped."""
+    """`asyncio.run` six times with one transport, without closing it: what was learned goes on, and sockets of the
+    loops before are dropped."""
     transport = AsyncTransport(endpoints=engines)
 
     async def ask() -> int:

@@ -66,6 +66,8 @@ class UpstreamPool:
 
     async def __aenter__(self) -> UpstreamPool:
         self._closed = False
+        self._pools.clear()  # of an event loop that ended without leaving
+        self._uploads.clear()
         return self
 
     async def __aexit__(self, *_: object) -> None:

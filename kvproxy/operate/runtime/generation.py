@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,11 @@ class StateStore:
         """For a generation that is being built: it finds what is there, and adds nothing before it is kept."""
         return GenerationStates(self._living)
 
+    def forget_states(self, ended: Collection[object]) -> None:
+        """Let no further generation use these states."""
+        for states in self._living:
+            states.forget_states(ended)
+
 
 class GenerationStates:
     """The states one generation uses; asked for while it is built, kept while it lives."""
@@ -82,12 +87,20 @@ class GenerationStates:
                 self._closes[key] = close
         return cast("T", self._used[key])
 
+    def forget_states(self, ended: Collection[object]) -> None:
+        """Drop states that ended by themselves; they are not closed."""
+        for key in [key for key, state in self._used.items() if state in ended]:
+            del self._used[key]
+            self._closes.pop(key, None)
+
     def keep_states(self) -> None:
         """Keep the states: the generation lives from now on."""
         self._living.append(self)
 
     def release_states(self) -> None:
         """Release the states: those that only this generation used are closed and dropped."""
+        if self not in self._living:
+            return
         self._living.remove(self)
         for key, close in self._closes.items():
             state = self._used[key]

@@ -28,7 +28,8 @@ class Generations:
         self._states = StateStore()
         self._reloader = Reloader(clock=shared.clock, patience_s=config.shutdown.drain)
         self.current = Generation(config, shared, self._states)
-        self._running = AsyncExitStack()
+        self._running: AsyncExitStack | None = None
+        self._tried = False  # to start
 
     @property
     def ended(self) -> int:
@@ -58,10 +59,16 @@ class Generations:
         self._reloader.retire_generation(after)
 
     async def __aenter__(self) -> Generations:
+        before = self.current
+        after = self._renew_parts(before) if self._tried else before
+        self._tried = True
         async with AsyncExitStack() as starting:  # a part that cannot start ends those before it
             await starting.enter_async_context(self._reloader)
-            await self._reloader.begin_generation(self.current)
-            self.current.begin_serving()
+            await self._reloader.begin_generation(after)
+            if after is not before:
+                before.states.release_states()
+            self.current = after
+            after.begin_serving()
             self._follow()
             for companion in self.companions:
                 await starting.enter_async_context(companion)
@@ -69,7 +76,20 @@ class Generations:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._running.aclose()
+        running = self._running
+        self._running = None
+        if running is not None:
+            await running.aclose()
+
+    def _renew_parts(self, before: Generation) -> Generation:
+        """Make the parts again, since most run once; what was learned goes on. Clusters do too, unless they were never
+        ended, because their event loop is gone."""
+        gone = self._running is not None
+        kept = () if gone else tuple(before.clusters.values())
+        self._running = None
+        self._states.forget_states([part for part in before.parts if part not in kept])
+        self._reloader = Reloader(clock=self.shared.clock, patience_s=before.config.shutdown.drain)
+        return Generation(before.config, self.shared, self._states)
 
     def _follow(self) -> None:
         for companion in self.companions:
