@@ -178,7 +178,14 @@ def reserve(endpoint: Ledgered, request: PickRequest, speeds: SpeedModel | None,
     overlap = facts.by_endpoint.get(endpoint.id)
     uncached, cached, lower, onboarding_s = split_prompt(facts.prompt_tokens, overlap, endpoint.id, speeds)
     return endpoint.load.reserve(
-        uncached, cached, now, onboarding_s=onboarding_s, lower=lower, hidden=hidden, blocks=facts.blocks
+        uncached,
+        cached,
+        now,
+        onboarding_s=onboarding_s,
+        lower=lower,
+        hidden=hidden,
+        known=facts.searched,
+        blocks=facts.blocks,
     )
 
 

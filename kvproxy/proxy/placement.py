@@ -17,6 +17,7 @@ from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import MAX_REMEMBERED, Exchange
 from kvproxy.proxy.request.observer import RequestObserver, extend_question, notify, wait_to_send
+from kvproxy.proxy.request.prompt_length import estimate_length
 
 NO_ENDPOINTS: frozenset[EndpointId] = frozenset()
 
@@ -122,10 +123,12 @@ def make_pick_request(
     preference of the filters."""
     inference = exchange.inference
     preferred = None if exchange.policy else exchange.preferred
+    if exchange.facts is None:
+        exchange.facts = estimate_length(inference)
     return PickRequest(
         model=model,
         session_key=None if inference is None else inference.affinity_key,
-        facts=exchange.facts or NO_FACTS,
+        facts=exchange.facts,
         preferred=instead or preferred,
         excluded=excluded | exchange.barred if exchange.barred else excluded,
         streams=inference is not None and inference.stream,

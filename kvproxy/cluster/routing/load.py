@@ -61,6 +61,7 @@ class Reservation(msgspec.Struct, eq=False):
     features: Features  # its prefill work
     lower: LowerTokens = ()  # of the cached ones, which are on lower tiers
     hidden: bool = False  # its first token cannot be seen
+    known: bool = True  # what the endpoint holds of its prompt was looked for; else its prefill teaches nothing
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # blocks of its prompt, and the ledger that counts them
     first_token_at: float | None = None
     sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
@@ -183,12 +184,14 @@ class EndpointLoad:
         onboarding_s: float = 0.0,
         lower: LowerTokens = (),
         hidden: bool = False,
+        known: bool = True,
         blocks: Sequence[int] = (),
     ) -> Reservation:
-        """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
+        """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen; `known`: as of
+        Reservation."""
         # features_of, written out for every placement
         work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
-        reservation = Reservation(uncached_tokens, cached_tokens, now, work, lower, hidden)
+        reservation = Reservation(uncached_tokens, cached_tokens, now, work, lower, hidden, known)
         if self._live is not None:
             self._live.add(blocks)
             reservation.live = self._live, blocks
@@ -248,7 +251,7 @@ class EndpointLoad:
             return
         reservation.first_token_at = now
         reservation.sequences = self.in_flight
-        if not (reservation.uncached_tokens or reservation.cached_tokens):  # its prefill teaches nothing
+        if not (reservation.known and (reservation.uncached_tokens or reservation.cached_tokens)):
             self._void(reservation, now)
             return
         work = self._settle(reservation)
@@ -405,7 +408,7 @@ class EndpointLoad:
     def _presume(self, hidden: Reservation) -> None:
         work = self._settle(hidden)
         assert work is not None
-        if not (hidden.uncached_tokens or hidden.cached_tokens):
+        if not (hidden.known and (hidden.uncached_tokens or hidden.cached_tokens)):
             self._sample.doubt()
         else:
             self._sample.presume(work)

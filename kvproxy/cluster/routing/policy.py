@@ -58,6 +58,7 @@ class OverlapFacts(msgspec.Struct, frozen=True):
     hot_tokens: int = 0  # leading tokens whose blocks are hot (worth replicating)
     blocks: Sequence[int] = ()  # chained hashes of the prompt's blocks; not to be changed
     block_tokens: float = 0.0  # mean tokens of these blocks
+    searched: bool = True  # False: the length alone is known, not what endpoints hold
 
     def matched_tokens(self, endpoint: EndpointId) -> int:
         """Leading tokens `endpoint` holds, never more than the prompt has."""
@@ -65,7 +66,7 @@ class OverlapFacts(msgspec.Struct, frozen=True):
         return 0 if overlap is None else min(overlap.tokens, self.prompt_tokens)
 
 
-NO_FACTS = OverlapFacts(prompt_tokens=0)
+NO_FACTS = OverlapFacts(prompt_tokens=0, searched=False)
 
 
 class PickRequest(msgspec.Struct, frozen=True):

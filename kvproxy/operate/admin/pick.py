@@ -135,7 +135,7 @@ def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
         "policy": decision.policy,
         "reason": decision.reason,
         "prompt_tokens": facts.prompt_tokens or None,
-        "matched_tokens": facts.matched_tokens(endpoint.id),
+        "matched_tokens": _matched(facts, endpoint),
         "candidates": [
             _candidate(each, facts, costs[index] if costs else None) for index, each in enumerate(decision.candidates)
         ],
@@ -143,12 +143,16 @@ def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
     }
 
 
+def _matched(facts: OverlapFacts, endpoint: Endpoint) -> int | None:
+    return facts.matched_tokens(endpoint.id) if facts.searched else None
+
+
 def _candidate(endpoint: Endpoint, facts: OverlapFacts, cost: float | None) -> dict[str, object]:
     overlap = facts.by_endpoint.get(endpoint.id)
     return {
         "endpoint": endpoint.id,
         "url": str(endpoint.origin),
-        "matched_tokens": facts.matched_tokens(endpoint.id),
+        "matched_tokens": _matched(facts, endpoint),
         "source": None if overlap is None else overlap.source.value,
         "cost": cost,
     }

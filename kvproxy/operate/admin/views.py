@@ -68,7 +68,7 @@ def _shown(operated: AdminTarget, decision: RecentRequest) -> dict[str, object]:
         "streamed": decision.streamed,
         "retries": max(0, outcome.attempts - 1),
         "prompt_tokens": outcome.prompt_tokens or decision.prompt_tokens or None,
-        "matched_tokens": decision.matched_tokens,
+        "matched_tokens": decision.matched_tokens if decision.facts.searched else None,
         "cached_tokens": outcome.cached_tokens,
         "completion_tokens": outcome.completion_tokens,
         "ttft_s": outcome.ttft_s,
@@ -87,7 +87,7 @@ def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
         row: dict[str, object] = {
             "endpoint": endpoint.id,
             "cost": cost,
-            "matched_tokens": facts.matched_tokens(endpoint.id),
+            "matched_tokens": facts.matched_tokens(endpoint.id) if facts.searched else None,
             "lower": {} if held is None else dict(held.lower),
             "source": None if held is None else held.source.value,
             "age_s": None if held is None else held.age_s,

@@ -115,7 +115,7 @@ def _attempt(receipt: Receipt, attempt: Attempt, number: int) -> Iterator[str]:
 
 def _row(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> Sequence[str]:
     held = receipt.facts.get(candidate.id)
-    cached = str(matched_tokens(receipt, candidate.id)) if receipt.prompt_tokens is not None else "-"
+    cached = str(matched_tokens(receipt, candidate.id)) if _is_known(receipt) else "-"
     if held is not None and held.lower:
         cached += f" ({', '.join(f'{tokens} {tier.value}' for tier, tokens in held.lower)})"
     return (
@@ -148,7 +148,7 @@ def _alternatives(attempt: Attempt, ordered: Sequence[ReceiptCandidate]) -> Iter
 
 def _prediction(receipt: Receipt, attempt: Attempt) -> Iterator[str]:
     chosen = next((one for one in attempt.candidates if one.id == attempt.endpoint), None)
-    if chosen is None or receipt.prompt_tokens is None:
+    if chosen is None or not _is_known(receipt):
         return
     text = f"  Predicted: {matched_tokens(receipt, chosen.id)} of {receipt.prompt_tokens} tokens cached"
     prefill = _prefill_s(receipt, attempt, chosen)
@@ -172,8 +172,10 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
         yield "  the engine did not report its cached tokens"
         return
     prompt = receipt.engine_prompt_tokens
-    expected = 0 if receipt.endpoint is None else matched_tokens(receipt, receipt.endpoint)
-    yield f"  cached by the engine's count: {receipt.cached_tokens} of {prompt or '?'} tokens (predicted {expected})"
+    expected = ""
+    if _is_known(receipt) and receipt.endpoint is not None:
+        expected = f" (predicted {matched_tokens(receipt, receipt.endpoint)})"
+    yield f"  cached by the engine's count: {receipt.cached_tokens} of {prompt or '?'} tokens{expected}"
     if receipt.cache_loss:
         how = _LOSSES.get(receipt.cache_loss, receipt.cache_loss)
         yield f"  it had lost its cache less than a minute before: {how}"
@@ -187,8 +189,13 @@ _LOSSES = {
 }
 
 
+def _is_known(receipt: Receipt) -> bool:
+    """Return whether what endpoints held was looked for."""
+    return receipt.searched and receipt.prompt_tokens is not None
+
+
 def _prefill_s(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> float | None:
-    if attempt.seconds is None or candidate.slowness is None or receipt.prompt_tokens is None:
+    if attempt.seconds is None or candidate.slowness is None or not _is_known(receipt):
         return None
     return prefill_s(receipt, candidate, attempt.seconds, candidate.slowness)
 
@@ -213,7 +220,7 @@ def _remembered_candidates(decision: Mapping[str, Any]) -> Iterator[str]:
                 ">" if one.get("endpoint") == decision.get("endpoint") else "",
                 printable(str(one.get("endpoint"))),
                 "-" if one.get("cost") is None else f"{one['cost']:.4g}",
-                str(one.get("matched_tokens", "-")),
+                "-" if one.get("matched_tokens") is None else str(one["matched_tokens"]),
                 "-" if source is None else f"{source}, {age_s or 0:.1f} s old",
             )
         )

@@ -89,6 +89,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_blocks: int = 0  # of about `block_tokens` each
     block_tokens: float = 0.0
     prefixes: str = ""  # keyed hashes of the prompt's prefixes; "": unknown, or not recorded
+    searched: bool = True  # False: what endpoints hold of the prompt was not looked for
     facts: Mapping[EndpointId, Overlap] = {}
     attempts: tuple[Attempt, ...] = ()
     refusals: tuple[str, ...] = ()  # why no endpoint could be picked, once per try

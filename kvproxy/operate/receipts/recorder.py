@@ -76,6 +76,7 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         prompt_blocks=len(facts.blocks),
         block_tokens=facts.block_tokens,
         prefixes=prefixes,
+        searched=facts.searched,
         facts=facts.by_endpoint,
         attempts=tuple([_attempt(placed, over.received_at) for placed in observed.decisions]),
         refusals=tuple(observed.refusals),

@@ -110,6 +110,6 @@ def predict_cached(exchange: Exchange, prompt_tokens: int) -> int | None:
     inference = exchange.inference
     if facts is None or endpoint is None or inference is None or inference.continues is not None:
         return None
-    if not facts.prompt_tokens:
+    if not (facts.searched and facts.prompt_tokens):
         return None
     return max(0, min(facts.matched_tokens(endpoint) * prompt_tokens // facts.prompt_tokens, prompt_tokens - 1))

@@ -245,6 +245,7 @@ def describe_decision(pick: Pick, policy: str, facts: OverlapFacts | None) -> st
         parts.append(f"preference={pick.preference}")
     if facts is not None:
         parts.append(f"prompt_tokens={facts.prompt_tokens}")
+    if facts is not None and facts.searched:
         held = sorted(facts.by_endpoint.items(), key=lambda item: (-item[1].tokens, item[0]))[:_MAX_DESCRIBED]
         matched = ",".join(f"{endpoint}:{overlap.tokens}/{overlap.source.value}" for endpoint, overlap in held)
         parts.append(f"matched={matched or 'none'}")

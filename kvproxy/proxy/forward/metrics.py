@@ -146,7 +146,7 @@ class RouteMetrics(RequestObserver):
         series.window.add_request(prompt, cached)
         if cached:
             series.cached_tokens.value += cached
-            known = facts is not None and facts.prompt_tokens > 0
+            known = facts is not None and facts.searched and facts.prompt_tokens > 0
             speeds = cluster.policies.speeds if known and cluster is not None else None
             self._savings.add_request(outcome, model=model, tenant=exchange.tenant, speeds=speeds, now=now)
 

@@ -201,7 +201,8 @@ class RecentDecisions(RequestObserver):
         endpoint = outcome.endpoint
         if len(facts.by_endpoint) > MAX_REMEMBERED:
             held = None if endpoint is None else facts.by_endpoint.get(endpoint)
-            facts = OverlapFacts(facts.prompt_tokens, {} if endpoint is None or held is None else {endpoint: held})
+            by_endpoint = {} if endpoint is None or held is None else {endpoint: held}
+            facts = OverlapFacts(facts.prompt_tokens, by_endpoint, searched=facts.searched)
         model, streamed = ("", False) if inference is None else (inference.model, inference.stream)
         self._kept.append(
             (now, exchange.received_at, exchange.request_id, exchange.tenant, model, streamed, facts, outcome)

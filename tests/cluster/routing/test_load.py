@@ -301,6 +301,18 @@ def test_an_unknown_prompt_is_no_sample(load: EndpointLoad, samples: Samples, hi
 
 
 @pytest.mark.parametrize("hidden", [False, True])
+def test_a_prompt_that_was_not_looked_for_counts_and_is_no_sample(
+    load: EndpointLoad, samples: Samples, hidden: bool
+) -> None:
+    """Its length is known, but not how much of it the engine had to compute."""
+    reservation = load.reserve(300, 0, 0.0, hidden=hidden, known=False)
+    assert (load.pending_tokens, load.resident_tokens) == (300, 300)
+    load.first_token(reservation, 1.0)
+    load.release(reservation, 2.0)
+    assert samples == []
+
+
+@pytest.mark.parametrize("hidden", [False, True])
 def test_what_is_prefilled_behind_an_unknown_prompt_is_learned_from_its_end_on(
     load: EndpointLoad, samples: Samples, hidden: bool
 ) -> None:

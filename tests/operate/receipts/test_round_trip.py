@@ -221,3 +221,19 @@ async def test_prefixes_are_noted_unless_they_are_not_wanted(tmp_path: Path) -> 
     noted, without = receipts_in(path)
     assert len(decode_prefixes(noted.prompt_blocks, noted.prefixes)) == 3
     assert (without.prefixes, without.prompt_blocks, without.status) == ("", 3, 200)
+
+
+async def test_a_receipt_has_the_length_of_a_prompt_that_nothing_looked_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without `kvcache` the length is estimated, and nothing is reported as predicted."""
+    path = tmp_path / "receipts.jsonl"
+    await record(path, 2, policy="least_request", filters=["request_id", "inference_request", "router"])
+    last = receipts_in(path)[-1]
+    assert last.prompt_tokens == pytest.approx(240, rel=0.2)
+    assert (last.searched, last.facts) == (False, {})
+    assert await asyncio.to_thread(main, ["explain", "request-1", "--file", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"prompt of about {last.prompt_tokens} tokens" in shown
+    assert "redicted" not in shown
+    assert "224 of 240 tokens" in shown

@@ -20,7 +20,7 @@ const COLUMNS = [
   { className: "where", show: showEndpoint },
   text((d) => d.reason || "–", "why"),
   number((d) => (known(d.prompt_tokens) ? count(d.prompt_tokens) : "–"), "prompt"),
-  number((d) => count(d.matched_tokens), "predicted"),
+  number((d) => (known(d.matched_tokens) ? count(d.matched_tokens) : "–"), "predicted"),
   { className: "number reused", show: showReused },
   number((d) => seconds(d.ttft_s), "ttft"),
   pill(endOf, "state"),
@@ -155,9 +155,10 @@ function candidates(detail) {
     const tiers = Object.entries(one.lower).map(([tier, tokens]) => `${count(tokens)} ${tier}`);
     const lower = tiers.length ? ` (${tiers.join(", ")})` : "";
     const row = element("tr", one.endpoint === detail.endpoint ? "chosen" : "");
+    const held = known(one.matched_tokens) ? `${count(one.matched_tokens)} tokens${lower}` : "–";
     row.append(
       element("td", "", one.endpoint), element("td", "number", known(one.cost) ? Number(one.cost.toPrecision(4)).toString() : "–"),
-      element("td", "number", `${count(one.matched_tokens)} tokens${lower}`), element("td", "", one.source ? words(one.source) : "–"),
+      element("td", "number", held), element("td", "", one.source ? words(one.source) : "–"),
       element("td", "number", known(one.age_s) ? span(one.age_s) : "–"));
     body.append(row);
   }
