@@ -147,7 +147,7 @@ def _receipts(args: argparse.Namespace, out: TextIO) -> int:
 
 def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> ComparisonPlan:
     load = load if args.load is None else args.load
-    policies = list(dict.fromkeys(map(PolicySpec.parse, args.policy.split(","))))
+    policies = list(dict.fromkeys(map(PolicySpec.parse_run, args.policy.split(","))))
     if args.baseline and args.baseline not in map(str, policies):
         raise ValueError(f"the baseline {args.baseline} is not among the policies")
     if args.instances < 1 or args.seeds < 1 or load <= 0 or not 0 <= args.wrong < 1:
@@ -157,6 +157,8 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
     routers = _routers(args)
     if routers.count > 1 and any(spec.move for spec in policies):
         raise ValueError("+move needs a single router: copies are not reported to others (leave out --routers)")
+    if routers.count > 1 and any(spec.sessions for spec in policies):
+        raise ValueError("rules of sessions need a single router, which knows all of them (leave out --routers)")
     fleet = replace(
         engines(args),
         instances=args.instances,

@@ -18,10 +18,12 @@ from kvproxy.cluster.routing.registry import make_policy, policy_types
 from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.lab.replay.pooled import Bound, measure_bound
-from kvproxy.lab.replay.replicas import RoutersPlan, connect_routers
+from kvproxy.lab.replay.replicas import MakeRouter, RoutersPlan, connect_routers
 from kvproxy.lab.replay.report import ReplayReport
 from kvproxy.lab.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.lab.replay.router import SimEndpoint, VirtualRouter
+from kvproxy.lab.replay.sessions.router import PlacesRouter
+from kvproxy.lab.replay.sessions.rules import find_rule
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Trace
 from kvproxy.lab.replay.transfers import SimTransfers
@@ -58,6 +60,7 @@ class PolicySpec:
     priority: bool = False
     tier_blind: bool = False
     move: bool = False
+    sessions: str = ""  # rule that gives places to sessions, and so has the choice; it stands alone
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
@@ -79,10 +82,23 @@ class PolicySpec:
                 f"{name} does not know how long a prefill takes; {timed[0]} needs kv_aware or least_ttft"
             )
         queue = NO_QUEUE_SUFFIX not in suffixes and (name == PolicyName.KV_AWARE or QUEUE_SUFFIX in suffixes)
-        rest = (PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX)
-        return cls(PolicyName(name), queue, *(suffix in suffixes for suffix in rest))
+        return cls(
+            PolicyName(name),
+            queue,
+            priority=PRIORITY_SUFFIX in suffixes,
+            tier_blind=BLIND_SUFFIX in suffixes,
+            move=MOVE_SUFFIX in suffixes,
+        )
+
+    @classmethod
+    def parse_run(cls, text: str) -> PolicySpec:
+        """From the same, or the name of a rule of sessions."""
+        name = text.strip()
+        return cls.parse(name) if find_rule(name) is None else cls(PolicyName.ROUND_ROBIN, sessions=name)
 
     def __str__(self) -> str:
+        if self.sessions:
+            return self.sessions
         by_itself = self.name is PolicyName.KV_AWARE
         queue = (self.queue and not by_itself, by_itself and not self.queue)
         chosen = zip(_SUFFIXES, (*queue, self.priority, self.tier_blind, self.move), strict=True)
@@ -110,6 +126,7 @@ def play_policy(
     priority: bool = False,
     tier_blind: bool = False,
     move: bool = False,
+    sessions: str = "",
     seed: int = 0,
     streamed: float = 1.0,
     token_gaps: TokenGaps | None = None,
@@ -122,8 +139,8 @@ def play_policy(
 
     The policy is a fresh one that learns during the run; `streamed` is the share of requests whose first token it sees;
     with `priority` the engines schedule by the policy's numbers; any `seed` but 0 moves the arrivals a little;
-    `token_gaps` collects the times between tokens. `beside`: policies of further routers, each of which receives the
-    others' reports after `delay_s`."""
+    `sessions` is a rule of sessions that chooses in its place; `token_gaps` collects the times between tokens.
+    `beside`: policies of further routers, each of which receives the others' reports after `delay_s`."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     blocks = fleet.blocks_of(trace)
     duration_s = pace.duration_s(trace)
@@ -140,9 +157,12 @@ def play_policy(
     transfers = None
     if move and fleet.link is not None:
         transfers = SimTransfers(fleet.link, block_size=blocks.size, rng=Random(seed + 4))
-    make_router = partial(
+    make_router: MakeRouter = partial(
         router_type, queue=held, priority=priority, reports_cached=fleet.reports_cached, transfers=transfers
     )
+    if (make_rule := find_rule(sessions)) is not None:
+        turns = [len(session.turns) for session in trace.sessions]
+        make_router = partial(PlacesRouter, rule=make_rule(fleet.timing), turns=turns)
     make_view = partial(IndexView, fleet, blocks.size, tier_blind=tier_blind)
     parts = [(each, make_view(rng=Random(seed + 1))) for each in (policy, *beside)]
     router, view = connect_routers(parts, endpoints, there, make_router, delay_s, chance=Random(seed + 5))
@@ -235,6 +255,7 @@ def play_all(trace: Trace, pace: Pace, plan: ComparisonPlan, bar: ProgressBar) -
                 priority=spec.priority,
                 tier_blind=spec.tier_blind,
                 move=spec.move,
+                sessions=spec.sessions,
                 seed=seed,
                 streamed=plan.streamed,
                 token_gaps=token_gaps,

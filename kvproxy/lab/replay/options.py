@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "kv_aware has the router queue, +no_queue takes it away; behind least_ttft +queue "
         "adds it; behind both, +priority has engines "
         "admit in the router's order; behind kv_aware, +move copies KV between engines on demand "
-        "(--link); behind any, +tier_blind hides tiers below engine memory "
+        "(--link); behind any, +tier_blind hides tiers below engine memory; thunderagent and vllm_router are "
+        "schedulers that admit sessions, places=N admits N on each engine, to their end "
         "(default %(default)s)",
     )
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")

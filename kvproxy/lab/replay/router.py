@@ -204,11 +204,14 @@ class VirtualRouter:
         endpoint.load.on_sample = partial(self._policy.observe_sample, endpoint.id)
         endpoint.load.count_live_blocks(self._policy.counts_live_blocks)
 
-    def _decide(self, request: LiveRequest, now: float) -> Decision[SimEndpoint]:
+    def _decide(
+        self, request: LiveRequest, now: float, *, preferred: EndpointId | None = None
+    ) -> Decision[SimEndpoint]:
         turn = request.turn
         pick = PickRequest(
             session_key=str(request.session),
             facts=self.facts_of(request, now),
+            preferred=preferred,
             streams=request.streams,
             prompt_head=turn.blocks[0].to_bytes(8, "little") if turn.blocks else b"",
         )

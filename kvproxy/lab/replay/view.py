@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from random import Random
 from typing import Protocol
 
@@ -120,8 +121,8 @@ class IndexView:
         local.settle_entry(entry, prefilled=True, lost=lost)
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
-        heard = [_on_the_wire(event) for event in events if not self._tier_blind or _is_device(event)]
-        self.local.precise.apply_events(self._ids[endpoint], 0, heard)
+        heard = [event for event in events if not self._tier_blind or _is_device(event)]
+        self.local.precise.apply_events(self._ids[endpoint], 0, list(_on_the_wire(heard)))
 
     def forget(self, endpoint: int) -> None:
         self.local.forget_endpoint(self._ids[endpoint])
@@ -147,8 +148,8 @@ class IndexView:
         if not self._events:
             self.local.approximate.insert(endpoint, self.local.approximate.locate(turn.blocks))
         elif turn.blocks:
-            event = _on_the_wire(BlockStored(tuple(turn.blocks), None, medium=self._misleading))
-            self.local.precise.apply_events(endpoint, 0, [event])
+            stored = BlockStored(tuple(turn.blocks), None, medium=self._misleading)
+            self.local.precise.apply_events(endpoint, 0, list(_on_the_wire([stored])))
 
 
 def endpoint_id(index: int) -> EndpointId:
@@ -156,13 +157,24 @@ def endpoint_id(index: int) -> EndpointId:
     return EndpointId(f"e{index}")
 
 
-def _on_the_wire(event: KvEvent) -> wire.KvEvent:
-    if isinstance(event, BlockStored):
-        hashes = array("I", event.block_hashes)
-        return wire.BlockStored(event.block_hashes, event.parent, hashes, _BLOCK_TOKENS, medium=event.medium)
-    if isinstance(event, BlockRemoved):
-        return wire.BlockRemoved((event.block_hash,), medium=event.medium)
-    return wire.AllBlocksCleared()
+def _on_the_wire(events: Sequence[KvEvent]) -> Iterator[wire.KvEvent]:
+    """As engines send them: blocks that are removed one after the other in one event."""
+    for kind, run in groupby(events, key=_kind):
+        if kind is None:
+            for event in run:
+                yield _stored(event) if isinstance(event, BlockStored) else wire.AllBlocksCleared()
+        else:
+            hashes = tuple([event.block_hash for event in run if isinstance(event, BlockRemoved)])
+            yield wire.BlockRemoved(hashes, medium=kind)
+
+
+def _kind(event: KvEvent) -> str | None:
+    return event.medium if isinstance(event, BlockRemoved) else None
+
+
+def _stored(event: BlockStored) -> wire.BlockStored:
+    hashes = array("I", event.block_hashes)
+    return wire.BlockStored(event.block_hashes, event.parent, hashes, _BLOCK_TOKENS, medium=event.medium)
 
 
 def _is_device(event: KvEvent) -> bool:

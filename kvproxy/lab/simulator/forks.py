@@ -19,6 +19,10 @@ class Forks:
         self._sharers: dict[int, set[str]] = {}  # by the block that is copied on write
         self._tails: dict[str, int] = {}  # by request: that block
 
+    def __bool__(self) -> bool:
+        """Return True if some sequence waits for a prompt or shares its last block."""
+        return bool(self._held or self._tails)
+
     @property
     def blocks_to_copy(self) -> int:
         """When all that share a block go on."""

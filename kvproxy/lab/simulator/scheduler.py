@@ -88,7 +88,8 @@ class Scheduler:
     def decode(self, sequence: Sequence, steps: int) -> None:
         """Take `steps` decode steps of one sequence; the caller made sure of the blocks."""
         sequence.generated += steps
-        self.forks.copy_on_write(sequence)
+        if self.forks:
+            self.forks.copy_on_write(sequence)
         self._grow(sequence, sequence.computed + steps)
         sequence.computed += steps
 
@@ -133,8 +134,13 @@ class Scheduler:
         return -(-tokens // self._settings.block_size)
 
     def _blocks_to_decode(self, steps: int) -> int:
-        new = [max(0, self._blocks_for(one.computed + steps) - len(one.blocks)) for one in self.decoding.values()]
-        return sum(new) + self.forks.blocks_to_copy
+        size = self._settings.block_size
+        blocks = self.forks.blocks_to_copy
+        for one in self.decoding.values():
+            missing = -(-(one.computed + steps) // size) - len(one.blocks)
+            if missing > 0:
+                blocks += missing
+        return blocks
 
     def _make_room_to_decode(self, batch: Batch) -> None:
         batch.reserved_blocks = self._blocks_to_decode(1)
@@ -236,18 +242,17 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         """Give the sequence blocks for `tokens` and makes those that become full reusable."""
-        missing = self._blocks_for(tokens) - len(sequence.blocks)
+        size = self._settings.block_size
+        missing = -(-tokens // size) - len(sequence.blocks)
         if missing > 0:
             sequence.blocks += self.cache.allocate(missing)
         first = sequence.hashed
         hashes = sequence.request.block_hashes
-        last = min(tokens // self._settings.block_size, len(hashes))
+        last = min(tokens // size, len(hashes))
         if last > first and self._settings.prefix_caching:
             parent = hashes[first - 1] if first else None
             settings = self._settings
-            event = sequence.stored_event(
-                first, last, settings.block_size, parent=parent, lookahead_tokens=settings.lookahead_tokens
-            )
+            event = sequence.stored_event(first, last, size, parent=parent, lookahead_tokens=settings.lookahead_tokens)
             self.cache.store(sequence.blocks[first:last], event)
             self._keep_states(sequence, first, last)
             sequence.hashed = last

@@ -176,6 +176,15 @@ def test_options_that_do_not_go_with_a_batch(trace_file: Path, arguments: tuple[
     assert message in errors
 
 
+def test_rules_of_sessions_stand_beside_policies(trace_file: Path) -> None:
+    """By their names; they have the choice, and so no policy."""
+    status, table, _ = replay(trace_file, "--once", "--policy", "kv_aware,thunderagent,vllm_router,places=1")
+    assert status == 0
+    assert [line.split()[0] for line in table.splitlines()[2:6]] == [
+        "kv_aware", "thunderagent", "vllm_router", "places=1",
+    ]  # fmt: skip
+
+
 def test_failed_requests_stand_beside_the_name(trace_file: Path) -> None:
     """As in the other tables."""
     status, table, _ = replay(trace_file, "--once", "--policy", "round_robin", "--capacity-tokens", "1536")
