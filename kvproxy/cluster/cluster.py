@@ -27,6 +27,7 @@ from kvproxy.cluster.prober import Probe, Prober
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.routing import selector
 from kvproxy.cluster.routing.engine_samples import Reading
+from kvproxy.cluster.routing.load import count_live_blocks
 from kvproxy.cluster.routing.policy import PickRequest, Policy
 from kvproxy.cluster.routing.selector import PANIC, Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
@@ -186,7 +187,7 @@ class Cluster:
         self.verdicts.settings = settings.health
         self.policies = PolicySet(self.name, settings, metrics=self._metrics, rng=self._rng, earlier=self.policies)
         for endpoint in self._members.all_endpoints():
-            endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
+            count_live_blocks(endpoint.load, self.policies.counts_live_blocks)
             if endpoint.load.on_sample is not None:
                 endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
         if settings.health != before.health:
@@ -420,7 +421,7 @@ class Cluster:
         if self._shown:
             endpoint.bind_gauges(self._metrics)
         endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
-        endpoint.load.count_live_blocks(self.policies.counts_live_blocks)
+        count_live_blocks(endpoint.load, self.policies.counts_live_blocks)
         return endpoint
 
     def endpoint_left(self, endpoint: Endpoint) -> None:

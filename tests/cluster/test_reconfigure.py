@@ -149,15 +149,18 @@ def test_live_blocks_are_counted_while_a_policy_asks_for_them(
     facts = OverlapFacts(64, blocks=(1, 2, 3, 4), block_tokens=16.0)
     early = bench.picked(facts=facts)
     reconfigure(bench, **{part: [NAME] if part == "client_policies" else NAME})
-    assert bench.endpoint("a").load.live_blocks == 0
+    assert bench.endpoint("a").load.live is not None
+    assert len(bench.endpoint("a").load.live) == 0
     reconfigure(bench, endpoints=[one.model_dump() for one in configs("a", "b")])
     picks = [bench.picked(preferred=B, facts=facts) for _ in range(2)]
     load = bench.endpoint("b").load
-    assert (load.live_blocks, load.leading_live_blocks((1, 2, 9))) == (4, 2)
+    assert load.live is not None
+    assert (len(load.live), load.live.count_leading((1, 2, 9))) == (4, 2)
     picks[0].settle(AttemptOutcome.FAILURE, bench.clock())
-    assert load.live_blocks == 4
+    assert load.live is not None
+    assert len(load.live) == 4
     reconfigure(bench, policy="round_robin", client_policies=[])
-    assert load.live_blocks is None
+    assert load.live is None
     for pick in (early, picks[1]):
         pick.settle(AttemptOutcome.SUCCESS, bench.clock())
 

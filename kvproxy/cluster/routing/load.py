@@ -79,7 +79,6 @@ class EndpointLoad:
         "_busy_at",
         "_head",
         "_head_s",
-        "_live",
         "_oldest_s",
         "_pending",
         "_prefilled",
@@ -91,6 +90,7 @@ class EndpointLoad:
         "engine",
         "hidden_requests",
         "in_flight",
+        "live",
         "on_sample",
         "pending_tokens",
         "remote_load",
@@ -114,7 +114,7 @@ class EndpointLoad:
         self._priced_at: Features | None = None
         self._work_s = self._head_s = 0.0
         self._oldest_s = math.inf  # the oldest pending request, if it is hidden
-        self._live: LiveBlocks | None = None  # None: not needed
+        self.live: LiveBlocks | None = None  # blocks of what is in flight; None: not counted
         self.engine: EngineState | None = None  # of the latest scrape, whatever its age
         self._busy_at = 0.0  # when work began to be pending
         self._shown_at = 0.0  # time of the latest first token, or of the latest request that left before its own
@@ -138,20 +138,6 @@ class EndpointLoad:
         """Requests without a first token."""
         own = len(self._pending)
         return own if self.remote_load is None else own + round(self.remote_load.pending[0])
-
-    @property
-    def live_blocks(self) -> int | None:
-        """Distinct prompt blocks of what is in flight; None where they are not counted."""
-        return None if self._live is None else len(self._live)
-
-    def leading_live_blocks(self, blocks: Sequence[int]) -> int:
-        """Leading blocks of a prompt that are among them."""
-        return 0 if self._live is None else self._live.count_leading(blocks)
-
-    def count_live_blocks(self, wanted: bool) -> None:
-        """Start or stop counting live blocks; requests already in flight are never counted."""
-        if wanted != (self._live is not None):
-            self._live = LiveBlocks() if wanted else None
 
     @property
     def pending_work(self) -> Features:
@@ -192,9 +178,9 @@ class EndpointLoad:
         # features_of, written out for every placement
         work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
         reservation = Reservation(uncached_tokens, cached_tokens, now, work, lower, hidden, known)
-        if self._live is not None:
-            self._live.add(blocks)
-            reservation.live = self._live, blocks
+        if self.live is not None:
+            self.live.add(blocks)
+            reservation.live = self.live, blocks
         self.in_flight += 1
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
@@ -443,3 +429,9 @@ class EndpointLoad:
             self.on_sample(work, busy_s, now, lower=lower)
             if self.watch is not None:
                 self.watch.sampled(work, busy_s, scraped=False)
+
+
+def count_live_blocks(load: EndpointLoad, wanted: bool) -> None:
+    """Start or stop counting live blocks; requests already in flight are never counted."""
+    if wanted != (load.live is not None):
+        load.live = LiveBlocks() if wanted else None

@@ -91,6 +91,13 @@ class PickRequest(msgspec.Struct, frozen=True):
     transfer_s: Mapping[EndpointId, float] | None = None
 
 
+class LiveBlocksView(Protocol):
+    """Distinct prompt blocks of what is in flight."""
+
+    def __len__(self) -> int: ...
+    def count_leading(self, hashes: Sequence[int]) -> int: ...
+
+
 class LoadView(Protocol):
     """How busy an endpoint is, as far as a policy may ask."""
 
@@ -103,8 +110,7 @@ class LoadView(Protocol):
     @property
     def resident_tokens(self) -> int: ...
     @property
-    def live_blocks(self) -> int | None: ...
-    def leading_live_blocks(self, blocks: Sequence[int]) -> int: ...
+    def live(self) -> LiveBlocksView | None: ...
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float: ...
 
 

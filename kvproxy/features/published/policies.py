@@ -104,10 +104,10 @@ class DynamoAgentic(Dynamo):
 def _live_tokens(load: LoadView, facts: OverlapFacts) -> float:
     """Of distinct blocks in flight there with this prompt's added. Where they are not counted, as on receipts of other
     policies, each request's tokens are taken for its own."""
-    live = load.live_blocks
+    live = load.live
     if live is None:
         return load.resident_tokens + facts.prompt_tokens
-    return (live + len(facts.blocks) - load.leading_live_blocks(facts.blocks)) * facts.block_tokens
+    return (len(live) + len(facts.blocks) - live.count_leading(facts.blocks)) * facts.block_tokens
 
 
 class LlmD(Policy):
@@ -186,5 +186,5 @@ def _queue_scores(waiting: Sequence[int]) -> list[float]:
 
 def _used_tokens(load: LoadView, facts: OverlapFacts) -> float:
     """Of KV memory: what is shared is held once."""
-    live = load.live_blocks
-    return load.resident_tokens if live is None else live * facts.block_tokens
+    live = load.live
+    return load.resident_tokens if live is None else len(live) * facts.block_tokens

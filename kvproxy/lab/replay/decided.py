@@ -32,6 +32,21 @@ from kvproxy.operate.receipts.receipt import (
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedBlocks:
+    """Live blocks as a receipt has them."""
+
+    live: int
+    shared: int  # with the recorded request's prompt
+
+    def __len__(self) -> int:
+        return self.live
+
+    def count_leading(self, hashes: Sequence[int]) -> int:
+        """As of LiveBlocks, of the recorded request's prompt."""
+        return self.shared
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedLoad:
     """A load as a receipt has it."""
 
@@ -39,13 +54,8 @@ class RecordedLoad:
     pending_requests: int
     pending_tokens: int
     resident_tokens: int
-    live_blocks: int | None
-    shared_blocks: int
+    live: RecordedBlocks | None
     backlog: Backlog
-
-    def leading_live_blocks(self, blocks: Sequence[int]) -> int:
-        """As of EndpointLoad, of the recorded request's prompt."""
-        return self.shared_blocks
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """As of EndpointLoad, at the moment of the decision."""
@@ -157,8 +167,7 @@ def _candidate(one: ReceiptCandidate) -> RecordedCandidate:
         one.pending_requests,
         one.pending_tokens,
         one.resident_tokens,
-        one.live_blocks,
-        one.shared_blocks,
+        None if one.live_blocks is None else RecordedBlocks(one.live_blocks, one.shared_blocks),
         backlog,
     )
     return RecordedCandidate(one.id, one.weight, load)

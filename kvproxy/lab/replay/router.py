@@ -14,7 +14,7 @@ from kvproxy.cluster.routing.costs import least_own_s, wait_s
 from kvproxy.cluster.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.cluster.routing.engine_state import EngineState
 from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.cluster.routing.load import EndpointLoad, Reservation
+from kvproxy.cluster.routing.load import EndpointLoad, Reservation, count_live_blocks
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.urgency import UrgencyScale
@@ -202,7 +202,7 @@ class VirtualRouter:
 
     def _connect(self, endpoint: SimEndpoint) -> None:
         endpoint.load.on_sample = partial(self._policy.observe_sample, endpoint.id)
-        endpoint.load.count_live_blocks(self._policy.counts_live_blocks)
+        count_live_blocks(endpoint.load, self._policy.counts_live_blocks)
 
     def _decide(
         self, request: LiveRequest, now: float, *, preferred: EndpointId | None = None

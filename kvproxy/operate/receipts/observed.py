@@ -128,8 +128,8 @@ def _candidate(
         endpoint.weight,
         cost,
         slowness,
-        live_blocks=load.live_blocks,
-        shared_blocks=load.leading_live_blocks(request.facts.blocks),
+        live_blocks=None if load.live is None else len(load.live),
+        shared_blocks=0 if load.live is None else load.live.count_leading(request.facts.blocks),
         onboarding_s=onboarding_s,
         adapter_s=None if adapter_s is None else adapter_s.get(endpoint.id),
     )

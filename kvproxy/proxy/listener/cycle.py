@@ -36,6 +36,30 @@ _PHRASES = {status.value: status.phrase.encode("ascii") for status in HTTPStatus
 _STATUS_LINES = {status: b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"")) for status in range(200, 600)}
 
 
+class Waiters:
+    """Apps of one connection that wait for more of a body, or for the client to read more."""
+
+    __slots__ = ("_loop", "futures")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.futures: list[asyncio.Future[None]] = []
+
+    def wait(self) -> asyncio.Future[None]:
+        """Return a future that is done at the next `wake`."""
+        waiter = self._loop.create_future()
+        self.futures.append(waiter)
+        return waiter
+
+    def wake(self) -> None:
+        """Let them look at what changed."""
+        waiters = self.futures
+        self.futures = []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
 class Connection(Protocol):
     """The client's connection as its requests use it."""
 
@@ -44,7 +68,7 @@ class Connection(Protocol):
     tasks: set[asyncio.Task[None]]
     dates: HttpDate
     reading_paused: bool
-    waiters: list[asyncio.Future[None]]
+    waiters: Waiters
 
     def pause_reading(self) -> None:
         """Pause reading: a slow app holds enough of the request body."""
@@ -60,14 +84,6 @@ class Connection(Protocol):
 
     def may_read_rest(self, arrived_bytes: int) -> bool:
         """Return True if the rest of a body of which so much arrived is known to be short enough to be dropped."""
-        ...
-
-    async def wait(self) -> None:
-        """Until `wake`."""
-        ...
-
-    def wake(self) -> None:
-        """Something changed for an app that waits."""
         ...
 
     def response_ended(self, cycle: RequestCycle) -> None:
@@ -145,15 +161,15 @@ class RequestCycle(msgspec.Struct, eq=False):
         self._buffered_bytes += size_bytes + _PIECE_BYTES * len(pieces)
         if self._buffered_bytes > HIGH_WATER_BYTES:
             self._connection.pause_reading()
-        if self._connection.waiters:
-            self._connection.wake()
+        if self._connection.waiters.futures:
+            self._connection.waiters.wake()
 
     def client_left(self) -> None:
         """Record that the client left."""
         if not self.disconnected and not self.response_complete:
             self.disconnected = self.writable = True
             self._head = b""
-            self._connection.wake()
+            self._connection.waiters.wake()
             if self._on_disconnect is not None:
                 self._on_disconnect()
 
@@ -207,13 +223,13 @@ class RequestCycle(msgspec.Struct, eq=False):
             self._connection.transport.write(head + piece)
         if not more:
             self.response_complete = True
-            if self._connection.waiters:
-                self._connection.wake()
+            if self._connection.waiters.futures:
+                self._connection.waiters.wake()
             self._connection.response_ended(self)
 
     async def drain(self) -> None:
         while not self.writable:
-            await self._connection.wait()
+            await self._connection.waiters.wait()
 
     # ASGI
 
@@ -224,7 +240,7 @@ class RequestCycle(msgspec.Struct, eq=False):
         while not self._pieces and (self._body_taken or not self.body_complete):
             if self.disconnected or self.response_complete:
                 return {"type": "http.disconnect"}
-            await self._connection.wait()
+            await self._connection.waiters.wait()
         if self.disconnected or self.response_complete:
             return {"type": "http.disconnect"}
         self._body_taken = self.body_complete

@@ -13,7 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from kvproxy.base.types import CONNECTION
-from kvproxy.proxy.listener.cycle import RequestCycle, error_response, raw_error
+from kvproxy.proxy.listener.cycle import RequestCycle, Waiters, error_response, raw_error
 from kvproxy.proxy.listener.http_date import HttpDate
 from kvproxy.proxy.listener.parser import BadRequest, ListenerLimits, RequestParser, Scope
 
@@ -55,8 +55,7 @@ class ClientProtocol(asyncio.Protocol):
         self.tasks = server_state.tasks
         self.dates = dates or HttpDate()
         self.reading_paused = False
-        # apps that wait for more of a body, or for the client to read more
-        self.waiters: list[asyncio.Future[None]] = []
+        self.waiters = Waiters(self.loop)
         self.transport: asyncio.Transport
         self._config = config
         self._app: Any = config.loaded_app
@@ -144,7 +143,7 @@ class ClientProtocol(asyncio.Protocol):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
-        self.wake()
+        self.waiters.wake()
 
     # uvicorn's server
 
@@ -203,18 +202,6 @@ class ClientProtocol(asyncio.Protocol):
     def may_read_rest(self, arrived_bytes: int) -> bool:
         declared_bytes = self._parser.declared_bytes
         return declared_bytes is not None and declared_bytes - arrived_bytes <= MAX_UNWANTED_BYTES
-
-    async def wait(self) -> None:
-        waiter = self.loop.create_future()
-        self.waiters.append(waiter)
-        await waiter
-
-    def wake(self) -> None:
-        waiters = self.waiters
-        self.waiters = []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
     def response_ended(self, cycle: RequestCycle) -> None:
         self._server_state.total_requests += 1
@@ -276,7 +263,7 @@ class ClientProtocol(asyncio.Protocol):
         self._queue.clear()
         if running is not None:
             running.client_left()
-        self.wake()
+        self.waiters.wake()
 
     def _reject(self, status: HTTPStatus, message: str) -> None:
         """Answers and closes; with a response already on its way there is nothing left but to cut the connection."""

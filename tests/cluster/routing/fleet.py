@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.load import EndpointLoad, Reservation
+from kvproxy.cluster.routing.load import EndpointLoad, Reservation, count_live_blocks
 from kvproxy.cluster.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 
 
@@ -47,7 +47,7 @@ def place(policy: Policy, request: PickRequest, candidates: Sequence[Candidate],
 def live(candidate: FakeCandidate, blocks: Sequence[int], *, pending: int = 0, times: int = 1) -> None:
     """Put requests in flight with these prompt blocks, `pending` tokens of each still to prefill; live blocks are
     counted there from now on."""
-    candidate.load.count_live_blocks(True)
+    count_live_blocks(candidate.load, True)
     for _ in range(times):
         reservation = candidate.load.reserve(pending, 0, 0.0, blocks=blocks)
         if not pending:

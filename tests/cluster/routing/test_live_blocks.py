@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvproxy.cluster.routing.live_blocks import LiveBlocks
-from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.load import EndpointLoad, count_live_blocks
 
 
 def test_a_shared_prefix_counts_once_until_its_last_request_ends() -> None:
@@ -49,24 +49,27 @@ def test_a_load_counts_them_only_where_wanted() -> None:
     """Without, there is nothing to hold and nothing to say; asked to count, it begins with the next request."""
     load = EndpointLoad()
     early = load.reserve(10, 0, 0.0, blocks=[1, 2])
-    assert (load.live_blocks, load.leading_live_blocks([1, 2]), early.live) == (None, 0, None)
-    load.count_live_blocks(True)
+    assert (load.live, early.live) == (None, None)
+    count_live_blocks(load, True)
     later = load.reserve(10, 0, 0.0, blocks=[1, 2, 3])
-    load.count_live_blocks(True)  # as a reload that changes nothing here
-    assert (load.live_blocks, load.leading_live_blocks([1, 2, 4])) == (3, 2)
+    count_live_blocks(load, True)  # as a reload that changes nothing here
+    assert load.live is not None
+    assert (len(load.live), load.live.count_leading([1, 2, 4])) == (3, 2)
     load.release(early, 1.0)
     load.release(later, 1.0)
     load.release(later, 1.0)
-    assert load.live_blocks == 0
+    assert load.live is not None
+    assert len(load.live) == 0
 
 
 def test_a_request_of_an_earlier_count_does_not_touch_the_present_one() -> None:
     """A reload may end the count and a later one begin it again while requests of the first are in flight."""
     load = EndpointLoad()
-    load.count_live_blocks(True)
+    count_live_blocks(load, True)
     old = load.reserve(10, 0, 0.0, blocks=[1, 2])
-    load.count_live_blocks(False)
-    load.count_live_blocks(True)
+    count_live_blocks(load, False)
+    count_live_blocks(load, True)
     load.reserve(10, 0, 0.0, blocks=[1])
     load.release(old, 1.0)
-    assert load.live_blocks == 1
+    assert load.live is not None
+    assert len(load.live) == 1

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from kvproxy.base.types import Tier
+from kvproxy.cluster.routing.load import count_live_blocks
 from kvproxy.cluster.routing.policy import Overlap, PickRequest, Policy
 from kvproxy.cluster.routing.registry import make_policy
 from kvproxy.cluster.routing.simple import LeastRequest, LeastTtft, LMetric, PrefixAffinity
@@ -68,7 +69,7 @@ def test_prefix_affinity_ignores_a_short_match() -> None:
 def dynamo_costs(request: PickRequest, candidates: Sequence[FakeCandidate], **settings: float) -> Sequence[float]:
     """Return each candidate's cost, in blocks of 16 tokens."""
     for candidate in candidates:
-        candidate.load.count_live_blocks(True)
+        count_live_blocks(candidate.load, True)
     policy = Dynamo(rng=Random(1), settings=DynamoSettings(**settings))  # type: ignore[arg-type]
     return policy.choose(request, candidates, 0.0).costs
 
@@ -138,7 +139,7 @@ def test_dynamo_agentic_has_the_weights_of_the_preset() -> None:
     candidates, request = fleet(2), ask(640, {"e0": 480})
     policy = make_policy(PolicyName.DYNAMO_AGENTIC, ClusterSettings(), rng=Random(1))
     for candidate in candidates:
-        candidate.load.count_live_blocks(True)
+        count_live_blocks(candidate.load, True)
     live(candidates[0], [1])
     choice = policy.choose(request, candidates, 0.0)
     assert (choice.index, choice.costs) == (0, [4 * 0.0 + 1 + 64, 4 * 40.0])
