@@ -431,7 +431,9 @@ def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = No
 
 def reported_blocks(event: BlockStored, tier: int) -> ReportedBlocks:
     """Return the event's contents, in keys."""
-    parent = None if event.parent is None else keys_of((event.parent,))[0]
+    parent = event.parent
+    if parent is not None:
+        parent = parent & _KEY if isinstance(parent, int) else xxh3_64_intdigest(parent)
     lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
     return ReportedBlocks(parent, keys_of(event.block_hashes), event.token_ids, event.extra, lora, tier)
 

@@ -105,7 +105,7 @@ class BatchApplier:
     async def take(self, batch: KvEventBatch, outcome: str) -> None:
         """Apply a batch; `outcome` is a metric label."""
         missing = self.missing
-        skipped = Skipped()
+        skipped: Skipped = {}
         if batch.seq == 0:  # the very first one: no batch is missing before it
             self.missing = None
         for piece, cost in slice_events(batch.steps(skipped), self._slice_blocks):
@@ -116,11 +116,12 @@ class BatchApplier:
                     self.missing = None
                     self.wants_retry = False
             await self.breathe(cost)
-        if skipped.counts["malformed"]:
-            self.missing = StreamReason.MALFORMED
+        if skipped:
+            self._meter.count_skipped(skipped)
+            if "malformed" in skipped:
+                self.missing = StreamReason.MALFORMED
         self.position.advance(batch.seq, batch.ts)
         self._meter.count_batch(outcome)
-        self._meter.count_skipped(skipped)
         if outcome == "applied":
             self._meter.show_lag(batch.ts)
             self._health.record_batch()

@@ -14,7 +14,7 @@ steps of a long event there is an `Effort`."""
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from typing import Annotated, Any
@@ -100,11 +100,8 @@ class Effort:
     blocks: int = 1
 
 
-@dataclass(slots=True)
-class Skipped:
-    """Events that could not be used, by reason; `unknown_type` is harmless, `malformed` may leave the index wrong."""
-
-    counts: dict[str, int] = field(default_factory=lambda: {"unknown_type": 0, "malformed": 0})
+#: Events that could not be used, by reason: `unknown_type` is harmless, `malformed` may leave the index wrong.
+Skipped = dict[str, int]
 
 
 def slice_events(events: Iterable[KvEvent | Effort], max_blocks: int) -> Iterator[tuple[list[KvEvent], int]]:
@@ -299,7 +296,8 @@ class KvEventBatch:
             try:
                 yield from _steps(raw)
             except (*_FAILURES, ValueError):
-                skipped.counts[_why_unreadable(raw)] += 1
+                reason = _why_unreadable(raw)
+                skipped[reason] = skipped.get(reason, 0) + 1
                 yield Effort()
 
 
@@ -370,7 +368,7 @@ def _stored(event: _StoredFields) -> Generator[Effort, None, BlockStored]:
         yield Effort(len(tokens) * tokens.itemsize // _BYTES_A_BLOCK)
     keys = event.extra_keys
     extra: tuple[BlockExtra, ...] | None = None
-    if keys and any(bytes(key) != _NIL for key in keys):
+    if keys and any(map(_NIL.__ne__, map(bytes, keys))):
         if len(keys) != len(event.block_hashes):
             raise ValueError("extra keys do not match the blocks")
         extra = yield from _extras(keys)

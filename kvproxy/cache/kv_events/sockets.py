@@ -45,6 +45,9 @@ class Subscription:
             await asyncio.sleep(0)
             return
         self._wake.clear()
+        if timeout_s is None:
+            await self._wake.wait()
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._wake.wait()
@@ -84,7 +87,8 @@ class Subscription:
         happened = asyncio.Event()
 
         def changed() -> None:
-            happened.set()
+            if self._connection is not connection or connection.lost:  # else a message alone, for `take_message`
+                happened.set()
             self._wake.set()
 
         memory = ReceiveMemory(limit_bytes=AHEAD_BYTES, connection_bytes=AHEAD_BYTES)

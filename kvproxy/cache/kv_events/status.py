@@ -191,9 +191,8 @@ class StreamMeter:
 
     def count_skipped(self, skipped: Skipped) -> None:
         """Events that could not be used."""
-        for reason, count in skipped.counts.items():
-            if count:
-                self._metrics.group(KvEventMetrics).skipped.labels(self._endpoint, reason).inc(count)
+        for reason, count in skipped.items():
+            self._metrics.group(KvEventMetrics).skipped.labels(self._endpoint, reason).inc(count)
 
     def count_gap(self, outcome: str) -> None:
         """Count a break in the numbering: filled, lost, or a restart of the engine."""

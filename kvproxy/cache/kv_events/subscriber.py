@@ -144,7 +144,8 @@ class KvEventSubscriber(BackgroundTask):
         try:
             while True:
                 await subscription.wait_for_news(None if retry_at is None else max(0.0, retry_at - self._clock()))
-                reconnected = self._note_connections(subscription.take_connections())
+                changes = subscription.take_connections()
+                reconnected = bool(changes) and self._note_connections(changes)
                 # The rest of the old connection comes first, so that the synchronisation also covers it.
                 await self._drain(subscription)
                 if reconnected or (retry_at is not None and self._clock() >= retry_at):

@@ -196,7 +196,8 @@ class ZmtpConnection(asyncio.Protocol):
                 self._obey(frames[0])
         except ZmtpError as error:
             self._fail(error)
-        self._count()
+        if self._held:
+            self._count()
         return found
 
     def send_message(self, frames: Sequence[bytes]) -> None:
@@ -254,6 +255,8 @@ class ZmtpConnection(asyncio.Protocol):
         self._held = held
         transport = self._transport
         if transport is None or self.lost or transport.is_closing():
+            return
+        if not held and not self._paused:
             return
         pause = not self._memory.has_room(held) and self._buffer.complete
         if pause != self._paused:

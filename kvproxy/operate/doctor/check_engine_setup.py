@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.cache.clients.sglang import SglangInfo
 from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode, PriorityOrder
-from kvproxy.operate.config.verify_clusters import FORECASTING
+from kvproxy.operate.config.verify import FORECASTING
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
 from kvproxy.operate.doctor.engine import EngineCheck
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning

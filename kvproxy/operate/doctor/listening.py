@@ -28,7 +28,7 @@ class StreamObservation:
     lag_s: float | None = None  # our wall clock minus the engine's, of the latest batch
     mine: BlockStored | None = None  # an event about the prompt that was sent
     replays: bool | None = None  # None: the engine names no replay socket
-    _skipped: Skipped = field(default_factory=Skipped)
+    _skipped: Skipped = field(default_factory=dict)
 
     def record_batch(self, frames: Sequence[bytes], tokens: Sequence[int], *, now: float) -> None:
         """One message; `tokens` are the prompt's ids."""
@@ -45,8 +45,7 @@ class StreamObservation:
                 continue
             if _is_part(event, tokens):  # a hybrid model's other groups send events beside that of full attention
                 self.mine = event
-        self.malformed += self._skipped.counts["malformed"]
-        self._skipped.counts["malformed"] = 0
+        self.malformed += self._skipped.pop("malformed", 0)
 
 
 class WatchedStreams:

@@ -26,7 +26,7 @@ from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.registry import configured, runtime_overrides
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.config.verify_clusters import own_address_fault
+from kvproxy.operate.config.verify import own_address_fault
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain

@@ -15,7 +15,7 @@ from kvproxy.cluster.routing.registry import make_policy, policy_types
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
-from kvproxy.operate.config.verify_clusters import FORECASTING
+from kvproxy.operate.config.verify import FORECASTING
 from tests.cluster.routing.fleet import ask, fleet, occupy, place
 
 A, B = EndpointId("e0"), EndpointId("e1")
