@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path as FilePath
 from typing import Any
 
 from kvproxy.base.installed import installed
-from kvproxy.base.settings.addresses import is_loopback, url_fault
+from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
-from kvproxy.base.tls.files import verify_server_tls
+from kvproxy.base.tls.files import ClientTls, verify_client_tls, verify_server_tls
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.feature import list_policies
-from kvproxy.cluster.settings import RouteSettings
+from kvproxy.cluster.settings import (
+    OPTIONAL_POLICIES,
+    ClusterSettings,
+    EndpointSettings,
+    EnginePriorityMode,
+    PolicyName,
+    RouteSettings,
+)
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.feature import FilterOrder, ProxyFeature
@@ -24,23 +32,6 @@ from kvproxy.proxy.filter_settings import (
     RouterSettings,
     filter_models,
 )
-
-
-from collections.abc import Iterator
-from pathlib import Path as FilePath
-
-from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origin, url_fault
-from kvproxy.base.settings.paths import Finding, Path, error_at, warning_at
-from kvproxy.base.tls.files import ClientTls, verify_client_tls
-from kvproxy.cluster.feature import list_policies
-from kvproxy.cluster.settings import (
-    OPTIONAL_POLICIES,
-    ClusterSettings,
-    EndpointSettings,
-    EnginePriorityMode,
-    PolicyName,
-)
-from kvproxy.operate.config.schema import Config
 
 
 def find_faults(config: Config) -> list[Finding]:

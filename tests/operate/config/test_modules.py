@@ -8,7 +8,7 @@ import sys
 from kvproxy.features import SHIPPED
 
 #: Of the rooms below the features, without `__init__` files, which are empty. Nothing is added here.
-MOST = 26
+MOST = 25
 #: Of a feature: the feature object and its settings.
 MOST_OF_A_FEATURE = 2
 
