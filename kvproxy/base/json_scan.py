@@ -405,7 +405,6 @@ class _Walk:
 
 
 def _backslashes(data: bytes, quote: int) -> int:
-    """Return the number of backslashes before that quote."""
     for look in (16, 1024, 65536):
         before = data[max(0, quote - look) : quote]
         backslashes = len(before) - len(before.rstrip(b"\\"))

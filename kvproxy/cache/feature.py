@@ -127,7 +127,6 @@ class CacheObservers:
         return next((one for one in self.by_feature.values() if isinstance(one, kind)), None)
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """Bind the gauges to these observers."""
         for one in self.by_feature.values():
             one.bind_gauges(metrics)
 

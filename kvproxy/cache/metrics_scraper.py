@@ -74,7 +74,6 @@ class MetricsScraper(BackgroundTask):
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """Bind the gauges to this scraper."""
         metrics.group(HoldingMetrics).engine_kv_usage.set_source(
             lambda: ((of, one.kv_usage) for of, one in self._readings() if one.kv_usage is not None)
         )

@@ -85,7 +85,6 @@ class Adapters:
             self._recent.popitem(last=False)
 
     def end_request(self, adapter: str) -> None:
-        """Count the end of a request."""
         self._requests[adapter] -= 1
         if self._requests[adapter] <= 0:
             del self._requests[adapter]
@@ -172,7 +171,6 @@ class KnownAdapters:
         self.lost = set(sorted(lost)[:MAX_ADAPTERS])
 
     def observe_list(self, engine: str, adapters: Adapters, *, listed: Iterable[str]) -> None:
-        """Record the adapters an engine listed."""
         names = frozenset(sorted({name for name in listed if 0 < len(name) <= MAX_NAME})[:MAX_ADAPTERS])
         if names != adapters.names:
             log.info("%s/%s serves the adapters %s", self._cluster, engine, ", ".join(sorted(names)[:8]) or "none")

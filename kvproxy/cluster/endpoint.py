@@ -131,7 +131,6 @@ class Endpoint:
         self._on_change()
 
     def attach(self, observers: Iterable[EndpointObserver]) -> None:
-        """Add observers."""
         self.observers += tuple(observers)
         self._list_followers()
 
@@ -181,7 +180,6 @@ class Endpoint:
         return model in adapters.names if model in adapters.elsewhere else not self.models
 
     def condition(self, now: float) -> Condition:
-        """Return the condition at this time."""
         if self._draining or self.removed:
             return Condition.DRAINING
         if not self.ready:

@@ -77,7 +77,6 @@ class EndpointMetrics:
         self.count(self._metrics.group(EndpointRequestMetrics).attempt_failures, reason)
 
     def count_ejection(self, reason: str) -> None:
-        """Count an ejection."""
         self.count(self._metrics.group(EndpointStateMetrics).ejections, reason)
 
     def count_probe(self, outcome: str) -> None:

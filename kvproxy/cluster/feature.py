@@ -10,7 +10,7 @@ from kvproxy.base.installed import BaseFeature, installed
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import Metrics
-    from kvproxy.base.types import Clock, EndpointId, LowerTokens, Sleep
+    from kvproxy.base.types import Clock, Sleep
     from kvproxy.cluster.endpoint import Endpoint
     from kvproxy.cluster.endpoint_observer import EndpointObserver
     from kvproxy.cluster.pick import Pick
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvproxy.cluster.routing.policy import OverlapFacts, Policy
     from kvproxy.cluster.routing.selector import Decision
     from kvproxy.cluster.routing.speeds import SpeedModel
-    from kvproxy.cluster.routing.work import Features
     from kvproxy.cluster.settings import ClusterSettings, DiscoverySettings, EndpointSettings, PolicyName
     from kvproxy.cluster.sources.protocols import WatchedDiscovery
 
@@ -104,24 +103,9 @@ class SilentPolicy(Protocol):
         """Decide before the live decision takes effect."""
         ...
 
-    def observe_sample(
-        self,
-        endpoint: EndpointId,
-        work: Features,
-        busy_s: float,
-        now: float,
-        *,
-        lower: LowerTokens = (),
-        scraped: bool = False,
-    ) -> None:
-        """As of Policy, as are the following."""
+    def learn(self, teach: Callable[[Policy], None]) -> None:
+        """Have the policy learn what `teach` passes on to it."""
         ...
-
-    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None: ...
-    def observe_answer(
-        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
-    ) -> None: ...
-    def forget(self, endpoint: EndpointId) -> None: ...
 
 
 #: The clusters there are, asked at each scrape: a reload may replace any.

@@ -133,14 +133,15 @@ class PolicySet:
         for policy in self._learners:
             policy.observe_sample(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
         for silent in self._silent:
-            silent.observe_sample(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
+            silent.learn(
+                lambda policy: policy.observe_sample(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
+            )
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
-        """As of Policy."""
         for policy in self._learners:
             policy.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
         for silent in self._silent:
-            silent.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
+            silent.learn(lambda policy: policy.observe_reuse(endpoint, predicted_tokens, cached_tokens, now))
 
     def observe_answer(self, endpoint: EndpointId, reservation: Reservation, output_tokens: int, now: float) -> None:
         """As of Policy, of a request that was settled; nothing where its first token could not be seen."""
@@ -151,12 +152,11 @@ class PolicySet:
         for policy in self._deciding:
             policy.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
         for silent in self._silent:
-            silent.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
+            silent.learn(lambda policy: policy.observe_answer(endpoint, output_tokens, decode_s, sequences, now))
 
     def placed_elsewhere(
         self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
     ) -> None:
-        """As of Policy."""
         for policy in self._deciding:
             policy.placed_elsewhere(endpoint, routed_s, requests, bound, endpoints, now)
 
@@ -166,7 +166,7 @@ class PolicySet:
         for policy in self._deciding:
             policy.forget(endpoint)
         for silent in self._silent:
-            silent.forget(endpoint)
+            silent.learn(lambda policy: policy.forget(endpoint))
         if self._known is not None:
             self._known.forget(endpoint)
 

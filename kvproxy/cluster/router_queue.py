@@ -202,7 +202,6 @@ class RouterQueue:
         self._load_decreased.set()
 
     def bind_gauges(self) -> None:
-        """Bind the gauges to this queue."""
         self._shown = True
         bounds = self._metrics.group(BoundMetrics)
         clock = self._clock

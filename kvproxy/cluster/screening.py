@@ -57,7 +57,6 @@ class Screening:
         self._stale_at = -math.inf
 
     def screen_endpoints(self, endpoints: Collection[Endpoint]) -> None:
-        """Screen these from now on."""
         self._endpoints = tuple(endpoints)
         self.declared = frozenset().union(*(endpoint.models for endpoint in self._endpoints))
         self.named = self.declared.union(*(endpoint.engine.adapters.names for endpoint in self._endpoints))

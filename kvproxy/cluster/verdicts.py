@@ -89,7 +89,6 @@ class Verdicts:
         self.follow_outage(self._clock())
 
     def record_probe(self, engine: Engine, outcome: ProbeOutcome) -> None:
-        """Record the outcome of a probe."""
         for endpoint in self._members.of_engine(engine):
             endpoint.metrics.count_probe(outcome.value)
         if outcome.says_nothing:

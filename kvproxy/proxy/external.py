@@ -58,11 +58,9 @@ class ExternalPlacement(Placement, kw_only=True):
     priority: int = 0
 
     def make_question(self) -> PickRequest:
-        """As of Placement."""
         return make_pick_request(self.exchange, self.model, excluded=self.excluded)
 
     def level(self) -> int:
-        """As of Placement."""
         return self.priority
 
 

@@ -58,7 +58,6 @@ class JobQueue:
         self._idle.set()
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """Bind the gauges to this queue."""
         metrics.group(BoundMetrics).show_queue(QUEUE, lambda: self._waiting, limit=self._settings.max_queue)
 
     @property

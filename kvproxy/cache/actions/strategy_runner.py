@@ -111,7 +111,6 @@ class StrategyRunner:
             self.jobs.submit(Job(key, run, about="tokenize", held_bytes=len(facts.body)))
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """Bind the gauges to this runner."""
         self.jobs.bind_gauges(metrics)
         metrics.group(BoundMetrics).show_queue("priorities", lambda: len(self.priorities), limit=MAX_PRIORITIES)
 

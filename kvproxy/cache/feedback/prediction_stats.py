@@ -50,7 +50,6 @@ class PredictionStats:
             score.alarm.observe_reuse(predicted, cached, request_id, self._clock())
 
     def raised_alarms(self) -> list[Alarm]:
-        """Return the alarms raised now."""
         now = self._clock()
         raised = (score.alarm.raised(now) for score in self._scores.values())
         return [alarm for alarm in raised if alarm is not None]
@@ -136,7 +135,6 @@ class Alarm:
 
     @property
     def severity(self) -> str:
-        """As of a finding."""
         return "warning"
 
     @property
@@ -146,7 +144,6 @@ class Alarm:
 
     @property
     def what(self) -> str:
-        """The numbers."""
         request = f" (request {self.request_id})" if self.request_id else ""
         return (
             f"predicted {self.predicted_tokens} tokens by {_BY[self.source]}, engine reused {self.reused_tokens}"
@@ -192,7 +189,6 @@ class PredictionAlarm:
             log.info("[kvcache] %s/%s: predictions by %s come true again", *self._about())
 
     def raised(self, now: float) -> Alarm | None:
-        """Return the alarm, if there is one."""
         if self._alarm is not None and now - self._wrong_at > LASTS_S:
             self._alarm = None
             self._wrong = 0

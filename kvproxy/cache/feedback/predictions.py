@@ -49,7 +49,6 @@ class PredictionFeedback:
         self._losses = state.losses
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """Bind the gauges to this feedback."""
         metrics.group(KvCacheMetrics).prediction_alarm.set_source(self.predictions.alarm_series)
         metrics.group(HoldingMetrics).endpoint_hit_ratio.set_source(self.hit_ratios.hit_series)
         metrics.group(HoldingMetrics).engine_foreign_ratio.set_source(self.hit_ratios.foreign_series)

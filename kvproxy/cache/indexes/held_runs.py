@@ -112,7 +112,6 @@ class HeldRuns:
         return head
 
     def drop(self, lru: EndpointLru, run: Run) -> None:
-        """Take the run from the LRU."""
         lru.remove_run(run)
         self.clean(run)
 

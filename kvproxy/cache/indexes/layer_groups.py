@@ -129,7 +129,6 @@ class LayerGroups:
         return made, former
 
     def find(self, number: int) -> LayerGroup | None:
-        """Return the group of this number."""
         return self._groups.get(number)
 
     def step_tokens(self, block_tokens: int) -> int:

@@ -341,7 +341,6 @@ def _is_map(raw: msgspec.Raw) -> bool:
 
 
 def _names_pairs(tokens: msgspec.Raw) -> bool:
-    """Return True if this is a list of pairs."""
     data = memoryview(tokens)
     first = _FIRST_AT.get(data[0], 1) if len(data) else 0
     return first < len(data) and data[first] == _TWO

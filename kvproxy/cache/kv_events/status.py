@@ -111,7 +111,6 @@ class StreamHealth:
         return True
 
     def record_batch(self) -> None:
-        """Note a batch."""
         self._unanswered_since = None
         self._unanswered_blocks = 0
         if self._silent:

@@ -67,7 +67,6 @@ class MessageBuffer:
         return len(self._data)
 
     def feed(self, data: bytes) -> None:
-        """More bytes."""
         if not self._max_frames:
             return  # closed: no further message
         self._data += data
@@ -201,7 +200,6 @@ class ZmtpConnection(asyncio.Protocol):
         return found
 
     def send_message(self, frames: Sequence[bytes]) -> None:
-        """One message."""
         last = len(frames) - 1
         self._write(b"".join(_frame(frame, 0 if index == last else _MORE) for index, frame in enumerate(frames)))
 

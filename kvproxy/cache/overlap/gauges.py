@@ -93,7 +93,6 @@ class TierCounts:
         ]
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """Bind the gauges to these counts."""
         metrics.group(TierMetrics).blocks.set_source(lambda: self._series(0))
         metrics.group(TierMetrics).tokens.set_source(lambda: self._series(1))
 

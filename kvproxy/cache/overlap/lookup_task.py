@@ -71,7 +71,6 @@ class LookupTask:
         self._held_bytes = 0
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """Bind the gauges to these tasks."""
         metrics.group(BoundMetrics).show_queue(QUEUE, lambda: len(self._tasks), limit=MAX_LOOKUPS)
 
     def is_wanted(self, facts: RequestFacts) -> bool:

@@ -269,7 +269,6 @@ class OverlapSources:
         starting.push_async_callback(cancel_tasks, [task])
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """Bind the gauges to these sources."""
         self.tokens.bind_gauges(metrics)
         self._lookup_task.bind_gauges(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)

@@ -80,7 +80,6 @@ class TokenSource:
         self._seconds = metrics.group(KvCacheMetrics).tokenize_seconds
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        """Bind the gauges to this source."""
         memory = self.memory
         results = ("exact", "prefix", "missed")
         metrics.group(BoundMetrics).show_queue(

@@ -167,7 +167,6 @@ class TransferPlanner:
         return msgspec.structs.replace(asked, facts=facts, transfer_s=price_s)
 
     def find_transfer(self, decision: Decision[Any]) -> Transfer | None:
-        """Return the one that this decision is made with."""
         if self._offered is None or self._offered[0] is not decision.request.facts:
             return None
         return self._offered[1].get(decision.endpoint.id)

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import EndpointId, LowerTokens
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.selector import Decision
-from kvproxy.cluster.routing.work import Features
 from kvproxy.features.shadow.metrics import ShadowMetrics
 
 log = logging.getLogger(__name__)
@@ -52,37 +50,10 @@ class Shadow:
         if self._safely("decide", partial(self._compare, live, now)):
             self._errors_in_a_row = 0
 
-    def observe_sample(
-        self,
-        endpoint: EndpointId,
-        work: Features,
-        busy_s: float,
-        now: float,
-        *,
-        lower: LowerTokens = (),
-        scraped: bool = False,
-    ) -> None:
-        """As of Policy."""
+    def learn(self, teach: Callable[[Policy], None]) -> None:
+        """Have the policy learn what `teach` passes on to it."""
         if not self.given_up:
-            learn = partial(self.policy.observe_sample, endpoint, work, busy_s, now, lower=lower, scraped=scraped)
-            self._safely("learn", learn)
-
-    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
-        """As of Policy."""
-        if not self.given_up:
-            self._safely("learn", partial(self.policy.observe_reuse, endpoint, predicted_tokens, cached_tokens, now))
-
-    def observe_answer(
-        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
-    ) -> None:
-        """As of Policy."""
-        if not self.given_up:
-            learn = partial(self.policy.observe_answer, endpoint, output_tokens, decode_s, sequences, now)
-            self._safely("learn", learn)
-
-    def forget(self, endpoint: EndpointId) -> None:
-        """As of Policy."""
-        self._safely("forget", partial(self.policy.forget, endpoint))
+            self._safely("learn", partial(teach, self.policy))
 
     def _compare(self, live: Decision[Endpoint], now: float) -> None:
         request = live.request

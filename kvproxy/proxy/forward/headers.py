@@ -199,7 +199,6 @@ class RequestHead(msgspec.Struct):
 
     @property
     def headers(self) -> Headers:
-        """All of them."""
         return [*self.repeated.headers, *self.own]
 
     def with_credential(self, authorization: bytes) -> RequestHead:

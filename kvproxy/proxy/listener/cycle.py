@@ -165,7 +165,6 @@ class RequestCycle(msgspec.Struct, eq=False):
             self._connection.waiters.wake()
 
     def client_left(self) -> None:
-        """Record that the client left."""
         if not self.disconnected and not self.response_complete:
             self.disconnected = self.writable = True
             self._head = b""
