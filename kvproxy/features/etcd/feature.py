@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.cluster.settings import DiscoverySettings
-from kvproxy.features.etcd.settings import EtcdPlace
+from kvproxy.features.etcd.settings import EtcdPlace, find_faults
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ class EtcdFeature(Feature):
         for name, cluster in config.clusters.items():
             settings = part_of(cluster.discovery, EtcdPlace).etcd
             if settings is not None:
-                from kvproxy.features.etcd.verify import find_faults
-
                 yield from find_faults(settings, ("clusters", name, "discovery", "etcd"))
 
 

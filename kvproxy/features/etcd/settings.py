@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
+from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.model import Model, Name, Secret
+from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file
 
 
 class EtcdDiscoverySettings(Model):
@@ -34,3 +37,12 @@ class EtcdPlace(Model):
 
     etcd: EtcdDiscoverySettings | None = None
     """From etcd, at once when something changes."""
+
+
+def find_faults(settings: EtcdDiscoverySettings, at: Path) -> Iterator[Finding]:
+    """Yield the faults of the section at this path."""
+    for index, url in enumerate(settings.urls):
+        if fault := url_fault(url):
+            yield error_at((*at, "urls", index), fault)
+    if settings.ca_file:
+        yield from missing_file((*at, "ca_file"), settings.ca_file)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.features.exchange.settings import SyncPlace, SyncSettings
+from kvproxy.features.exchange.settings import SyncPlace, SyncSettings, find_faults
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature, StatusPart
 
@@ -38,11 +38,7 @@ class Exchange(Feature):
     def verify(self, config: Config) -> Iterable[Finding]:
         """Refuse places where replicas cannot meet."""
         settings = part_of(config, SyncPlace).sync
-        if settings == SyncSettings():
-            return ()
-        from kvproxy.features.exchange.verify import find_faults
-
-        return find_faults(settings)
+        return () if settings == SyncSettings() else find_faults(settings)
 
     def accompany(self, proxy: AdminTarget, config: Config, *, siblings: Siblings | None) -> Companion | None:
         """Return the service, where there are others to share with."""
@@ -87,7 +83,7 @@ class Exchange(Feature):
 
     def show_status(self, live: Mapping[str, Any], *, colour: bool) -> StatusPart:
         """Return a sentence and a table of the others."""
-        from kvproxy.features.exchange.status import show_peers
+        from kvproxy.features.exchange.operated import show_peers
 
         return show_peers(live, colour=colour)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +13,8 @@ from kvproxy.base.errors import Problem
 from kvproxy.operate.admin.findings import Trouble, source_trouble
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import RequestRefused, reply_json
+from kvproxy.operate.commands.status import Cell, number, percent, plain, seconds, span, table
+from kvproxy.operate.feature import StatusPart
 from kvproxy.operate.merge import Rule, each, fields, keyed, largest, smallest, total, worst
 
 if TYPE_CHECKING:
@@ -71,3 +73,32 @@ def list_routes(operated: AdminTarget) -> Sequence[Route]:
         return reply_json(service.describe_state())
 
     return [Route("/sync", answer, methods=["GET"])]
+
+
+_HEADS = ("process", "state", "heard", "lag p50", "p99", "gaps", "lost", "index blocks")
+
+
+def show_peers(live: Mapping[str, Any], *, colour: bool) -> StatusPart:
+    """Return a sentence on the whole, and a table of the others."""
+    sync = live.get("sync")
+    if sync is None:
+        return StatusPart()
+    away = "".join(f", {name} away" for name, connected in sync["links"].items() if not connected)
+    known = f"{percent(sync['consistency_ratio'])} of what others routed is known here"
+    others = sum(one["origin"] != sync["origin"] for one in sync["peers"])  # where workers answer together it is listed
+    count = f"{others} other process{'' if others == 1 else 'es'}"
+    sentence = plain(f"{sync['origin']} is {sync['status']} with {count}{away}: {known}")
+    return StatusPart(blocks=([sentence], table(_HEADS, [_cells(one) for one in sync["peers"]], colour=colour)))
+
+
+def _cells(peer: Mapping[str, Any]) -> list[Cell]:
+    return [
+        (peer["origin"], ""),
+        ("alive", "good") if peer["alive"] else ("silent", "down"),
+        (f"{span(peer['heard_s_ago'])} ago", ""),
+        (seconds(peer["lag_p50_s"]), ""),
+        (seconds(peer["lag_p99_s"]), ""),
+        (str(peer["gaps"]), ""),
+        (str(peer["lost"]), "warn" if peer["lost_last_minute"] else ""),
+        (number(peer["index_blocks"]), ""),
+    ]

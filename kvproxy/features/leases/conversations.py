@@ -3,6 +3,7 @@ their session."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -104,3 +105,23 @@ class Conversations:
         if found is not None:
             self._sessions.discard(found)
         return found
+
+
+_finished = re.compile(rb'"(?:finish|stop)_reason"\s?:\s?"tool_(?:calls|use)"').search
+_item = re.compile(rb'"type"\s?:\s?"(?:function_call|custom_tool_call|local_shell_call|computer_call)"').search
+
+
+class ToolCallDetector:
+    """Detector for one answer. The searched texts cannot be in generated text, whose quotes are escaped; one split by
+    the network goes unseen. Items of Responses count at once: their end gives no other reason than that they are
+    complete."""
+
+    __slots__ = ("found",)
+
+    def __init__(self) -> None:
+        self.found = False
+
+    def read_piece(self, piece: bytes) -> None:
+        """Read a piece of the answer."""
+        if (b'"tool_' in piece and _finished(piece)) or (b'_call"' in piece and _item(piece)):
+            self.found = True

@@ -9,8 +9,7 @@ from enum import Enum, auto
 from kvproxy.base.background_task import TaskSet
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.features.picker import messages
-from kvproxy.features.picker.answer import CarriedAnswer
-from kvproxy.features.picker.body import CarriedBody
+from kvproxy.features.picker.answer import CarriedAnswer, CarriedBody
 from kvproxy.features.picker.grpc import Replies, Status
 from kvproxy.features.picker.messages import Beginning, BodyMode, DecodeError, Message, ProcessingRequest
 from kvproxy.features.picker.metrics import PickerMetrics

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from kvproxy.features.picker import http2_frames as wire
 from kvproxy.features.picker.http2_frames import Code, ConnectionFault, Fields, encode_frame, unpad_frame
-from kvproxy.features.picker.http2_output import PeerOutput
-from kvproxy.features.picker.http2_stream import Stream, StreamHandler
+from kvproxy.features.picker.http2_stream import PeerOutput, Stream, StreamHandler
 
 _SET_STREAMS = 3
 _SET_WINDOW = 4

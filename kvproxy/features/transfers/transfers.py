@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.base.types import EndpointId
+from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.actions.strategies import Action, PressureOf, Served
 from kvproxy.cache.feature import CacheParts
@@ -19,8 +19,55 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import prefill_s
 from kvproxy.features.transfers.metrics import TransferMetrics
-from kvproxy.features.transfers.settings import TransferPlace
-from kvproxy.features.transfers.transfer_link import Link
+from kvproxy.features.transfers.settings import TransferPlace, TransferSettings
+
+#: Weight of a new transfer's speed against earlier ones, and how long speeds are valid.
+_NEW = 0.3
+SPEED_AGE_S = 60.0
+
+
+class Link:
+    """Concurrency and bandwidth limits for transfers, plus measured throughput."""
+
+    def __init__(self, settings: TransferSettings, *, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self.running = 0
+        self._speed = 0.0
+        self._seen_at = -math.inf
+        self._budget = float(settings.tokens_per_second)
+        self._refilled_at = clock()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one transfer; 0: none was seen lately."""
+        return self._speed if self._clock() - self._seen_at <= SPEED_AGE_S else 0.0
+
+    def why_refused(self, tokens: int, compute_s: float) -> str:
+        """Why so many tokens, which take so long to compute, are not transferred now (a metric label); "": they may."""
+        now = self._clock()
+        most = float(self._settings.tokens_per_second)
+        self._budget = min(most, self._budget + most * (now - self._refilled_at))
+        self._refilled_at = now
+        if self.running >= self._settings.at_once:
+            return "busy"
+        if min(tokens, most) > self._budget:
+            return "budget"
+        return "slow" if tokens / (self.tokens_per_s or math.inf) > compute_s else ""
+
+    def begin(self, tokens: int) -> None:
+        """Begin a transfer of `tokens`."""
+        self.running += 1
+        self._budget -= tokens
+
+    def end(self, tokens: int, seconds: float) -> None:
+        """End a transfer that brought `tokens`."""
+        self.running -= 1
+        if tokens and seconds > 0.0:
+            seen = tokens / seconds
+            speed = self.tokens_per_s
+            self._speed, self._seen_at = speed + _NEW * (seen - speed) if speed else seen, self._clock()
+
 
 #: Sources within this many tokens of the longest are equally good.
 STEP_TOKENS = 256

@@ -20,10 +20,9 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.features.warming.settings import PrefixExport, WarmingPlace
-from kvproxy.features.warming.warmer import Warmed, Warmer
-from kvproxy.features.warming.warming import Warming
+from kvproxy.features.warming.warming import Warmed, Warmer, Warming
 from kvproxy.operate.admin.operated import AdminTarget
-from kvproxy.operate.admin.pick_request import parse_question
+from kvproxy.operate.admin.pick import parse_question
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_limit, reply_json
 
 #: Paths whose answers report reuse, and end after one token.

@@ -6,19 +6,106 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
+from kvproxy.base.errors import ClientError
 from kvproxy.base.log_lines import log_fields
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
-from kvproxy.base.types import EndpointId
+from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix, common_tokens
 from kvproxy.cache.actions.job_queue import Job
+from kvproxy.cache.clients.vllm import Prefill
+from kvproxy.cache.engines import Engines
 from kvproxy.cache.feature import CacheObserver, CacheParts
 from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.metrics import HoldingMetrics
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.features.warming.metrics import WarmingMetrics
 from kvproxy.features.warming.settings import WarmingPlace
-from kvproxy.features.warming.warmer import Warmer
+
+#: Tokens sent at once of a prefix with known tokens: the longest wait of a request that comes meanwhile.
+PIECE_TOKENS = 2048
+#: One send; a long prompt on a slow engine.
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """Result of warming: `done`, `no_effect`, `unverified` (the engine does not report reuse), `busy`, `dry_run`, or
+    the reason of a failed call. Tokens are the engine's count of the last prompt, and of it those that a second send
+    found."""
+
+    result: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Warmer:
+    """Sends to one endpoint at a time what its caller chose, within idle capacity."""
+
+    def __init__(self, settings: KvCacheSettings, *, engines: Engines, metrics: Metrics, clock: Clock) -> None:
+        self._dry_run = settings.cache_strategy.dry_run
+        self._max_requests = part_of(settings, WarmingPlace).warming.max_requests
+        self._clock = clock
+        self._engines = engines
+        self._tokens = metrics.group(WarmingMetrics).warmed_tokens
+
+    async def warm_body(self, endpoint: Endpoint, path: str, body: bytes) -> Warmed:
+        """Return a request that generates one token, and again to see what is reused of it."""
+        return await self._warm(endpoint, path, [body])
+
+    async def warm_prefix(self, endpoint: Endpoint, prefix: KnownPrefix) -> Warmed:
+        """By its tokens, in pieces that are each sent only while the engine is idle."""
+        if self._dry_run:
+            return Warmed("dry_run")
+        return await self._warm(endpoint, "/v1/completions", _pieces(prefix))
+
+    async def is_idle(self, endpoint: Endpoint) -> bool:
+        """By its own word, and by what this proxy has under way there. ClientError where it cannot be asked."""
+        limit = self._max_requests
+        if endpoint.condition(self._clock()) is not Condition.UP or endpoint.load.in_flight > limit:
+            return False
+        engine = await self._engines.client(endpoint.engine).fetch_metrics()
+        if endpoint.load.in_flight > limit or engine.running is None:
+            return False
+        return engine.running + (engine.waiting or 0) <= limit
+
+    async def _warm(self, endpoint: Endpoint, path: str, bodies: Sequence[bytes] | Iterator[bytes]) -> Warmed:
+        if endpoint.rank is not None:
+            return Warmed("not_supported")  # the engine itself would choose the rank
+        last = Prefill(0, 0)
+        body = b""
+        try:
+            for body in bodies:
+                if not await self.is_idle(endpoint):
+                    return Warmed("busy", last.prompt_tokens)
+                last = await self._send(endpoint, path, body)
+            again = await self._send(endpoint, path, body)
+        except ClientError as error:
+            return Warmed(error.reason, last.prompt_tokens)
+        if again.cached_tokens is None:
+            return Warmed("unverified", again.prompt_tokens)
+        return Warmed("done" if again.cached_tokens else "no_effect", again.prompt_tokens, again.cached_tokens)
+
+    async def _send(self, endpoint: Endpoint, path: str, body: bytes) -> Prefill:
+        answer = await self._engines.client(endpoint.engine).prefill(path, body, timeout_s=TIMEOUT_S)
+        found = answer.cached_tokens or 0
+        self._tokens.labels("found").inc(found)
+        self._tokens.labels("computed").inc(max(0, answer.prompt_tokens - found))
+        return answer
+
+
+def _pieces(prefix: KnownPrefix) -> Iterator[bytes]:
+    salt = {"cache_salt": prefix.cache_salt} if prefix.cache_salt else {}
+    rest = {"model": prefix.model, "max_tokens": 1, "temperature": 0, **salt}
+    for end in range(PIECE_TOKENS, len(prefix.tokens) + PIECE_TOKENS, PIECE_TOKENS):
+        yield msgspec.json.encode({**rest, "prompt": prefix.tokens[:end].tolist()})
+
 
 audit = logging.getLogger("kvproxy.audit")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.features.exchange.status import show_peers
+from kvproxy.features.exchange.operated import show_peers
 
 
 @pytest.mark.parametrize(("peers", "said"), [((), "0 other processes"), (("w/0", "w/1"), "1 other process:")])

@@ -15,7 +15,7 @@ from kvproxy.base.types import EndpointId, RequestKind
 from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.features.hygiene import book
+from kvproxy.features.hygiene import prefix_breaks
 from kvproxy.features.hygiene.causes import Cause
 from kvproxy.features.hygiene.note import NOTE, PrefixBreak
 from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
@@ -292,7 +292,7 @@ def test_tenants_do_not_share_a_session() -> None:
 
 def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tenants beyond the bound share a row."""
-    monkeypatch.setattr(book, "MAX_ROWS", 2)
+    monkeypatch.setattr(prefix_breaks, "MAX_ROWS", 2)
     world = World()
     for tenant in ("one", "two", "three", "four"):
         world.send(edited(LONG, "system.0.text", dated(f"2026-09-01 {tenant}")), tenant=tenant)

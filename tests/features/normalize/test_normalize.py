@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from starlette.types import Message, Send
 
 from kvproxy.base.types import RequestKind
-from kvproxy.features.normalize.normalize import put_all, session_of
+from kvproxy.features.normalize.normalize import MAX_SESSIONS, Trial, TrialState, put_all, session_of
 from kvproxy.features.normalize.normalize_rules import Piece, pieces_of, put_into, rewrite
-from kvproxy.features.normalize.normalize_trial import MAX_SESSIONS, Trial, TrialState
 from kvproxy.features.normalize.settings import NormalizeRule
 from kvproxy.operate.config.load import check_config
 from kvproxy.proxy.request.downstream import Downstream

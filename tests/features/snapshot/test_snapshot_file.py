@@ -10,7 +10,7 @@ import pytest
 
 from kvproxy.cache.indexes.approximate_dump import fingerprint
 from kvproxy.cache.saved_state import Kept, Outcome, Unusable, encode
-from kvproxy.features.snapshot.snapshot_file import SnapshotFile
+from kvproxy.features.snapshot.restart import SnapshotFile
 
 NOW = 1_800_000_000.0
 

@@ -18,8 +18,7 @@ from kvproxy.cache.providers import ActionKind
 from kvproxy.cluster.routing.copy_planner import draw_source, find_holders
 from kvproxy.features.transfers.copy_watch import CopyObserver
 from kvproxy.features.transfers.settings import TransferSettings
-from kvproxy.features.transfers.transfer_link import SPEED_AGE_S, Link
-from kvproxy.features.transfers.transfers import Transfers
+from kvproxy.features.transfers.transfers import SPEED_AGE_S, Link, Transfers
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app

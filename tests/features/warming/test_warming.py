@@ -12,8 +12,7 @@ import pytest
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.feedback.trust import LossReason
-from kvproxy.features.warming.warmer import PIECE_TOKENS
-from kvproxy.features.warming.warming import RETRY_S, Warming
+from kvproxy.features.warming.warming import PIECE_TOKENS, RETRY_S, Warming
 from kvproxy.operate.config.load import check_config
 from tests.cache.support import A, B, Fake, Service, chat, engine, long_text, world
 from tests.support.clock import FakeClock
