@@ -23,7 +23,7 @@ from typing import Any
 
 from kvproxy.cache.settings import CacheStrategySettings, KvCacheSettings
 from kvproxy.features.warming.settings import WarmingSettings
-from kvproxy.features.warming.warmer import PIECE_TOKENS
+from kvproxy.features.warming.warming import PIECE_TOKENS
 from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.lab.replay.pooled import Bound, measure_bound
 from kvproxy.lab.replay.results import ReplayOutcome, percentile

@@ -42,8 +42,7 @@ from kvproxy.operate.metrics.catalog import make_metrics
 from kvproxy.operate.metrics.process import ProcessMetrics
 from kvproxy.operate.receipts.recorder import make_recorder
 from kvproxy.operate.receipts.writer import WritingObserver
-from kvproxy.operate.runtime.generation import Shared
-from kvproxy.operate.runtime.generations import Generations
+from kvproxy.operate.runtime.generation import Generations, Shared
 from kvproxy.proxy.filter_settings import AuthSettings
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, WallClock

@@ -23,7 +23,7 @@ from kvproxy.cli import _parser
 from kvproxy.cluster.routing.policy import FactSource, Overlap
 from kvproxy.cluster.settings import PolicyName
 from kvproxy.features.hygiene.causes import Cause
-from kvproxy.features.hygiene.traffic import Row, traffic_report
+from kvproxy.features.hygiene.command import Row, traffic_report
 from kvproxy.lab.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, why_not_given
 from kvproxy.lab.advise.adviser import PoolAdvice
 from kvproxy.lab.advise.engines import EngineSettingsSeen
@@ -33,7 +33,7 @@ from kvproxy.lab.advise.today import Today
 from kvproxy.lab.advise.traffic import RecordedRequest, Traffic
 from kvproxy.lab.planner.command import run as plan
 from kvproxy.lab.replay.compare import PolicySpec
-from kvproxy.lab.replay.reports import LiveReport
+from kvproxy.lab.replay.report import LiveReport
 from kvproxy.lab.replay.results import Summary
 from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
 from kvproxy.lab.replay.trace import Half

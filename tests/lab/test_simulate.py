@@ -18,8 +18,7 @@ from kvproxy.app import Proxy
 from kvproxy.base.errors import ConfigError
 from kvproxy.cli import _parser
 from kvproxy.cli import main as run_cli
-from kvproxy.lab.simulate import move_addresses, start
-from kvproxy.lab.simulate_plan import plan_from_config, plan_from_options, read_fault
+from kvproxy.lab.simulate import move_addresses, plan_from_config, plan_from_options, read_fault, start
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server

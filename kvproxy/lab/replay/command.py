@@ -21,7 +21,7 @@ from kvproxy.lab.replay.live import LiveReplay, LiveSettings
 from kvproxy.lab.replay.options import DEFAULT_LOAD, DEFAULT_POLICIES
 from kvproxy.lab.replay.plot import render_html
 from kvproxy.lab.replay.replicas import RoutersPlan
-from kvproxy.lab.replay.reports import ROW, LiveReport, report_live
+from kvproxy.lab.replay.report import ROW, LiveReport, report_live
 from kvproxy.lab.replay.results import GoodputLimits
 from kvproxy.lab.replay.settings import ENGINES, Pace, ReplayFleet
 from kvproxy.lab.replay.tier_plan import TierPlan

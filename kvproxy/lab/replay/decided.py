@@ -17,7 +17,7 @@ from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import Backlog, Features
 from kvproxy.lab.replay.compare import PolicySpec
-from kvproxy.lab.replay.reports import Recorded, Review, Verdict, mean
+from kvproxy.lab.replay.report import Recorded, Review, Verdict, mean
 from kvproxy.lab.replay.results import percentile
 from kvproxy.operate.receipts.files import ReceiptReader
 from kvproxy.operate.receipts.receipt import (

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 
 from kvproxy.base.types import Clock
 from kvproxy.lab.simulator import vllm_info as info
-from kvproxy.lab.simulator import vllm_render as render
 from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import EngineOutput, FirstToken, KvEvent
 from kvproxy.lab.simulator.engine_runner import EngineRunner, SequenceProgress
@@ -59,10 +58,10 @@ _HANDLERS: dict[str, dict[str, Handler]] = {
     "/kv_event_sources": {"GET": info.answer_kv_event_sources},
     "/reset_prefix_cache": {"POST": info.answer_reset_prefix_cache},
     "/v1/messages/count_tokens": {"POST": info.answer_count_tokens},
-    "/v1/chat/completions/render": {"POST": render.answer_chat_render},
-    "/v1/completions/render": {"POST": render.answer_completion_render},
-    "/v1/messages/render": {"POST": render.answer_messages_render},
-    "/v1/responses/render": {"POST": render.answer_responses_render},
+    "/v1/chat/completions/render": {"POST": info.answer_chat_render},
+    "/v1/completions/render": {"POST": info.answer_completion_render},
+    "/v1/messages/render": {"POST": info.answer_messages_render},
+    "/v1/responses/render": {"POST": info.answer_responses_render},
     "/v1/embeddings": {"POST": info.answer_embeddings},
     "/sim/faults": {"POST": info.set_faults},
     "/sim/state": {"GET": info.answer_state},

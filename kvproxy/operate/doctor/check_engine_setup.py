@@ -1,4 +1,4 @@
-"""How an engine is started, where the proxy depends on it: SGLang's arguments, and data-parallel ranks."""
+"""How an engine is started, where the proxy depends on it: SGLang's arguments, data-parallel ranks, and CORS."""
 
 from __future__ import annotations
 
@@ -152,3 +152,24 @@ def judge_ranks(
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class CorsCheck(EngineCheck):
+    """A preflight, where no `cors` filter is configured."""
+
+    name = "cors"
+    calls = 2
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        if not await self.engine.is_reachable():
+            return []
+        origins = await self.engine.allowed_origins()
+        if not origins:
+            return []
+        what = (
+            "answers browsers of other origins, and the proxy does not: pages cannot read its lists of models and its "
+            "errors (401, 404, 429, 5xx)"
+        )
+        fix = "add the filter: `filters: {cors: {allow_origins: [...]}}`, and take `--allowed-origins` from the engine"
+        return [warning(self.where, what, fix)]

@@ -9,9 +9,8 @@ from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS, caching_enabled
 from kvproxy.operate.doctor.engine import EngineCheck
-from kvproxy.operate.doctor.listening import StreamObservation
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning
-from kvproxy.operate.doctor.trial import Trial
+from kvproxy.operate.doctor.trial import StreamObservation, Trial
 
 #: vLLM's flag for KV events, a gap of which can be filled.
 EVENTS_FLAG = (

@@ -24,8 +24,7 @@ from kvproxy.operate.doctor.check_configuration import (
     PublicCheck,
     convert_problems,
 )
-from kvproxy.operate.doctor.check_cors import CorsCheck
-from kvproxy.operate.doctor.check_engine_setup import RanksCheck, SglangCheck
+from kvproxy.operate.doctor.check_engine_setup import CorsCheck, RanksCheck, SglangCheck
 from kvproxy.operate.doctor.check_kv_events import EventSourcesCheck, KvEventsCheck
 from kvproxy.operate.doctor.check_lmcache import ActionsCheck, InstancesCheck, ServiceCheck
 from kvproxy.operate.doctor.check_lookup import BudgetCheck, ChunksCheck, LookupCheck

@@ -13,8 +13,7 @@ import openai
 import pytest
 
 from kvproxy.cli import main as run_cli
-from kvproxy.lab.demo.demo import TrafficProgress, print_table, run
-from kvproxy.lab.demo.demo_places import DemoOptions
+from kvproxy.lab.demo.demo import DemoOptions, TrafficProgress, print_table, run
 from kvproxy.lab.demo.demo_traffic import DemoReply
 from tests.support.until import until_says
 

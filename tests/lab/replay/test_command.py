@@ -18,8 +18,7 @@ from kvproxy.lab.replay.catalogue import SCENARIOS
 from kvproxy.lab.replay.command import run
 from kvproxy.lab.replay.options import add_arguments
 from kvproxy.lab.replay.plot import render_html
-from kvproxy.lab.replay.report import ReplayReport
-from kvproxy.lab.replay.reports import Recorded, Review, Verdict
+from kvproxy.lab.replay.report import Recorded, ReplayReport, Review, Verdict
 from kvproxy.lab.replay.results import summarize_outcomes
 from kvproxy.lab.replay.tier_plan import TierPlan
 from kvproxy.lab.replay.trace import Half

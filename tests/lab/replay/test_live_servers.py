@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvproxy.lab.replay.live import LiveReplay, LiveSettings
-from kvproxy.lab.replay.reports import report_live
+from kvproxy.lab.replay.report import report_live
 from kvproxy.lab.replay.settings import Pace
 from kvproxy.lab.replay.trace import Trace, parse_trace
 from kvproxy.lab.simulator.engine_io import EngineSettings

@@ -9,9 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.lab.simulator.coordinator_actions import parse_keys
 from kvproxy.lab.simulator.http_call import HttpError
-from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
+from kvproxy.lab.simulator.lmcache_coordinator import (
+    CoordinatorApp,
+    CoordinatorSettings,
+    create_coordinator_app,
+    parse_keys,
+)
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 

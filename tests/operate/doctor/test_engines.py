@@ -14,9 +14,9 @@ from kvproxy.cache.kv_events.source import KvEventSource
 from kvproxy.lab.simulator.engine_io import BlockStored, Checkpoints
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
 from kvproxy.lab.simulator.kv_event_publisher import EventEncoder, EventEncoding, PublisherSettings
-from kvproxy.operate.doctor.listening import StreamObservation
 from kvproxy.operate.doctor.report import DoctorReport, Severity
 from kvproxy.operate.doctor.tools import VisitTimeouts
+from kvproxy.operate.doctor.trial import StreamObservation
 from tests.operate.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
 from tests.support.loopback import serve
 

@@ -17,9 +17,8 @@ from kvproxy.operate.doctor.check_lookup import judge_chunk_size, judge_lookup_t
 from kvproxy.operate.doctor.check_models import may_be_one
 from kvproxy.operate.doctor.check_trial import judge_caching, judge_tokenize
 from kvproxy.operate.doctor.engine import Counters, PromptLengths, parse_counters, parse_prompt_lengths
-from kvproxy.operate.doctor.listening import StreamObservation
 from kvproxy.operate.doctor.report import Severity
-from kvproxy.operate.doctor.trial import Trial, TrialPlan, TrialReply, count_words
+from kvproxy.operate.doctor.trial import StreamObservation, Trial, TrialPlan, TrialReply, count_words
 
 SOURCE = KvEventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
 
