@@ -1,4 +1,4 @@
-"""A whole Pixiu file into a checked `Config`: listener, metrics, shutdown, clusters; the rest is in the modules beside."""
+"""A whole Pixiu file into a checked `Config`: listener, metrics, shutdown, clusters; the rest is in modules beside."""
 
 from __future__ import annotations
 
