@@ -75,6 +75,11 @@ class GenerationGroup:
         """The engine gave up on one of them."""
         return any(member.failed for member in self.members)
 
+    async def wait_until_ended(self) -> None:
+        """Wait for the end of every sequence."""
+        while not self.ended:
+            await self.wait_for_change()
+
     async def wait_for_change(self, timeout_s: float | None = None) -> bool:
         """Wait for news; False when there was none for `timeout_s`."""
         try:
@@ -89,7 +94,7 @@ class GenerationGroup:
 class EngineRunner:
     """An async context manager around one engine and its loop task."""
 
-    def __init__(self, engine: Engine, *, clock: Clock, on_events: OnEvents, on_output: OnOutput) -> None:
+    def __init__(self, engine: Engine, *, clock: Clock, on_events: OnEvents | None, on_output: OnOutput) -> None:
         self.engine = engine
         self._clock = clock
         self._on_events = on_events
@@ -150,7 +155,8 @@ class EngineRunner:
 
     async def _deliver(self, output: EngineOutput) -> None:
         if isinstance(output, CacheChanged):
-            await self._on_events(output.events)
+            if self._on_events is not None:
+                await self._on_events(output.events)
             return
         generation = self._live.get(output.request_id)
         if generation is not None:

@@ -7,8 +7,8 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from typing import Any, Self
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -140,7 +140,20 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 
 class HttpApp:
-    """ASGI side of a simulated server: an exchange is answered as a call, and an error by its body."""
+    """ASGI side of a simulated server: an exchange is answered as a call, and an error by its body. Its `parts` run
+    while it is entered (it is an async context manager)."""
+
+    parts: Sequence[contextlib.AbstractAsyncContextManager[object]] = ()
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as starting:
+            for part in self.parts:
+                await starting.enter_async_context(part)
+            self._running = starting.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._running.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -129,7 +129,7 @@ def _rank_label(settings: SglangSettings, rank: int) -> dict[str, str]:
 
 
 class SglangEngine:
-    """One data-parallel rank; runs while it is entered. `on_output` is called with what it makes."""
+    """One data-parallel rank, which runs while its `parts` do. `on_output` is called with what it makes."""
 
     def __init__(
         self,
@@ -151,27 +151,15 @@ class SglangEngine:
         self.runner = EngineRunner(
             self.engine,
             clock=clock,
-            on_events=self._publish,
+            on_events=None if self.publisher is None else self.publisher.publish,
             on_output=lambda generation, output: on_output(rank, generation, output),
         )
-        self._stack = contextlib.AsyncExitStack()
+        parts: list[contextlib.AbstractAsyncContextManager[object]] = [self.runner]
+        self.parts = parts if self.publisher is None else [self.publisher, *parts]
 
     def reset_prefix_cache(self) -> bool:
         """Reset the prefix cache; returns False while anything runs."""
         return self.engine.reset_prefix_cache()
-
-    async def __aenter__(self) -> SglangEngine:
-        if self.publisher is not None:
-            await self._stack.enter_async_context(self.publisher)
-        await self._stack.enter_async_context(self.runner)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    async def _publish(self, events: Sequence[KvEvent]) -> None:
-        if self.publisher is not None:
-            await self.publisher.publish(events)
 
 
 def _publisher(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import time
@@ -12,10 +11,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvproxy.base.types import Clock
+from kvproxy.lab.simulator.answering import FaultError, Faults, Serving, Shape
 from kvproxy.lab.simulator.engine_io import EngineLoad, SimRequest
-from kvproxy.lab.simulator.engine_runner import GenerationGroup
-from kvproxy.lab.simulator.generation import Answer, GenerationPlan
-from kvproxy.lab.simulator.http_call import EVENT_STREAM, HttpApp, HttpCall, HttpError
+from kvproxy.lab.simulator.generation import GenerationPlan
+from kvproxy.lab.simulator.http_call import HttpApp, HttpCall, HttpError
 from kvproxy.lab.simulator.kv_event_publisher import KvEventPublisher
 from kvproxy.lab.simulator.prompts import Prompts
 from kvproxy.lab.simulator.sglang_engine import HEALTH_CHECK, SglangEngine, SglangMetrics, with_event_ports
@@ -34,9 +33,7 @@ from kvproxy.lab.simulator.sglang_settings import SglangSettings, describe_model
 from kvproxy.lab.simulator.sglang_shapes import SglangChat, SglangCompletion, SglangGenerate, SglangMessages
 from kvproxy.lab.simulator.tokenizer import Tokenizer
 from kvproxy.lab.simulator.vllm_errors import VllmError
-from kvproxy.lab.simulator.vllm_generate import Shape
 from kvproxy.lab.simulator.vllm_server import utc_seconds
-from kvproxy.lab.simulator.vllm_state import FaultError, Faults
 
 _KEPT_REQUESTS = 256
 _REMEMBERED_SESSIONS = 8192
@@ -70,7 +67,7 @@ class SglangApp(HttpApp):
         ]
         self._metrics = SglangMetrics(settings, [one.engine for one in self.ranks])
         self._turn = 0  # rank of the next request that names none
-        self._stack = contextlib.AsyncExitStack()
+        self.parts = [part for engine in self.ranks for part in engine.parts]
         self.faults = Faults()
         self.calls: Counter[str] = Counter()
         self._closed: dict[str, None] = {}  # sessions, the last closed last
@@ -88,14 +85,6 @@ class SglangApp(HttpApp):
         loads = [one.engine.load for one in self.ranks]
         running, waiting = (sum(getattr(load, name) for load in loads) for name in ("running", "waiting"))
         return EngineLoad(running, waiting, max(load.kv_usage for load in loads))
-
-    async def __aenter__(self) -> SglangApp:
-        for engine in self.ranks:
-            await self._stack.enter_async_context(engine)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
 
     def _build_routes(self) -> dict[tuple[str, str], Handler]:
         chat = self._answer_chat
@@ -182,7 +171,7 @@ class SglangApp(HttpApp):
         await self._generate(call, wanted, self._prompts.encode_completion(wanted)[:1], SglangGenerate())
 
     async def _generate(self, call: HttpCall, body: Mapping[str, Any], prompts: list[list[int]], shape: Shape) -> None:
-        """One generation from body to last byte; a client that leaves frees the engine at once."""
+        """One generation from body to last byte."""
         rank = read_rank(call.headers.get(RANK_HEADER), body, len(self.ranks))
         plan = self._planner.plan(body, prompts, str(body.get("rid") or f"{self._rng.getrandbits(128):032x}"))
         engine = self._next_rank() if rank is None else self.ranks[rank]
@@ -190,13 +179,10 @@ class SglangApp(HttpApp):
         record = {"path": call.path, "id": plan.id, "priority": body.get("priority"), "outcome": "running"}
         record["rank"] = engine.rank
         self.requests.append(record)
-        try:
-            finished = await call.run_while_connected(self._answer(call, engine, plan, shape, record))
-            record["outcome"] = record["outcome"] if finished else "disconnected"
-            self._refer(engine, plan, body.get("session_id"))
-        except SglangError:
-            record["outcome"] = "error"
-            raise
+        size = self.settings.page_size
+        serving = Serving(engine.runner, self.faults, self._tokenizer, size, self._wall_clock, engine_dead)
+        await serving.answer(call, plan, shape, record)
+        self._refer(engine, plan, body.get("session_id"))
 
     def _refer(self, engine: SglangEngine, plan: GenerationPlan, session: object) -> None:
         """Tie a finished request to its session, unless that was closed meanwhile."""
@@ -231,45 +217,6 @@ class SglangApp(HttpApp):
         limit = self.settings.max_queued_requests
         if self.faults.use_up("busy_next") or (limit is not None and engine.engine.load.waiting >= limit):
             raise queue_full()
-
-    async def _answer(
-        self, call: HttpCall, engine: SglangEngine, plan: GenerationPlan, shape: Shape, record: dict[str, Any]
-    ) -> None:
-        await self.faults.stall(self.faults.values.stall_head_s)
-        with engine.runner.run_requests(plan.requests) as group:
-            answer = Answer(
-                plan,
-                group,
-                tokenizer=self._tokenizer,
-                block_size=self.settings.page_size,
-                created=int(self._wall_clock()),
-            )
-            if plan.stream:
-                record["outcome"] = await self._stream(call, answer, group, shape)
-            else:
-                await _until_ended(group)
-                await call.reply_json(shape.build_body(answer))
-                record["outcome"] = "finished"
-            record["cached_tokens"] = answer.count_usage().cached_tokens
-
-    async def _stream(self, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> str:
-        cut = self.faults.use_up("cut_next")
-        await call.start_reply(200, EVENT_STREAM)
-        ended = False
-        while not ended:
-            await group.wait_for_change()
-            ended = group.ended
-            if group.failed:
-                for event in shape.build_error_events(engine_dead().body):
-                    await call.write_chunk(event)
-                await call.finish_reply()
-                return "error"
-            for event in shape.build_events(answer, answer.take_deltas(), last=ended):
-                await call.write_chunk(event)
-                if cut:
-                    return "cut"
-        await call.finish_reply()
-        return "finished"
 
     async def _answer_tokenize(self, call: HttpCall) -> None:
         body = await _read_json(call)
@@ -354,13 +301,6 @@ async def _read_json(call: HttpCall) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise SglangError("1 validation error: Input should be a valid dictionary", kind="Bad Request")
     return body
-
-
-async def _until_ended(group: GenerationGroup) -> None:
-    while not group.ended:
-        await group.wait_for_change()
-    if group.failed:
-        raise engine_dead()
 
 
 def create_sglang_app(

@@ -8,11 +8,12 @@ from typing import Any
 
 import xxhash
 
+from kvproxy.lab.simulator.answering import FaultError
 from kvproxy.lab.simulator.generation import GenerationPlan
 from kvproxy.lab.simulator.http_call import HttpCall
 from kvproxy.lab.simulator.vllm_errors import SCALE_OUT_DISABLED, VllmError, engine_dead, missing_fields
 from kvproxy.lab.simulator.vllm_generate import read_json
-from kvproxy.lab.simulator.vllm_state import FaultError, VllmState
+from kvproxy.lab.simulator.vllm_state import VllmState
 
 _EMBEDDING_SIZE = 16
 
@@ -130,8 +131,7 @@ async def answer_embeddings(state: VllmState, call: HttpCall) -> None:
     prompts = state.prompts.encode_embeddings(body)
     plan = state.planner.plan({**body, "max_tokens": 1}, prompts, state.make_id())
     with state.runner.run_requests(plan.requests) as group:
-        while not group.ended:
-            await group.wait_for_change()
+        await group.wait_until_ended()
     if group.failed:
         raise engine_dead()
     await call.reply_json(

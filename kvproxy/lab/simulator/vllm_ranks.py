@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from collections.abc import Callable, MutableMapping
@@ -67,15 +66,7 @@ class RankedVllm(HttpApp):
             for rank in range(settings.first, settings.first + settings.size)
         }
         self._next = 0  # rank to try first
-        self._stack = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> RankedVllm:
-        for app in self.ranks.values():
-            await self._stack.enter_async_context(app)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        self.parts = list(self.ranks.values())
 
     async def answer_call(self, call: HttpCall) -> None:
         """By one rank, by all, or for all of them."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 from kvproxy.base.types import Clock
 from kvproxy.lab.simulator import vllm_info as info
+from kvproxy.lab.simulator.answering import Faults
 from kvproxy.lab.simulator.engine import Engine
-from kvproxy.lab.simulator.engine_io import EngineOutput, FirstToken, KvEvent
+from kvproxy.lab.simulator.engine_io import EngineOutput, FirstToken
 from kvproxy.lab.simulator.engine_runner import EngineRunner, SequenceProgress
 from kvproxy.lab.simulator.event_shapes import AnthropicShape, ResponsesShape
 from kvproxy.lab.simulator.generation import Planner
@@ -23,7 +23,7 @@ from kvproxy.lab.simulator.tokenizer import Tokenizer
 from kvproxy.lab.simulator.vllm_generate import GenerateRoute, answer_generation
 from kvproxy.lab.simulator.vllm_metrics import VllmMetrics
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
-from kvproxy.lab.simulator.vllm_state import Faults, OnPrefilled, Prefilled, VllmState
+from kvproxy.lab.simulator.vllm_state import OnPrefilled, Prefilled, VllmState
 
 Handler = Callable[[VllmState, HttpCall], Awaitable[None]]
 
@@ -89,32 +89,24 @@ class VllmApp(HttpApp):
         began_at = wall_clock()
         tokenizer = Tokenizer(word_pieces=settings.word_pieces)
         engine = Engine(settings.engine)
-        self._publisher = self._build_publisher(settings, wall_clock)
-        self._runner = EngineRunner(engine, clock=clock, on_events=self._publish, on_output=self._observe)
+        publisher = _build_publisher(settings, wall_clock)
+        on_events = None if publisher is None else publisher.publish
+        runner = EngineRunner(engine, clock=clock, on_events=on_events, on_output=self._observe)
         self.state = VllmState(
             settings=settings,
             tokenizer=tokenizer,
             prompts=Prompts(tokenizer, model=settings.root if settings.multimodal else None),
             planner=Planner(settings, tokenizer),
-            runner=self._runner,
+            runner=runner,
             metrics=VllmMetrics(settings, engine, started_at=began_at),
             faults=Faults(),
-            publisher=self._publisher,
+            publisher=publisher,
             wall_clock=wall_clock,
             rng=rng,
             fingerprint=f"vllm-{settings.version}-{rng.getrandbits(32):08x}",
             started_at=began_at,
         )
-        self._stack = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> VllmApp:
-        if self._publisher is not None:
-            await self._stack.enter_async_context(self._publisher)
-        await self._stack.enter_async_context(self._runner)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        self.parts = [runner] if publisher is None else [publisher, runner]
 
     async def answer_call(self, call: HttpCall) -> None:
         """By path, then method."""
@@ -133,19 +125,6 @@ class VllmApp(HttpApp):
             else:
                 await _HANDLERS[call.path][call.method](self.state, call)
 
-    def _build_publisher(self, settings: VllmSettings, wall_clock: Callable[[], float]) -> KvEventPublisher | None:
-        if settings.kv_events is None:
-            return None
-        events = settings.kv_events
-        encoder = EventEncoder(
-            block_size=settings.engine.block_size, encoding=events.encoding, bytes_hashes=events.bytes_hashes
-        )
-        return KvEventPublisher(events, encoder=encoder, wall_clock=wall_clock, replay=settings.kv_events_replay)
-
-    async def _publish(self, events: Sequence[KvEvent]) -> None:
-        if self._publisher is not None:
-            await self._publisher.publish(events)
-
     def _observe(self, generation: SequenceProgress, output: EngineOutput) -> None:
         self.state.metrics.observe(generation, output)
         if isinstance(output, FirstToken) and self._on_prefilled is not None:
@@ -153,6 +132,16 @@ class VllmApp(HttpApp):
             tokens = request.token_ids[: request.prompt_tokens]
             model = request.lora_name or self.state.settings.root
             self._on_prefilled(Prefilled(tokens, model, request.cache_salt or ""))
+
+
+def _build_publisher(settings: VllmSettings, wall_clock: Callable[[], float]) -> KvEventPublisher | None:
+    if settings.kv_events is None:
+        return None
+    events = settings.kv_events
+    encoder = EventEncoder(
+        block_size=settings.engine.block_size, encoding=events.encoding, bytes_hashes=events.bytes_hashes
+    )
+    return KvEventPublisher(events, encoder=encoder, wall_clock=wall_clock, replay=settings.kv_events_replay)
 
 
 def create_engine_app(
