@@ -29,9 +29,15 @@ class BaseFeature:
     #: Models of the core, and models whose fields each of them gets: sections and settings, read by `part_of`.
     settings: ClassVar[Mapping[type[Model], Sequence[type[Model]]]] = {}
 
+    #: Name of its metric group in the module `metrics` beside it; "": it has none.
+    metric_group: ClassVar[str] = ""
+
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Group that exist from the start, whether the feature is on or off."""
-        return ()
+        """Return its groups, which exist from the start, whether the feature is on or off."""
+        if not self.metric_group:
+            return ()
+        package = type(self).__module__.rpartition(".")[0]
+        return (getattr(import_module(f"{package}.metrics"), self.metric_group),)
 
 
 log = logging.getLogger("kvproxy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvproxy.cluster.settings import ClusterSettings
@@ -10,7 +9,7 @@ from kvproxy.features.autoscaling.settings import AutoscalingPlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
-    from kvproxy.base.metrics.groups import MetricGroup, Metrics
+    from kvproxy.base.metrics.groups import Metrics
     from kvproxy.base.types import Clock
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
 
@@ -19,13 +18,8 @@ class AutoscalingFeature(Feature):
     """Shows how loaded each cluster is and how many endpoints it should have."""
 
     name = "autoscaling"
+    metric_group = "ScalingMetrics"
     settings = {ClusterSettings: (AutoscalingPlace,)}
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Its group."""
-        from kvproxy.features.autoscaling.metrics import ScalingMetrics
-
-        return (ScalingMetrics,)
 
     def observe_cluster(self, cluster: ObservedCluster, tools: ClusterTools) -> ClusterObserver:
         """Observe the demand on this cluster."""

@@ -13,7 +13,6 @@ from kvproxy.operate.feature import Feature, StatusPart
 if TYPE_CHECKING:
     from starlette.routing import Route
 
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.base.settings.paths import Finding
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.admin.replies import Audit
@@ -25,15 +24,10 @@ class Exchange(Feature):
     """Has several processes decide as one."""
 
     name = "exchange"
+    metric_group = "SyncMetrics"
     panel = "peers"
     settings = {Config: (SyncPlace,)}
     read_at_start = ("sync",)
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Return its group."""
-        from kvproxy.features.exchange.metrics import SyncMetrics
-
-        return (SyncMetrics,)
 
     def verify(self, config: Config) -> Iterable[Finding]:
         """Refuse places where replicas cannot meet."""

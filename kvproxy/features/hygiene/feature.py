@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from msgspec import Struct
     from starlette.routing import Route
 
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.cache.feature import CacheObserver, CacheParts, View
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.admin.replies import Audit
@@ -25,13 +24,8 @@ class Hygiene(Feature):
     """Finds what keeps the prompts of returning sessions from being reused."""
 
     name = "hygiene"
+    metric_group = "PrefixBreakMetrics"
     panel = "breaks"
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Return its group."""
-        from kvproxy.features.hygiene.metrics import PrefixBreakMetrics
-
-        return (PrefixBreakMetrics,)
 
     def list_notes(self) -> Mapping[str, type[Struct]]:
         """Return what was computed again of the session's last prompt, and why."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from kvproxy.base.settings.compose import part_of
@@ -15,7 +15,6 @@ from kvproxy.operate.feature import Feature, find_filters
 if TYPE_CHECKING:
     from msgspec import Struct
 
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.cache.feature import CacheObserver, CacheParts, View
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.receipts.receipt import Receipt
@@ -25,13 +24,8 @@ class Leases(Feature):
     """Keeps prompts for conversations that are expected back."""
 
     name = "leases"
+    metric_group = "LeaseMetrics"
     settings = {KvCacheSettings: (LeasePlace,)}
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Its group."""
-        from kvproxy.features.leases.metrics import LeaseMetrics
-
-        return (LeaseMetrics,)
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """LMCache alone pins."""

@@ -12,7 +12,6 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.base.settings.model import Model
     from kvproxy.base.settings.paths import Finding
     from kvproxy.operate.receipts.recorder import RecorderTarget
@@ -23,14 +22,9 @@ class LedgerFeature(Feature):
     """Writes down tokens by tenant and model, to be billed."""
 
     name = "ledger"
+    metric_group = "LedgerMetrics"
     settings = {Config: (LedgerPlace,)}
     read_at_start = ("ledger",)
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Return its group."""
-        from kvproxy.features.ledger.metrics import LedgerMetrics
-
-        return (LedgerMetrics,)
 
     def verify(self, config: Config) -> Iterable[Finding]:
         """Refuse to bill predictions where the router makes none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvproxy.base.settings.paths import Finding, error_at
@@ -13,7 +13,6 @@ from kvproxy.proxy.feature import FilterOrder
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.operate.config.schema import Config
     from kvproxy.proxy.filters.chain import FilterContext
 
@@ -22,6 +21,7 @@ class Normalize(Feature):
     """Rewrites prompts so that engines can reuse them."""
 
     name = "normalize"
+    metric_group = "NormalizeMetrics"
     filters = {"normalize": NormalizeSettings}
     filter_order = (
         FilterOrder(
@@ -32,12 +32,6 @@ class Normalize(Feature):
             "auth", "normalize", "sessions of one name are distinguished by tenant, which auth names only later"
         ),
     )
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Its group."""
-        from kvproxy.features.normalize.metrics import NormalizeMetrics
-
-        return (NormalizeMetrics,)
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Yield a chain that parses nothing leaves nothing to rewrite."""

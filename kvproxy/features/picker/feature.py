@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvproxy.base.settings.compose import part_of
@@ -11,7 +11,6 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.base.settings.paths import Finding
 
 
@@ -19,14 +18,9 @@ class Picker(Feature):
     """Decides for Envoy, which carries the requests."""
 
     name = "picker"
+    metric_group = "PickerMetrics"
     settings = {Config: (PickerPlace,)}
     read_at_start = ("picker",)
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Return its group."""
-        from kvproxy.features.picker.metrics import PickerMetrics
-
-        return (PickerMetrics,)
 
     def verify(self, config: Config) -> Iterable[Finding]:
         """Return faults of the listener, if there is a section for it."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ObservedCluster
     from kvproxy.operate.admin.findings import Trouble
     from kvproxy.operate.admin.operated import AdminTarget
@@ -21,12 +20,7 @@ class PriorityFeature(Feature):
     """Has engines order what waits in them by a number in each request."""
 
     name = "priority"
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Return its group."""
-        from kvproxy.features.priority.metrics import EnginePriorityMetrics
-
-        return (EnginePriorityMetrics,)
+    metric_group = "EnginePriorityMetrics"
 
     def list_notes(self) -> Mapping[str, type]:
         """Return the type of the note: the engine's number in milliseconds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvproxy.base.settings.compose import part_of
@@ -10,7 +9,7 @@ from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
-    from kvproxy.base.metrics.groups import MetricGroup, Metrics
+    from kvproxy.base.metrics.groups import Metrics
     from kvproxy.cluster.feature import SilentPolicy
     from kvproxy.cluster.routing.policy import Policy
 
@@ -29,13 +28,8 @@ class ShadowFeature(Feature):
     """Lets a second policy decide on live traffic without effect."""
 
     name = "shadow"
+    metric_group = "ShadowMetrics"
     settings = {ClusterSettings: (ShadowPlace,)}
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Return its group."""
-        from kvproxy.features.shadow.metrics import ShadowMetrics
-
-        return (ShadowMetrics,)
 
     def find_silent_policy(self, settings: ClusterSettings) -> PolicyName | None:
         """Return the shadow policy of a cluster."""

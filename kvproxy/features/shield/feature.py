@@ -11,7 +11,6 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
@@ -22,13 +21,8 @@ class Shield(Feature):
     """Keeps requests away from engines that they would harm."""
 
     name = "shield"
+    metric_group = "ShieldMetrics"
     settings = {Config: (ShieldPlace,)}
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Its group."""
-        from kvproxy.features.shield.metrics import ShieldMetrics
-
-        return (ShieldMetrics,)
 
     def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
         """Return the filter, unless it is off."""

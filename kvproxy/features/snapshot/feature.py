@@ -14,7 +14,6 @@ from kvproxy.features.snapshot.settings import SnapshotPlace, SnapshotSettings
 from kvproxy.operate.feature import OFF, ON, Capability, Feature, find_filters
 
 if TYPE_CHECKING:
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.cache.feature import CacheObserver, CacheParts, View
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.config.schema import Config
@@ -27,13 +26,8 @@ class Snapshot(Feature):
     """Snapshot feature: keeps learned state over a restart."""
 
     name = "snapshot"
+    metric_group = "SnapshotMetrics"
     settings = {KvCacheSettings: (SnapshotPlace,)}
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Its group."""
-        from kvproxy.features.snapshot.metrics import SnapshotMetrics
-
-        return (SnapshotMetrics,)
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Doubt a folder that is not there, and a file that would often be too old."""

@@ -14,7 +14,6 @@ from kvproxy.operate.feature import Feature, find_filters
 if TYPE_CHECKING:
     from msgspec import Struct
 
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.cache.feature import CacheObserver, CacheParts
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.lmcache import LmcacheFacts
@@ -26,13 +25,8 @@ class TransfersFeature(Feature):
     """Copies KV to where a request goes."""
 
     name = "transfers"
+    metric_group = "TransferMetrics"
     settings = {KvCacheSettings: (TransferPlace,)}
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Its group."""
-        from kvproxy.features.transfers.metrics import TransferMetrics
-
-        return (TransferMetrics,)
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Refuse copies that nothing could make or wait for."""

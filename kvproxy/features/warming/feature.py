@@ -15,7 +15,6 @@ from kvproxy.operate.feature import Feature, find_filters
 if TYPE_CHECKING:
     from starlette.routing import Route
 
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.cache.feature import CacheObserver, CacheParts
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.admin.replies import Audit
@@ -26,13 +25,8 @@ class WarmingFeature(Feature):
     """Has engines compute prompts before clients send them."""
 
     name = "warming"
+    metric_group = "WarmingMetrics"
     settings = {KvCacheSettings: (WarmingPlace,)}
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Its group."""
-        from kvproxy.features.warming.metrics import WarmingMetrics
-
-        return (WarmingMetrics,)
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Refuse automatic warming that routing would not learn of."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvproxy.base.settings.compose import part_of
@@ -11,7 +11,6 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature, StatusPart
 
 if TYPE_CHECKING:
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.operate.feature import Run
 
 
@@ -19,14 +18,9 @@ class WorkersFeature(Feature):
     """Serves by several processes behind one socket."""
 
     name = "workers"
+    metric_group = "WorkerMetrics"
     settings = {Config: (WorkersPlace,)}
     read_at_start = ("workers",)
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Return its group."""
-        from kvproxy.features.workers.metrics import WorkerMetrics
-
-        return (WorkerMetrics,)
 
     def find_runner(self, config: Config) -> Run | None:
         """Return the supervisor, unless one process is enough."""

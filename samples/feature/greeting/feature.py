@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from greeting.settings import GreetingPlace, GreetingSettings
@@ -14,7 +14,6 @@ from kvproxy.proxy.settings import ServingSettings
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.operate.config.schema import Config
     from kvproxy.proxy.filters.chain import FilterContext
 
@@ -23,14 +22,9 @@ class Greeting(Feature):
     """Greets clients."""
 
     name = "greeting"
+    metric_group = "GreetingMetrics"
     settings = {ServingSettings: (GreetingPlace,)}
     filters = {"greeting": GreetingSettings}
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Its group."""
-        from greeting.metrics import GreetingMetrics
-
-        return (GreetingMetrics,)
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Check that the header holds one line of ASCII."""
