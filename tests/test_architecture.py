@@ -52,8 +52,6 @@ LARGE = {"Cluster", "EngineFacts", "Feature", "RadixPages"}
 #: Functions of more than 60 lines. Nothing is added here.
 LONG = {
     "kvproxy.lab.replay.compare:play_policy",
-    "kvproxy.lab.replay.options:_add_engine_options",
-    "kvproxy.lab.replay.options:add_arguments",
 }
 
 HEADINGS = ("What it does", "Contracts", "How to add one")

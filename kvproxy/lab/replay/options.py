@@ -65,6 +65,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --once: at most N sessions are under way, further ones begin as others end (default: no bound)",
     )
+    _add_run_options(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write an HTML page with plots (FILE.html)")
+    engines = parser.add_argument_group("engines")
+    _add_engine_options(engines)
+    _add_memory_options(engines)
+    _add_timing_options(engines)
+    _add_knowledge_options(parser.add_argument_group("the router's view of the caches"))
+    _add_router_options(parser.add_argument_group("several routers", "workers or replicas"))
+    _add_live_options(parser.add_argument_group("live", "real requests instead of virtual time"))
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds",
         type=int,
@@ -119,12 +132,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a second table: TTFT p90 and the longest, e2e p99, TPOT, session completion time, fairness",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write an HTML page with plots (FILE.html)")
-    _add_engine_options(parser.add_argument_group("engines"))
-    _add_knowledge_options(parser.add_argument_group("the router's view of the caches"))
-    _add_router_options(parser.add_argument_group("several routers", "workers or replicas"))
-    live = parser.add_argument_group("live", "real requests instead of virtual time")
+
+
+def _add_live_options(live: argparse._ArgumentGroup) -> None:
     live.add_argument("--url", metavar="URL", help="send the trace's shape to this proxy or engine")
     live.add_argument("--model", default="", help="model to request (default: the first the server lists)")
     live.add_argument("--api-key", default="", help="sent as a bearer token")
@@ -135,7 +145,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
-    timing = EngineTiming()
     fleet = ReplayFleet()
     group.add_argument(
         "--engine",
@@ -172,6 +181,10 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="the next turn finds the blocks of an answer, as with vLLM",
     )
+
+
+def _add_memory_options(group: argparse._ArgumentGroup) -> None:
+    fleet = ReplayFleet()
     group.add_argument(
         "--capacity-tokens", type=int, metavar="N", help=f"KV cache of each (default {fleet.capacity_tokens})"
     )
@@ -203,6 +216,10 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="requests wait for no copy: it is made while the router queue holds them, as by the proxy",
     )
+
+
+def _add_timing_options(group: argparse._ArgumentGroup) -> None:
+    timing = EngineTiming()
     group.add_argument(
         "--prefill-tokens-per-s", type=float, metavar="X", help=f"(default {timing.prefill_tokens_per_s:g})"
     )
