@@ -29,7 +29,7 @@ from kvproxy.base.types import Clock
 
 logger = logging.getLogger("kvproxy")
 
-_INTERVAL_S = 2.0
+_INTERVAL_S = 1.0
 #: A read that takes longer means a disk that hangs.
 _READ_TIMEOUT_S = 10.0
 #: Different sets of files for engines; more than a deployment has.
