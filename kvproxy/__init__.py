@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from kvproxy.app import Proxy
     from kvproxy.base.errors import ConfigError
     from kvproxy.embed.middleware import KVCacheMiddleware, choose, failed, matches, preferred, served
-    from kvproxy.embed.router import NoEndpoint, PlacedRequest, Router
+    from kvproxy.embed.no_endpoint import NoEndpoint
+    from kvproxy.embed.router import PlacedRequest, Router
     from kvproxy.embed.transport import AsyncTransport, Transport
 
 __all__ = [
@@ -36,7 +37,7 @@ _MODULES = {
     "AsyncTransport": "kvproxy.embed.transport",
     "ConfigError": "kvproxy.base.errors",
     "KVCacheMiddleware": "kvproxy.embed.middleware",
-    "NoEndpoint": "kvproxy.embed.router",
+    "NoEndpoint": "kvproxy.embed.no_endpoint",
     "PlacedRequest": "kvproxy.embed.router",
     "Proxy": "kvproxy.app",
     "Router": "kvproxy.embed.router",

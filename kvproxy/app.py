@@ -45,7 +45,7 @@ from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.operate.runtime.generation import Generations, Shared
 from kvproxy.proxy.filter_settings import AuthSettings
 from kvproxy.proxy.filters import kvcache
-from kvproxy.proxy.filters.chain import FilterType, WallClock
+from kvproxy.proxy.filters.chain import FilterType, RequestGuard, WallClock
 from kvproxy.proxy.filters.registry import discover
 from kvproxy.proxy.forward.public import NO_WEBSOCKET
 from kvproxy.proxy.request.body import HeldBodies
@@ -184,6 +184,11 @@ class Proxy:
     def kvcache(self) -> KvCache | None:
         """The service behind the `kvcache` filter."""
         return self.generations.current.kvcaches.get(kvcache.NAME)
+
+    @property
+    def guards(self) -> Sequence[RequestGuard]:
+        """Checks of requests that other programs carry."""
+        return self.generations.current.guards
 
     def status(self) -> dict[str, Any]:
         """Return what it does now: whether it runs, its open requests, and the load and health of its endpoints by

@@ -15,7 +15,8 @@ from typing import Any
 from cachetools import TTLCache
 from litellm.integrations.custom_logger import CustomLogger
 
-from kvproxy.embed.router import NoEndpoint, PlacedRequest, Router
+from kvproxy.embed.no_endpoint import NoEndpoint
+from kvproxy.embed.router import PlacedRequest, Router
 
 log = logging.getLogger("kvproxy")
 

@@ -15,7 +15,8 @@ import msgspec
 from cachetools import TTLCache
 from ray.serve.request_router import FIFOMixin, MultiplexMixin, PendingRequest, RequestRouter, RunningReplica
 
-from kvproxy.embed.router import NoEndpoint, PlacedRequest, Router
+from kvproxy.embed.no_endpoint import NoEndpoint
+from kvproxy.embed.router import PlacedRequest, Router
 
 log = logging.getLogger("kvproxy")
 

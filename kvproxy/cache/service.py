@@ -68,8 +68,8 @@ class KvCache:
         #: Whether finished requests cause actions besides learning, KV events apart.
         self._acts = bool(settings.lmcache_endpoint) or needs.uses
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
-        self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
-        self.engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
+        self.pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
+        self.engines = Engines(self.pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
         self.breakers = OperationBreakers(settings.circuit_breaker, clock=clock, metrics=metrics)
         self.overlap = OverlapSources(
             settings,
@@ -141,7 +141,7 @@ class KvCache:
             for lifetime in self.observers.lifetimes:
                 await starting.enter_async_context(lifetime)
             self.state.fresh = False
-            for part in (self._pool, self.engines, self.overlap, self.actions, self.scraper):
+            for part in (self.pool, self.engines, self.overlap, self.actions, self.scraper):
                 await starting.enter_async_context(part)
             self._running = starting.pop_all()
         return self

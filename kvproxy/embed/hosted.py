@@ -13,8 +13,10 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.embed.no_endpoint import NoEndpoint
 from kvproxy.proxy.filters.kvcache import KvCacheLearning
 from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
+from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
 from kvproxy.proxy.request.usage import read_response_id, read_usage
@@ -52,6 +54,7 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
     exchange: Exchange | None = None  # set once its body was read, with the facts
     pick: Pick | None = None
     over: bool = False
+    refusal: LocalReply | None = None  # by a guard: no endpoint may get it
     _outcome: AttemptOutcome = AttemptOutcome.CANCELLED  # until an answer arrives
     _named: str = ""  # from the response's header
     _first: bytes = b""
@@ -69,19 +72,19 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
     def matches(self) -> Mapping[str, int]:
         """Tokens of the prompt by endpoint, of those that hold any and answer."""
         exchange = self.exchange
-        if exchange is None or exchange.facts is None:
+        if exchange is None or exchange.facts is None or self.refusal is not None:
             return {}
         now = self.clock()
         facts = exchange.facts
         return {
             str(one.id): facts.matched_tokens(one.id)
             for one in self.cluster.endpoints
-            if one.id in facts.by_endpoint and one.condition(now) not in _NOT_NAMED
+            if one.id in facts.by_endpoint and self._may_get_it(one, now)
         }
 
     def usable(self, preferred: EndpointId | None) -> EndpointId | None:
         """Return `preferred` if it answers, else the endpoint that holds most of those that do."""
-        if preferred is None or self._answers(preferred):
+        if preferred is None or (self.refusal is None and self._answers(preferred)):
             return preferred
         matches = self.matches()
         best = max(matches, key=lambda name: matches[name], default=None)
@@ -90,9 +93,12 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
     async def choose(self, exclude: Iterable[str] = ()) -> str | None:
         """Return the endpoint that this request should go to, and count the request there until its response ends.
 
-        None: no endpoint may take it. A further call moves the request: the endpoint before has failed it.
+        None: no endpoint may take it. A further call moves the request: the endpoint before has failed it. Raises
+        NoEndpoint for a request that a guard refuses.
         """
         self._settle(AttemptOutcome.FAILURE)
+        if self.refusal is not None:
+            raise NoEndpoint(self.refusal)
         now = self.clock()
         exchange = Exchange(received_at=now) if self.exchange is None else self.exchange
         placement = _HostedPlacement(
@@ -199,7 +205,11 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
 
     def _answers(self, name: EndpointId) -> bool:
         endpoint = self._find(name)
-        return endpoint is not None and endpoint.condition(self.clock()) not in _NOT_NAMED
+        return endpoint is not None and self._may_get_it(endpoint, self.clock())
+
+    def _may_get_it(self, endpoint: Endpoint, now: float) -> bool:
+        barred = self.exchange is not None and endpoint.id in self.exchange.barred
+        return not barred and endpoint.condition(now) not in _NOT_NAMED
 
     def _settle(self, outcome: AttemptOutcome) -> None:
         pick = self.pick

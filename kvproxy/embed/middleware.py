@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import logging
@@ -10,11 +11,13 @@ import random
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Protocol, Self, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.compose import composed
@@ -31,10 +34,16 @@ from kvproxy.embed.hosted import SERVED_KEY, HostedRequest
 from kvproxy.embed.paths import CoveredPaths
 from kvproxy.embed.read_ahead import ReadAhead
 from kvproxy.operate.config.load import load_config
+from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify import find_faults
+from kvproxy.operate.feature import Feature
+from kvproxy.operate.runtime.generation import StateStore
+from kvproxy.proxy.filters.chain import FilterContext, RequestGuard, Services
 from kvproxy.proxy.filters.kvcache import NAME, STATE_KEY, KvCacheFilter, announce
+from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -45,6 +54,7 @@ M = TypeVar("M", bound=Model)
 HOSTED_KEY = "kvproxy_request"
 #: Key of the server's scope within that of our filters.
 _OUTER = "kvproxy.outer"
+_CLUSTER = "default"
 _OWN_KEYS = (SERVED_KEY, STATE_KEY, HOSTED_KEY)
 #: Time after a failed start in which requests pass without facts.
 RETRY_S = 60.0
@@ -123,7 +133,8 @@ class KVCacheMiddleware:
     `kvproxy.cluster.settings`. `settings` are those of the `kvcache` filter, as `KvCacheSettings` or plain data.
     `paths` are the inference paths; None: the usual ones below any prefix. `filters` are ASGI middlewares that see
     what is known of a request. Where `choose` is not called the app reports the endpoint it used by `served`, or by the
-    response header `x-kvproxy-endpoint`; else nothing is learned. `name` is the label of its metrics.
+    response header `x-kvproxy-endpoint`; else nothing is learned. `name` is the label of its metrics. `shield` is as in
+    the configuration: with `refuse`, `choose` raises NoEndpoint for a request that would harm the engines.
 
     It never answers, and never fails a request. Its background tasks run between ASGI's lifespan events, or inside
     `async with middleware`; under a server that sends neither they start with the first request. asyncio only. Raises
@@ -143,13 +154,16 @@ class KVCacheMiddleware:
         limit_bytes: int | str = 32 * 1024 * 1024,
         limit_all_bytes: int | str = 1024 * 1024 * 1024,
         session_header: str = "",
+        shield: str | None = None,
         clock: Clock = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self._app = app
         self.metrics = Metrics() if metrics is None else metrics
         rng = random.Random() if rng is None else rng
-        settings, members = _checked(endpoints, settings)
+        settings, self._config = _checked(endpoints, settings, shield)
+        members = self._config.clusters[_CLUSTER]
+        self._rng = rng
         self._cluster = Cluster(name, members, metrics=self.metrics, clock=clock, rng=rng)
         self._cluster.bind_gauges()
         self._paths = CoveredPaths(paths)
@@ -171,6 +185,7 @@ class KVCacheMiddleware:
         self._lives: dict[asyncio.AbstractEventLoop, _Life] = {}
         self._started = False  # the service above cannot be started again
         self._retry_at = float("-inf")
+        self._guards: Sequence[RequestGuard] = ()
         self._counts = dict.fromkeys(("requests", "unread", "unknown", "preferred"), 0)
         self._no_asyncio = False
 
@@ -258,7 +273,7 @@ class KVCacheMiddleware:
             del scope["state"][STATE_KEY]
             announce(scope, usable, header=self._header)
         self._counts["unknown" if usable is None else "preferred"] += 1
-        exchange.body = None  # the app has it: one copy is enough
+        exchange.body = exchange.names = None  # the app has it: one copy is enough
 
     async def _host(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the app with the scope of its server. Its own kvproxy filters, if it has any, begin with an exchange of
@@ -336,10 +351,13 @@ class KVCacheMiddleware:
         if self._started:
             service = self._make_service(state=service.state)
         self._started = True
-        await service.__aenter__()
+        async with contextlib.AsyncExitStack() as starting:
+            await starting.enter_async_context(service)
+            self._guards = await self._start_guards(service, starting)
+            life.running = starting.pop_all()
         service.bind_gauges()
-        self.service = life.service = service
-        life.filters = self._filters(service)
+        self.service = service
+        life.filters = self._filters(service, self._guards)
         loop = asyncio.get_running_loop()
         same = [other for other in _running if other is not self and other.runs_in(loop) and other.urls == self.urls]
         if same:
@@ -348,6 +366,27 @@ class KVCacheMiddleware:
                 len(same) + 1,
             )
         _running.add(self)
+
+    async def _start_guards(self, service: KvCache, running: contextlib.AsyncExitStack) -> Sequence[RequestGuard]:
+        """Return the checks of features, which need the engines' versions."""
+        services = Services({self._cluster.name: self._cluster}, _OneCluster(self._cluster), service.pool, self._held)
+        context = FilterContext(
+            self._config,
+            self.metrics,
+            self._clock,
+            lambda: datetime.now(UTC),
+            self._rng,
+            services,
+            StateStore().draft_states(),
+        )
+        for feature in installed(Feature):
+            for _, kind in feature.list_guards(self._config):
+                kind.build(self._app, None, context)
+        for lifetime in context.lifetimes:
+            await running.enter_async_context(lifetime)
+        for bind in context.on_serving:
+            bind()
+        return tuple(context.guards)
 
     def runs_in(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Return whether it runs there."""
@@ -360,19 +399,17 @@ class KVCacheMiddleware:
         return frozenset(str(one.origin) for one in self._cluster.endpoints)
 
     async def _end(self, life: _Life) -> None:
-        service = life.service
-        life.service = None
         life.filters = None
         life.ended = True
         life.holders = 0
         _running.discard(self)
-        if service is not None:
-            await service.__aexit__()
+        await life.running.aclose()
 
-    def _filters(self, service: KvCache) -> ASGIApp:
+    def _filters(self, service: KvCache, guards: Sequence[RequestGuard]) -> ASGIApp:
         """Those around the app, made again for each event loop: their locks and timers belong to it."""
+        guarded = _GuardStep(self._behind_the_filters, guards, metrics=self.metrics, clock=self._clock)
         filtered = KvCacheFilter(
-            self._behind_the_filters,
+            guarded if guards else self._behind_the_filters,
             service,
             routes=_OneCluster(self._cluster),
             prefer={self._cluster.name: False},
@@ -384,6 +421,7 @@ class KVCacheMiddleware:
             waits: Awaitable[None] | None = filtered.before(exchange, downstream)
             if waits is not None:
                 await waits
+            await guarded.examine(exchange, downstream.scope)
             self._note(exchange, downstream.scope)
 
         return ReadAhead(
@@ -416,19 +454,43 @@ class KVCacheMiddleware:
 class _Life:
     """The service and its filters in one event loop; neither while it does not run there."""
 
-    __slots__ = ("changing", "ended", "filters", "holders", "service")
+    __slots__ = ("changing", "ended", "filters", "holders", "running")
 
     def __init__(self) -> None:
         self.changing = asyncio.Lock()  # held while it starts or ends
-        self.service: KvCache | None = None
+        self.running = contextlib.AsyncExitStack()  # the service and its guards
         self.filters: ASGIApp | None = None
         self.holders = 0  # lifespans and `async with` blocks; it ends with the last
         self.ended = False  # ended on purpose: a late request does not start it again
 
 
+class _GuardStep(Step):
+    """Examines bodies before anything names an endpoint for them; the app decides what a refused client gets."""
+
+    reads_state = False
+
+    def __init__(self, app: ASGIApp, guards: Sequence[RequestGuard], *, metrics: Metrics, clock: Clock) -> None:
+        super().__init__(app, metrics=metrics, clock=clock)
+        self._guards = guards
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
+        return None if exchange.body is None else self.examine(exchange, downstream.scope)
+
+    async def examine(self, exchange: Exchange, scope: Scope) -> None:
+        """Keep the refusal of a guard for the app's question."""
+        try:
+            for guard in self._guards:
+                await guard.examine(exchange, scope["path"], scope["headers"], exchange.body)
+        except LocalReply as why:
+            hosted: HostedRequest = scope["state"][HOSTED_KEY]
+            hosted.refusal = why
+
+
 def _checked(
-    endpoints: Mapping[str, str] | Sequence[EndpointSettings], settings: KvCacheSettings | Mapping[str, Any] | None
-) -> tuple[KvCacheSettings, ClusterSettings]:
+    endpoints: Mapping[str, str] | Sequence[EndpointSettings],
+    settings: KvCacheSettings | Mapping[str, Any] | None,
+    shield: str | None,
+) -> tuple[KvCacheSettings, Config]:
     """Return what was given as settings; raise ConfigError for what `kvproxy check` refuses, by argument."""
     if not isinstance(settings, KvCacheSettings):
         settings = _decoded(composed(KvCacheSettings), dict(settings or {}), "settings")
@@ -440,28 +502,28 @@ def _checked(
         raise ConfigError([Problem("endpoints", "there are none", "{id: url} of each engine")])
     if faults := [Problem(f"endpoints.{one.id}.url", why) for one in endpoints if (why := url_fault(one.url))]:
         raise ConfigError(faults)
-    members = ClusterSettings(endpoints=tuple(endpoints))
-    _verify(settings, members)
-    return settings, members
+    return settings, _verified(settings, ClusterSettings(endpoints=tuple(endpoints)), shield)
 
 
-def _verify(settings: KvCacheSettings, members: ClusterSettings) -> None:
-    usual = load_config({"endpoints": {"a": "http://127.0.0.1:1"}})
+def _verified(settings: KvCacheSettings, members: ClusterSettings, shield: str | None) -> Config:
+    chosen = {} if shield is None else {"shield": shield}
+    usual = load_config({"endpoints": {"a": "http://127.0.0.1:1"}, **chosen})
     at = next(index for index, spec in enumerate(usual.filters) if spec.name == NAME)
     filters = [
         *usual.filters[:at],
         usual.filters[at].model_copy(update={"settings": settings}),
         *usual.filters[at + 1 :],
     ]
-    config = usual.model_copy(update={"clusters": {"default": members}, "filters": tuple(filters)})
+    config = usual.model_copy(update={"clusters": {_CLUSTER: members}, "filters": tuple(filters)})
     problems = []
     for path, message, hint, severity, *_ in find_faults(config):
         if severity == "error" and path[:2] == ("filters", at):
             problems.append(Problem(dotted_path(("settings", *path[2:])), message, hint))
-        elif severity == "error" and path[:2] == ("clusters", "default"):
+        elif severity == "error" and path[:2] == ("clusters", _CLUSTER):
             problems.append(Problem(dotted_path(path[2:]), message, hint))
     if problems:
         raise ConfigError(problems)
+    return config
 
 
 def _decoded(model: type[M], raw: Mapping[str, Any], name: str) -> M:

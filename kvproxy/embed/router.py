@@ -13,8 +13,8 @@ from kvproxy.app import ConfigLike, Proxy
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.embed.lives import Life, Lives
+from kvproxy.embed.no_endpoint import NoEndpoint
 from kvproxy.proxy.carried import CarriedRequest, Placer
-from kvproxy.proxy.external import rank_headers
 from kvproxy.proxy.request.error_reply import LocalReply
 
 _CHAT = "/v1/chat/completions"
@@ -24,22 +24,6 @@ _LEASE_S = 3600.0
 _SESSION = b"x-session-id"
 #: Reason label of failures reported by the app.
 _REPORTED = "reported"
-
-
-class NoEndpoint(Exception):
-    """No endpoint may take a request now.
-
-    `status` is what the proxy would answer: 404 for a model that none serves, 429 where the engines have as much to do
-    as they take, else 503. `reason` is from the closed set of error codes; `retry_after_s` is None where trying again
-    is of no use.
-    """
-
-    def __init__(self, reply: LocalReply) -> None:
-        super().__init__(str(reply))
-        self.status = reply.status
-        self.reason = reply.reason
-        seconds = dict(reply.headers).get(b"retry-after")
-        self.retry_after_s = None if seconds is None else float(seconds)
 
 
 class Router:
@@ -176,8 +160,9 @@ class PlacedRequest:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers the request needs at its endpoint: the data-parallel rank, if one was chosen."""
-        return rank_headers(self._carried.listed[0])
+        """Headers the request needs at its endpoint: the data-parallel rank, if one was chosen, and an id that no
+        client chose, where engines have a fault that needs one."""
+        return self._carried.engine_headers
 
     @property
     def predicted_cached_tokens(self) -> int:

@@ -18,6 +18,7 @@ from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.external import (
     ExternalPlacement,
     PlacerTarget,
+    engine_headers,
     list_endpoints,
     outside_subset,
     read_headers,
@@ -28,7 +29,7 @@ from kvproxy.proxy.filter_settings import InferenceRequestSettings, RouterSettin
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import needs_facts, prefers, use_facts
 from kvproxy.proxy.forward.answer import verdict_on
-from kvproxy.proxy.forward.body_guard import with_model
+from kvproxy.proxy.forward.body_guard import is_examined, with_model
 from kvproxy.proxy.forward.metrics import RouteMetrics
 from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.placement import NO_ENDPOINTS, chosen_policy, priority_of
@@ -90,6 +91,7 @@ class CarriedRequest:
         self._headers = headers
         self._kind = KIND_OF_PATH.get(path) if method == "POST" else None
         self.post = method == "POST"
+        self._method = method
         self.exchange = exchange = Exchange(received_at=placer.clock())
         exchange.observers = placer.observers
         exchange.hooks = placer.hooks
@@ -105,7 +107,17 @@ class CarriedRequest:
     @property
     def reads_body(self) -> bool:
         """True if its body matters for the placement."""
-        return self._kind is not None
+        return self._kind is not None or any(one.reads_bodies(self._method) for one in self.placer.target.guards)
+
+    @property
+    def own_id(self) -> str:
+        """The client's id, if the engine gets another one; else ""."""
+        return self.exchange.request_id if self.exchange.upstream_id else ""
+
+    @property
+    def engine_headers(self) -> dict[str, str]:
+        """Headers that the request needs at its endpoint."""
+        return engine_headers(self.exchange, self.listed[0])
 
     async def place(
         self,
@@ -135,6 +147,8 @@ class CarriedRequest:
         exchange.outcome.cluster = target.cluster.name
         if placer.policy_header:
             exchange.policy = chosen_policy(self._headers, placer.policy_header, target.cluster)
+        for guard in placer.target.guards:
+            await guard.examine(exchange, self.path, self._headers, body)
         await self._know(target)
         await self._decide(target, outside_subset(subset, target.cluster) | exclude)
         if not target.upstream_model or body is None or inference is None:
@@ -147,7 +161,8 @@ class CarriedRequest:
             return
         inference = decode_body(self._kind, body, caller)
         if inference is None:
-            inference, _ = await scan_body(self._kind, body, caller, pace=self.placer.pace)
+            found = await scan_body(self._kind, body, caller, pace=self.placer.pace, also=is_examined)
+            inference, self.exchange.members = found
         self.exchange.body = body
         self.exchange.inference = inference
         if inference is not None:

@@ -15,9 +15,11 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.screening import Refusal
+from kvproxy.proxy.filters.chain import RequestGuard
 from kvproxy.proxy.forward.headers import RANK_HEADER
 from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
 from kvproxy.proxy.request.error_reply import LocalReply
+from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver
 from kvproxy.proxy.request.session import NO_CALLER, Caller, SessionHeaders
 from kvproxy.proxy.settings import ServingSettings
@@ -42,6 +44,8 @@ class PlacerTarget(Protocol):
     def clusters(self) -> Mapping[str, Cluster]: ...
     @property
     def kvcache(self) -> KvCache | None: ...
+    @property
+    def guards(self) -> Sequence[RequestGuard]: ...
     @property
     def metrics(self) -> Metrics: ...
     @property
@@ -68,6 +72,14 @@ def rank_headers(endpoint: Endpoint) -> dict[str, str]:
     """Return what the request has to carry to be served there: the data-parallel rank, where that is what was
     chosen."""
     return {} if endpoint.rank is None else {RANK_HEADER.decode(): str(endpoint.engine.ranks.number(endpoint.rank))}
+
+
+def engine_headers(exchange: Exchange, endpoint: Endpoint) -> dict[str, str]:
+    """Return headers that the request has to carry there: the rank, and an id of ours where a guard wants one."""
+    headers = rank_headers(endpoint)
+    if exchange.upstream_id:
+        headers["x-request-id"] = exchange.upstream_id
+    return headers
 
 
 def address_of(endpoint: Endpoint) -> str:

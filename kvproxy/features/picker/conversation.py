@@ -14,7 +14,7 @@ from kvproxy.features.picker.grpc import Replies, Status
 from kvproxy.features.picker.messages import Beginning, BodyMode, DecodeError, Message, ProcessingRequest
 from kvproxy.features.picker.metrics import PickerMetrics
 from kvproxy.proxy.carried import CarriedRequest, Placer
-from kvproxy.proxy.external import address_of, rank_headers
+from kvproxy.proxy.external import address_of
 from kvproxy.proxy.request.body import BodiesFull, BodyTooLarge, HeldBodies, SharedTimer
 from kvproxy.proxy.request.error_reply import LocalReply
 
@@ -181,7 +181,8 @@ class Conversation:
         self._shared.metrics.group(PickerMetrics).served.labels(result).inc()
         endpoint = self._request.exchange.outcome.endpoint
         local = result in ("none", "unknown") or endpoint is None
-        self._replies.send(messages.RESPONSE_HEADERS_TAKEN if local else messages.served_headers(str(endpoint)))
+        own = self._request.own_id
+        self._replies.send(messages.RESPONSE_HEADERS_TAKEN if local else messages.served_headers(str(endpoint), own))
         if said.response_headers.end_of_stream:
             self._complete()
 
@@ -236,7 +237,8 @@ def _send_picked(
     """Name the endpoints, with the body as far as Envoy wants it back."""
     listed = request.listed
     destinations = [address_of(each) for each in listed]
-    replies.send(messages.picked(destinations, rank_headers(listed[0]), with_body=mode == "buffered", body=replaced))
+    headers = request.engine_headers
+    replies.send(messages.picked(destinations, headers, with_body=mode == "buffered", body=replaced))
     if mode != "duplex":
         return
     whole = body.join() if replaced is None else replaced

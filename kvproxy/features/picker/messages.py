@@ -190,10 +190,12 @@ def _varint(number: int) -> bytes:
     return raw + bytes((number,))
 
 
-def served_headers(endpoint: str) -> bytes:
-    """Return the answer to a response's headers, which names the endpoint to the client."""
+def served_headers(endpoint: str, request_id: str = "") -> bytes:
+    """Return the answer to a response's headers, which names the endpoint to the client, and gives it back the id it
+    sent, if the engine got another one."""
     message = ProcessingResponse()
-    _set_headers(message.response_headers.response.header_mutation, {"x-kvproxy-endpoint": endpoint})
+    headers = {"x-kvproxy-endpoint": endpoint} | ({"x-request-id": request_id} if request_id else {})
+    _set_headers(message.response_headers.response.header_mutation, headers)
     raw: bytes = message.SerializeToString()
     return raw
 

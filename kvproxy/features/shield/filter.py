@@ -32,6 +32,7 @@ from kvproxy.proxy.request.exchange import Exchange, RandomHex
 log = logging.getLogger("kvproxy.shield")
 
 _SCORING = ("/score", "/rerank")
+_WITH_BODIES = frozenset({"POST", "PUT", "PATCH"})
 _ID_HEADER = b"x-request-id"
 _TRUSTED_ONLY = frozenset({Rule.KV_TRANSFER_PARAMS})  # from others the field is cut out
 _BY_HEADER = frozenset({Rule.CLIENT_REQUEST_ID})
@@ -76,9 +77,9 @@ class ShieldFilter(Step):
         """Wait only for a body that was not read yet, or that holds a member which some engine may not bear."""
         rules = self._versions.rules
         scope = downstream.scope
-        if not rules or scope["method"] not in ("POST", "PUT", "PATCH"):
+        if not rules or scope["method"] not in _WITH_BODIES:
             return None
-        if Rule.CLIENT_REQUEST_ID in rules and scope["path"].rstrip("/").endswith(_SCORING):
+        if Rule.CLIENT_REQUEST_ID in rules and _is_scoring(scope["path"]):
             self._replace_id(exchange, downstream)
         body = exchange.body
         if body is not None and _is_harmless(body, exchange):
@@ -89,7 +90,7 @@ class ShieldFilter(Step):
             return None
         if body is None:
             return None if _is_form(scope["headers"]) else self._read(exchange, downstream, rules)
-        return self._examine(exchange, downstream, body, rules)
+        return self._examine(exchange, scope["path"], body, rules)
 
     def _replace_id(self, exchange: Exchange, downstream: Downstream) -> None:
         """Engines key what belongs to a request by its id: the client's own could be another client's too."""
@@ -101,6 +102,19 @@ class ShieldFilter(Step):
         downstream.scope["headers"] = [*kept, (_ID_HEADER, fresh.encode())]
         downstream.hooks = (_give_own_id, *downstream.hooks)
         self._counts.requests.labels(Rule.CLIENT_REQUEST_ID.value, "rewritten").inc()
+
+    def reads_bodies(self, method: str) -> bool:
+        """As of RequestGuard."""
+        return method in _WITH_BODIES and not self._versions.rules <= _BY_HEADER
+
+    async def examine(self, exchange: Exchange, path: str, headers: Headers, body: bytes | None) -> None:
+        """As of RequestGuard. All rules apply: nothing is cut out of what other programs carry."""
+        rules = self._versions.rules
+        if Rule.CLIENT_REQUEST_ID in rules and _is_scoring(path):
+            exchange.upstream_id = self._make_id()
+            self._counts.requests.labels(Rule.CLIENT_REQUEST_ID.value, "rewritten").inc()
+        if body and not rules <= _BY_HEADER and not _is_form(headers) and not _is_harmless(body, exchange):
+            await self._examine(exchange, path, body, rules)
 
     async def _read(self, exchange: Exchange, downstream: Downstream, rules: frozenset[Rule]) -> None:
         declared = next((value for name, value in downstream.scope["headers"] if name == b"content-length"), b"")
@@ -119,10 +133,9 @@ class ShieldFilter(Step):
         exchange.held_bytes += len(body)
         exchange.release = self._reader.release
         if not _is_harmless(body, exchange):
-            await self._examine(exchange, downstream, body, rules)
+            await self._examine(exchange, downstream.scope["path"], body, rules)
 
-    async def _examine(self, exchange: Exchange, downstream: Downstream, body: bytes, rules: frozenset[Rule]) -> None:
-        path: str = downstream.scope["path"]
+    async def _examine(self, exchange: Exchange, path: str, body: bytes, rules: frozenset[Rule]) -> None:
         found = await self._find(exchange, body, path)
         if Rule.UNREADABLE not in found:
             found &= rules
@@ -183,6 +196,10 @@ class ShieldFilter(Step):
                 )
 
 
+def _is_scoring(path: str) -> bool:
+    return path.rstrip("/").endswith(_SCORING)
+
+
 def _give_own_id(exchange: Exchange, status: int, headers: Headers) -> None:
     """Restore the client's own id where an engine sends the one it was sent."""
     own = exchange.request_id.encode("latin-1")
@@ -235,7 +252,7 @@ def build(app: ASGIApp, settings: object, context: FilterContext, *, refuses: bo
     context.lifetimes.append(versions)
     context.on_serving.append(partial(versions.bind_gauges, context.metrics.group(ShieldMetrics)))
     router = next((one.settings for one in context.config.filters if isinstance(one.settings, RouterSettings)), None)
-    return ShieldFilter(
+    made = ShieldFilter(
         app,
         refuses=refuses,
         trusts_all=router is not None and router.trust_clients,
@@ -245,6 +262,8 @@ def build(app: ASGIApp, settings: object, context: FilterContext, *, refuses: bo
         metrics=context.metrics,
         clock=context.clock,
     )
+    context.guards.append(made)
+    return made
 
 
 def make_filter_type(*, refuses: bool) -> FilterType:

@@ -16,6 +16,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
 from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
+from kvproxy.proxy.filters.chain import RequestGuard
 from kvproxy.proxy.request.observer import RecentDecisions
 
 
@@ -131,6 +132,8 @@ class AdminTarget(OperatedProcess, Protocol):
     def routes(self) -> Routes: ...
     @property
     def kvcache(self) -> KvCache | None: ...
+    @property
+    def guards(self) -> Sequence[RequestGuard]: ...
     @property
     def findings(self) -> Sequence[OperatorFinding]: ...
     @property

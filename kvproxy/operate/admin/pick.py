@@ -24,9 +24,10 @@ from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import RequestRefused, read_json_object, receive_body, reply_json
-from kvproxy.proxy.external import ExternalPlacement, rank_headers
+from kvproxy.proxy.external import ExternalPlacement, engine_headers
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import prefers
+from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.parse import read_body
 from kvproxy.proxy.request.session import Caller, Session, bounded_key
@@ -158,18 +159,19 @@ class PickRoutes:
                 404, Problem("request.model", "no route leads there", "GET /endpoints shows the clusters")
             )
         _check_policy(question, target.cluster)
+        exchange = await self._guarded(question, inference, body)
         facts = await self._facts_for(inference, body, target)
         if question.reserve and self._held.full:
             raise RequestRefused(
                 429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done")
             )
-        placement = self._placement(question, inference, facts, target)
+        placement = self._placement(exchange, question, facts, target)
         now = operated.clock()
         decision = placement.decide(now)
         pick = placement.take(decision, now) if question.reserve else None
         if isinstance(decision, Refusal):
             raise _refused(decision)
-        shown = _shown(decision, target.cluster)
+        shown = _shown(decision, target.cluster, exchange)
         if pick is None:
             return reply_json(shown)
         service = operated.kvcache
@@ -177,12 +179,26 @@ class PickRoutes:
         shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
         return reply_json(shown, 201)
 
+    async def _guarded(self, question: Question, inference: InferenceRequest, body: bytes) -> Exchange:
+        """Return the exchange of a request that may be carried. Raises RequestRefused."""
+        exchange = Exchange(received_at=self._operated.clock(), policy=question.policy, body=body)
+        exchange.inference = inference
+        try:
+            for guard in self._operated.guards:
+                await guard.examine(exchange, question.path, [], body)
+        except LocalReply as why:
+            raise RequestRefused(why.status, Problem("request", str(why))) from None
+        exchange.body = None
+        exchange.names = None
+        return exchange
+
     def _placement(
-        self, question: Question, inference: InferenceRequest, facts: RequestFacts | None, target: RouteTarget
+        self, exchange: Exchange, question: Question, facts: RequestFacts | None, target: RouteTarget
     ) -> ExternalPlacement:
         clock = self._operated.clock
         service = self._operated.kvcache
-        exchange = Exchange(received_at=clock(), policy=question.policy)
+        assert exchange.inference is not None
+        inference = exchange.inference
         exchange.inference = msgspec.structs.replace(inference, stream=question.first_token)
         if facts is not None and service is not None:
             exchange.facts = facts.overlaps
@@ -228,7 +244,7 @@ def _unknown() -> RequestRefused:
     return RequestRefused(404, Problem("id", "there is no such reservation", "it was settled, or its lease ran out"))
 
 
-def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
+def _shown(decision: Decision[Endpoint], cluster: Cluster, exchange: Exchange) -> dict[str, object]:
     request = decision.request
     costs = decision.costs
     facts = request.facts
@@ -237,7 +253,7 @@ def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
         "cluster": cluster.name,
         "endpoint": endpoint.id,
         "url": str(endpoint.origin),
-        "headers": rank_headers(endpoint),
+        "headers": engine_headers(exchange, endpoint),
         "model": request.model,
         "policy": decision.policy,
         "reason": decision.reason,

@@ -168,6 +168,7 @@ class Generation:
         self._on_serving = context.on_serving
         self.budgets = context.budgets
         self.limits = context.limits
+        self.guards = tuple(context.guards)
         #: In the order they are entered; some may be running already, in the previous generation.
         self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
 

@@ -19,7 +19,7 @@ from kvproxy.base.resilience.retry import RetryBudget
 from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import dotted_path
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, Headers
 from kvproxy.proxy.filters.buckets import BucketTable
 from kvproxy.proxy.filters.step import Step, joined
 from kvproxy.proxy.request.observer import RequestObserver
@@ -29,13 +29,33 @@ if TYPE_CHECKING:
     from kvproxy.base.upstream.pool import UpstreamPool
     from kvproxy.cache.service import KvCache
     from kvproxy.cluster.cluster import Cluster
-    from kvproxy.cluster.routes import Routes
+    from kvproxy.cluster.routes import RouteTarget
     from kvproxy.proxy.request.body import HeldBodies
+    from kvproxy.proxy.request.exchange import Exchange
 
 T = TypeVar("T")
 
+
+class RequestGuard(Protocol):
+    """Check of requests that other programs carry; a filter makes the same of those that pass it."""
+
+    def reads_bodies(self, method: str) -> bool:
+        """Return whether the body of such a request matters now, on every path."""
+        ...
+
+    async def examine(self, exchange: Exchange, path: str, headers: Headers, body: bytes | None) -> None:
+        """Bar endpoints, or set the id for engines. Raises LocalReply for a request that no endpoint may get."""
+        ...
+
+
 #: The current moment as an aware datetime.
 WallClock = Callable[[], datetime]
+
+
+class ResolvesRoutes(Protocol):
+    """The routes, as far as filters need them."""
+
+    def resolve(self, path: str, model: str) -> RouteTarget | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +63,7 @@ class Services:
     """The long-lived things a terminal filter forwards with; the application owns their lives."""
 
     clusters: Mapping[str, Cluster]
-    routes: Routes
+    routes: ResolvesRoutes
     pool: UpstreamPool
     bodies: HeldBodies
 
@@ -75,6 +95,8 @@ class FilterContext:
     #: Retry budgets of routers, and buckets of rate limits, by the name of their filter.
     budgets: dict[str, RetryBudget] = field(default_factory=dict)
     limits: dict[str, BucketTable] = field(default_factory=dict)
+    #: Checks for requests that pass no filter.
+    guards: list[RequestGuard] = field(default_factory=list)
     #: Observe every request that reaches the router.
     observers: list[RequestObserver] = field(default_factory=list)
 

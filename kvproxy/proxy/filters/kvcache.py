@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Collection, Mapping
-from typing import Protocol
 
 import msgspec
 from starlette.types import ASGIApp, Scope
@@ -22,12 +21,11 @@ from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import list_policies
-from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.proxy.filter_settings import CachedTokens, RouterSettings
-from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.filters.chain import FilterContext, ResolvesRoutes
 from kvproxy.proxy.filters.step import Step, may_read_state
 from kvproxy.proxy.forward.body_guard import tenant_salt
 from kvproxy.proxy.request.downstream import Downstream
@@ -61,12 +59,6 @@ def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
         or settings.kv_events is True
         or find_needs(installed(CacheFeature), settings).facts
     )
-
-
-class ResolvesRoutes(Protocol):
-    """The routes, as far as the filter needs them."""
-
-    def resolve(self, path: str, model: str) -> RouteTarget | None: ...
 
 
 class KvCacheFilter(Step):

@@ -17,9 +17,9 @@ from kvproxy.base.resilience.retry import RetryBudget
 from kvproxy.base.types import CONNECTION, Headers
 from kvproxy.base.upstream.pool import Timeouts
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cluster.routes import Routes, RouteTarget
+from kvproxy.cluster.routes import RouteTarget
 from kvproxy.proxy.filter_settings import CachedTokens, RequestIdSettings, RouterSettings
-from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.filters.chain import FilterContext, ResolvesRoutes
 from kvproxy.proxy.forward import models as model_list
 from kvproxy.proxy.forward.body_guard import BodySanitizer, with_model
 from kvproxy.proxy.forward.cached_count import CachedCounts
@@ -44,7 +44,7 @@ from kvproxy.proxy.settings import ServingSettings
 class RouterParts:
     """Parts of the router, put together by the application."""
 
-    routes: Routes
+    routes: ResolvesRoutes
     forwarder: Forwarder
     models: ModelList
     headers: RequestHeaders
