@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from random import Random
 from statistics import StatisticsError, correlation, fmean
 from typing import Any, NamedTuple, TextIO
 
-from kvproxy.lab.replay.compare import ComparisonPlan, play_all
+from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, play_all, play_policy
 from kvproxy.lab.replay.report import align_columns, format_seconds, name_half
 from kvproxy.lab.replay.results import Ratio, ReplayOutcome, jain_index, mean_ratio, percentile
+from kvproxy.lab.replay.sessions.rules import BEST_PLACES, find_best_places
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Half, Trace
 from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import SimRequest
-from kvproxy.operate.commands.progress import ProgressBar
+from kvproxy.operate.commands.progress import ProgressBar, announce_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,9 @@ def compare_batch(trace: Trace, plan: ComparisonPlan, *, sessions_at_once: int =
     end."""
     pace = Pace(closed_loop=plan.closed_loop, sessions_at_once=sessions_at_once)
     alone_s = measure_alone(trace, plan.fleet)
+    if any(spec.sessions == BEST_PLACES for spec in plan.policies):
+        best = PolicySpec.parse_run(find_places(trace, plan.fleet, alone_s, pace=pace, err=err))
+        plan = replace(plan, policies=[best if one.sessions == BEST_PLACES else one for one in plan.policies])
     bar = ProgressBar(trace.requests * plan.seeds * len(plan.policies), out=err)
     runs: dict[str, list[BatchFigures]] = {}
     for run in play_all(trace, pace, plan, bar):
@@ -145,6 +151,23 @@ def compare_batch(trace: Trace, plan: ComparisonPlan, *, sessions_at_once: int =
         runs=runs,
         settings={"fleet": asdict(plan.fleet), "seeds": plan.seeds, "prior_factor": plan.prior_factor},
     )
+
+
+def find_places(
+    trace: Trace, fleet: ReplayFleet, alone_s: Sequence[float], *, pace: Pace = Pace(), err: TextIO | None = None
+) -> str:
+    """Return the bound `places=N` with the N of which most sessions end an hour."""
+
+    def measure(places: int) -> float:
+        rule = f"{BEST_PLACES}={places}"
+        if err is not None:
+            announce_part(f"trying {rule}", err)
+        policy = PolicySpec.parse_run(rule).make(rng=Random(1))
+        outcomes = play_policy(trace, pace, fleet, policy, sessions=rule, seed=1)
+        return summarize_batch(outcomes, trace, alone_s).sessions_per_hour
+
+    most = math.ceil(len(trace.sessions) / fleet.instances)
+    return f"{BEST_PLACES}={find_best_places(measure, most)}"
 
 
 def measure_alone(trace: Trace, fleet: ReplayFleet) -> list[float]:

@@ -23,6 +23,7 @@ from kvproxy.lab.replay.plot import render_html
 from kvproxy.lab.replay.replicas import RoutersPlan
 from kvproxy.lab.replay.report import ROW, LiveReport, report_live
 from kvproxy.lab.replay.results import GoodputLimits
+from kvproxy.lab.replay.sessions.rules import BEST_PLACES
 from kvproxy.lab.replay.settings import ENGINES, Pace, ReplayFleet
 from kvproxy.lab.replay.tier_plan import TierPlan
 from kvproxy.lab.replay.trace import Trace, read_trace
@@ -157,6 +158,8 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
     routers = _routers(args)
     if routers.count > 1 and any(spec.move for spec in policies):
         raise ValueError("+move needs a single router: copies are not reported to others (leave out --routers)")
+    if not args.once and any(spec.sessions == BEST_PLACES for spec in policies):
+        raise ValueError("places is the best number for a batch: add --once, or give a number, as in places=8")
     if routers.count > 1 and any(spec.sessions for spec in policies):
         raise ValueError("rules of sessions need a single router, which knows all of them (leave out --routers)")
     fleet = replace(

@@ -23,7 +23,7 @@ from kvproxy.lab.replay.report import ReplayReport
 from kvproxy.lab.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.lab.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.lab.replay.sessions.router import PlacesRouter
-from kvproxy.lab.replay.sessions.rules import find_rule
+from kvproxy.lab.replay.sessions.rules import BEST_PLACES, find_rule
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Trace
 from kvproxy.lab.replay.transfers import SimTransfers
@@ -94,7 +94,9 @@ class PolicySpec:
     def parse_run(cls, text: str) -> PolicySpec:
         """From the same, or the name of a rule of sessions."""
         name = text.strip()
-        return cls.parse(name) if find_rule(name) is None else cls(PolicyName.ROUND_ROBIN, sessions=name)
+        if name != BEST_PLACES and find_rule(name) is None:
+            return cls.parse(name)
+        return cls(PolicyName.ROUND_ROBIN, sessions=name)
 
     def __str__(self) -> str:
         if self.sessions:

@@ -167,7 +167,8 @@ def test_a_batch_by_command(trace_file: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [(("--sessions-at-once", "2"), "add --once"), (("--once", "--sessions-at-once", "-1"), "at least 1"),
      (("--once", "--sessions-at-once", "2", "--open-loop"), "--open-loop"), (("--once", "--load", "2"), "--load"),
-     (("--once", "--plot", "page.html"), "--plot"), (("--once", "--url", "http://127.0.0.1:9"), "--url")],
+     (("--once", "--plot", "page.html"), "--plot"), (("--policy", "places"), "add --once"),
+     (("--once", "--url", "http://127.0.0.1:9"), "--url")],
 )  # fmt: skip
 def test_options_that_do_not_go_with_a_batch(trace_file: Path, arguments: tuple[str, ...], message: str) -> None:
     """Error messages that name the option."""

@@ -18,7 +18,29 @@ RULES: Mapping[str, MakeRule] = {
     "thunderagent": lambda timing: ThunderAgent(),
     "vllm_router": VllmRouter,
 }
+#: The bound with the best number of sessions, which is found by trying.
+BEST_PLACES = "places"
 _PLACES = re.compile(r"places=([1-9]\d{0,5})")
+
+
+def find_best_places(measure: Callable[[int], float], most: int) -> int:
+    """Return the number of sessions an endpoint, at most `most`, of which `measure` gives the highest figure, where it
+    rises up to some number and falls from there; in about two tries for each doubling."""
+    known: dict[int, float] = {}
+
+    def value(places: int) -> float:
+        if places not in known:
+            known[places] = measure(places)
+        return known[places]
+
+    best = 1
+    while best < most and value(min(most, 2 * best)) > value(best):
+        best = min(most, 2 * best)
+    step = best // 2
+    while step:
+        best = max((each for each in (best - step, best, best + step) if 1 <= each <= most), key=value)
+        step //= 2
+    return best
 
 
 def find_rule(name: str) -> MakeRule | None:

@@ -15,6 +15,7 @@ from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.router import LiveRequest, SimEndpoint
 from kvproxy.lab.replay.sessions.places import Places
 from kvproxy.lab.replay.sessions.router import SessionRule
+from kvproxy.lab.replay.sessions.rules import find_best_places
 from kvproxy.lab.replay.sessions.thunderagent import FORCE_AFTER_S, TICK_S, ThunderAgent
 from kvproxy.lab.replay.sessions.vllm_router import MAX_TTL_S, WINDOW, VllmRouter, Window
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
@@ -265,6 +266,29 @@ def test_a_number_of_places_is_at_least_one(limit: str) -> None:
     """Anything else names no rule."""
     with pytest.raises(UnknownPolicy, match="no policy"):
         PolicySpec.parse_run(limit)
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 40])
+@pytest.mark.parametrize("peak", [1, 2, 3, 6, 13, 31, 60])
+def test_the_best_number_of_places_is_found_by_trying(most: int, peak: int) -> None:
+    """Where the figure rises to one number and falls from there; each number is tried once."""
+    tried = []
+
+    def measure(places: int) -> float:
+        tried.append(places)
+        return -abs(places - peak)
+
+    assert find_best_places(measure, most) == min(most, peak)
+    assert len(tried) == len(set(tried))
+
+
+def test_the_bound_of_a_batch_has_its_best_number() -> None:
+    """None that the report names is better than its neighbours."""
+    plan = ComparisonPlan(SHORT, [PolicySpec.parse_run("places")])
+    ((name, best),) = compare_batch(agents(), plan, err=io.StringIO()).policies.items()
+    number = int(name.removeprefix("places="))
+    for other in {max(1, number - 1), number + 1}:
+        assert best.sessions_per_hour >= figures(f"places={other}", agents()).sessions_per_hour
 
 
 def test_places_without_endpoints_wait() -> None:

@@ -1,0 +1,60 @@
+"""The batches of `benchmarks.sessions`, and its report."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.sessions import CELLS, Cell, chat_figures, run_cell
+from benchmarks.sessions_report import as_markdown
+from benchmarks.sessions_shapes import SHAPES, needed_tokens
+from kvproxy.lab.replay.results import ReplayOutcome
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_is_the_same_for_the_same_seed(shape: str) -> None:
+    """And another one for another seed; agents are among its sessions, which begin at 0."""
+    trace = SHAPES[shape](12, 1)
+    assert trace == SHAPES[shape](12, 1) != SHAPES[shape](12, 2)
+    assert trace.sessions[0].start_s == 0.0
+    assert sum(each.tenant == "agent" for each in trace.sessions) == 12
+    assert all(
+        len(turn.blocks) <= turn.prompt_tokens // trace.block_size for one in trace.sessions for turn in one.turns
+    )
+
+
+def test_prompts_grow_within_a_session() -> None:
+    """Each turn begins with the blocks of the one before; a fork with its parent's."""
+    for session in SHAPES["forks"](8, 1).sessions:
+        for before, after in zip(session.turns, session.turns[1:], strict=False):
+            assert after.blocks[: len(before.blocks)] == before.blocks
+
+
+def test_what_several_share_is_needed_once() -> None:
+    """Two agents need less than twice what one does, by their system prompt."""
+    one, two = (needed_tokens(SHAPES["agents"](count, 1)) for count in (1, 2))
+    assert one < two
+    assert needed_tokens(SHAPES["agents"](64, 1)) == pytest.approx(4 * 400_000, rel=0.05)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_cells_have_names_of_their_own(cell: Cell) -> None:
+    """By which a run is asked for and found again."""
+    assert Cell.parse(str(cell)) == cell
+    assert [str(each) for each in CELLS].count(str(cell)) == 1
+
+
+def test_the_memory_of_a_cell_holds_every_prompt() -> None:
+    """Also where the ratio alone would make it too small, as with giants."""
+    trace, fleet = Cell("giant", 2, 50.0).draw(1)
+    assert fleet.capacity_tokens >= max(turn.prompt_tokens for one in trace.sessions for turn in one.turns)
+
+
+def test_a_run_and_its_report() -> None:
+    """Every figure of the table is in the row; chats have figures of their own, with which agents' are not mixed."""
+    row = run_cell(Cell("mixed", 1, 0.25), "places=2", 1)
+    assert (row["cell"], row["policy"], row["agents"], row["ended"]) == ("mixed-1-0.25", "places=2", 4, 4)
+    text = as_markdown([row, {**row, "seed": 2}])
+    assert "| 1 engines, 4 agents |" in text
+    assert "chat 99 %" in text
+    assert chat_figures([]) == {}
+    assert chat_figures([ReplayOutcome(0.0, 10, first_token_at=2.0)]) == {"chat_mean_s": 2.0, "chat_p99_s": 2.0}
