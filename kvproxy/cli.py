@@ -35,8 +35,8 @@ _Commands = argparse._SubParsersAction
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status (2 for a wrong command line)."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser(words[0] if words else "").parse_args(words)
     try:
         status = _load(args.run)(args)
         sys.stdout.flush()
@@ -82,7 +82,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}: did you mean {close!r}?" if close else message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser. With a command, those of the lab get their options, slow to import, only if it needs them."""
     about = "KV-cache-aware reverse proxy for LLM engines."
     parser: argparse.ArgumentParser = _Parser(prog="kvproxy", description=about, formatter_class=GroupedHelp)
     parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
@@ -97,8 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_reload(commands)
     if find_spec("kvproxy.features.workers") is not None:
         _add_worker(commands)
-    _add_replay(commands)
-    _add_plan(commands)
+    _add_replay(commands, options=command in (None, "completion", "replay"))
+    _add_plan(commands, options=command in (None, "completion", "plan"))
     _add_demo(commands)
     _add_simulate(commands)
     _add_completion(commands, parser)
@@ -286,19 +287,17 @@ def _add_worker(commands: _Commands[argparse.ArgumentParser]) -> None:
     worker.set_defaults(run="kvproxy.features.workers.command:main")
 
 
-def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
-    from kvproxy.lab.replay.options import add_arguments
-
+def _add_replay(commands: _Commands[argparse.ArgumentParser], *, options: bool) -> None:
     replay = commands.add_parser("replay", help="routing policies side by side on a trace, in virtual time or live")
-    add_arguments(replay)
+    if options:
+        import_module("kvproxy.lab.replay.options").add_arguments(replay)
     replay.set_defaults(run="kvproxy.lab.replay.command:main")
 
 
-def _add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
-    from kvproxy.lab.planner.options import add_arguments
-
+def _add_plan(commands: _Commands[argparse.ArgumentParser], *, options: bool) -> None:
     plan = commands.add_parser("plan", help="estimate KV cache size, tier capacity and expected hit rate")
-    add_arguments(plan)
+    if options:
+        import_module("kvproxy.lab.planner.options").add_arguments(plan)
     plan.set_defaults(run="kvproxy.lab.planner.command:main")
 
 

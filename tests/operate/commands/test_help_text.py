@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -67,3 +69,20 @@ def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     places = [said.index(f"\n  {title}\n") for title in GROUPS]
     assert places == sorted(places)
+
+
+_LOADED = """
+import sys
+from kvproxy.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code
+assert "kvproxy.lab" not in sys.modules
+assert "pydantic" not in sys.modules
+"""
+
+
+def test_help_loads_no_configuration_and_no_lab() -> None:
+    """In a process of its own: `kvproxy --help`, `drain` and `status` start in a fraction of a second."""
+    subprocess.run([sys.executable, "-c", _LOADED, "--help"], check=True, capture_output=True, timeout=60)
