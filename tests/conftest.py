@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import signal
+import ssl
 from pathlib import Path
 from typing import Any
 
 import certifi
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -20,9 +22,17 @@ settings.register_profile(
 )
 settings.load_profile("any machine")
 
-# Every httpx client loads the authorities of certifi: 42 ms each, for clients that never leave loopback.
 _AUTHORITY = Path(__file__).with_name("fixtures") / "authority.pem"
+
+
+def _trust_little(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+    """Make an httpx client's TLS context with one authority. All those of certifi or `SSL_CERT_FILE` take 42 ms, for
+    clients that never leave loopback."""
+    return httpx.create_ssl_context(verify, cert, trust_env=False)
+
+
 certifi.where = lambda: str(_AUTHORITY)
+httpx._transports.default.create_ssl_context = _trust_little  # type: ignore[attr-defined]
 
 # Collecting makes millions of objects that stay: the garbage collector would walk them again and again.
 gc.disable()
