@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}: did you mean {close!r}?" if close else message)
 
 
-def _parser(command: str | None = None) -> argparse.ArgumentParser:
+def _parser(named: str | None = None) -> argparse.ArgumentParser:
     """Return the parser. With a command, those of the lab get their options, slow to import, only if it needs them."""
     about = "KV-cache-aware reverse proxy for LLM engines."
     parser: argparse.ArgumentParser = _Parser(prog="kvproxy", description=about, formatter_class=GroupedHelp)
@@ -98,8 +98,8 @@ def _parser(command: str | None = None) -> argparse.ArgumentParser:
     _add_reload(commands)
     if find_spec("kvproxy.features.workers") is not None:
         _add_worker(commands)
-    _add_replay(commands, options=command in (None, "completion", "replay"))
-    _add_plan(commands, options=command in (None, "completion", "plan"))
+    _add_replay(commands, options=named in (None, "completion", "replay"))
+    _add_plan(commands, options=named in (None, "completion", "plan"))
     _add_demo(commands)
     _add_simulate(commands)
     _add_completion(commands, parser)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import math
 import re
+import textwrap
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +19,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     PlainSerializer,
     SecretStr,
     StringConstraints,
     WithJsonSchema,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")]
 EndpointName = Annotated[
@@ -31,9 +40,40 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Model(BaseModel):
     """Strict and immutable: an unknown key is an error, a loaded configuration never changes."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the JSON Schema with the fields' docstrings."""
+        shown = handler(schema)
+        properties = handler.resolve_ref_schema(shown).get("properties", {})
+        for name, text in read_descriptions(cls).items():
+            properties[name].setdefault("description", text)
+        return shown
+
+
+@cache
+def read_descriptions(model: type[Model]) -> Mapping[str, str]:
+    """Return the docstrings of a model's fields. They are read from the source on demand: pydantic would do it
+    at every start."""
+    found: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        if issubclass(kind, Model):
+            found.update(_docstrings(kind))
+    return {name: text for name, text in found.items() if name in model.model_fields}
+
+
+def _docstrings(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield each field of one class with its docstring; nothing where the source does not ship."""
+    try:
+        [statement] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except OSError:
+        return
+    body = statement.body if isinstance(statement, ast.ClassDef) else []
+    for field, text in itertools.pairwise(body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(found))):
+                yield name, inspect.cleandoc(found)
 
 
 _NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?")

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from kvproxy.base.settings.compose import composed
-from kvproxy.base.settings.model import Model, parse_duration_s, parse_size_bytes
+from kvproxy.base.settings.model import Model, parse_duration_s, parse_size_bytes, read_descriptions
 from kvproxy.base.settings.paths import bare_type, keys_of
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.operate.config.schema import Config
@@ -77,9 +77,10 @@ def _table(model: type[Model], prefix: str) -> list[str]:
 
 
 def _rows(model: type[Model], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    descriptions = read_descriptions(model)
     for name, field in model.model_fields.items():
         path = prefix + name
-        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        meaning = " ".join(descriptions.get(name, "").split()).replace("|", "\\|")
         kind = _type(field)
         if name != "policy":  # the enum's members are listed there
             kind = kind.replace(_name(PolicyName), "a policy, as above")

@@ -10,7 +10,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from kvproxy.base.settings.compose import composed
-from kvproxy.base.settings.model import Model
+from kvproxy.base.settings.model import Model, read_descriptions
 from kvproxy.base.settings.paths import bare_type
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.reference import file_schema, render_reference
@@ -96,5 +96,5 @@ def _models(model: type[Model]) -> list[type[Model]]:
 def test_every_setting_is_documented(model: type[Model]) -> None:
     """A sentence for each model and each of its fields."""
     assert model.__doc__
-    undocumented = [name for name, field in model.model_fields.items() if not (field.description or "").strip()]
+    undocumented = [name for name in model.model_fields if not read_descriptions(model).get(name, "").strip()]
     assert undocumented == []
