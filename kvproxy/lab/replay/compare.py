@@ -24,7 +24,7 @@ from kvproxy.lab.replay.results import GoodputLimits, ReplayOutcome, Summary, su
 from kvproxy.lab.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.lab.replay.sessions.router import PlacesRouter
 from kvproxy.lab.replay.sessions.rules import BEST_PLACES, find_rule
-from kvproxy.lab.replay.settings import Pace, ReplayFleet
+from kvproxy.lab.replay.settings import IndexMode, Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Trace
 from kvproxy.lab.replay.transfers import SimTransfers
 from kvproxy.lab.replay.view import IndexView, endpoint_id
@@ -144,6 +144,7 @@ def play_policy(
     `sessions` is a rule of sessions that chooses in its place; `token_gaps` collects the times between tokens.
     `beside`: policies of further routers, each of which receives the others' reports after `delay_s`."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
+    fleet = replace(fleet, index=IndexMode.APPROXIMATE) if sessions else fleet  # no events for nothing
     blocks = fleet.blocks_of(trace)
     duration_s = pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.routing.policy import OverlapFacts, Policy
 from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
-from kvproxy.lab.replay.transfers import SimTransfers
-from kvproxy.lab.replay.view import CacheView
+from kvproxy.lab.replay.trace import Turn
+from kvproxy.lab.replay.view import CacheView, Settle
+from kvproxy.lab.simulator.engine_io import KvEvent
 
 
 class Grant(NamedTuple):
@@ -41,6 +42,22 @@ class SessionRule(Protocol):
         """Handle the loss of an endpoint with all that was placed there; it is not among the endpoints any more."""
 
 
+class BlindView:
+    """View of a router that looks for no prefixes: where a session has its place, its prefix is."""
+
+    def facts(self, turn: Turn) -> OverlapFacts:
+        return OverlapFacts(turn.prompt_tokens)
+
+    def routed(self, endpoint: int, turn: Turn) -> Settle:
+        return lambda predicted, cached: None
+
+    def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
+        """Nothing to learn."""
+
+    def forget(self, endpoint: int) -> None:
+        """Nothing was learned."""
+
+
 class PlacesRouter(VirtualRouter):
     """Places requests when and where its rule grants it."""
 
@@ -52,10 +69,8 @@ class PlacesRouter(VirtualRouter):
         *,
         rule: SessionRule,
         turns: Sequence[int],
-        reports_cached: bool = True,
-        transfers: SimTransfers | None = None,
     ) -> None:
-        super().__init__(endpoints, policy, view, reports_cached=reports_cached, transfers=transfers)
+        super().__init__(endpoints, policy, BlindView())
         self._rule = rule
         self._turns = turns  # of each session
         rule.begin(self.endpoints)

@@ -130,6 +130,10 @@ class Room:
         self.target = window.target_rounds
         self.protected = [each for each in self.programs if self.target > each.rounds]
         self.rounds = sum(self.target - each.rounds for each in self.protected)  # that its programs are to have
+        self.running = [each for each in self.programs if not each.acting]
+        self.context = sum(each.context for each in self.running)
+        self.decode_s = _mean(window.decodes_s)
+        self.impact_s = _mean([each.impact_s for each in self.protected])
 
 
 class VllmRouter:
@@ -208,7 +212,10 @@ class VllmRouter:
                 program.home = self._endpoints[0] if self._endpoints else endpoint
 
     def _window(self, endpoint: SimEndpoint) -> Window:
-        return self._windows.setdefault(endpoint.index, Window())
+        window = self._windows.get(endpoint.index)
+        if window is None:
+            window = self._windows[endpoint.index] = Window()
+        return window
 
     def _impact_s(self, tokens: int) -> float:
         """Return the cost of computing so many tokens, the slower decoding beside it included."""
@@ -307,7 +314,8 @@ class VllmRouter:
             return program.forced_at > now, program.paused is Paused.YIELDED, program.queued_at
 
         self._admit_first(local, lambda program: program.home if self._admits(program, program.home, now) else None)
-        self._admit_first(elsewhere, lambda program: self._find_elsewhere(program, now))
+        if any(not self._room(one).queued for one in self._endpoints):
+            self._admit_first(elsewhere, lambda program: self._find_elsewhere(program, now))
 
     def _admit_first(
         self, order: Callable[[Program], tuple[float, ...]], find: Callable[[Program], SimEndpoint | None]
@@ -348,13 +356,11 @@ class VllmRouter:
 
     def _batch_gains(self, program: Program, room: Room, left: float) -> bool:
         """Return True if a larger batch is worth what the others lose and the program's own prefill."""
-        running = [each for each in room.programs if not each.acting]
-        if not room.window.mature or not running:
+        if not room.window.mature or not room.running:
             return False
-        tokens = sum(each.context for each in running)
-        before = self._throughput(len(running), tokens)
-        after = self._throughput(len(running) + 1, tokens + program.context)
-        gain_s = _mean(room.window.decodes_s) * max(0.0, after / before - 1.0)
+        before = self._throughput(len(room.running), room.context)
+        after = self._throughput(len(room.running) + 1, room.context + program.context)
+        gain_s = room.decode_s * max(0.0, after / before - 1.0)
         loss_s = 0.0
         if room.growth > 0:
             kept = min(room.rounds, room.free / room.growth)
@@ -362,7 +368,7 @@ class VllmRouter:
             if kept > 0 and keeps <= 0:
                 return False
             if room.protected and keeps > 0:
-                loss_s = max(0.0, kept - keeps) / keeps * _mean([each.impact_s for each in room.protected])
+                loss_s = max(0.0, kept - keeps) / keeps * room.impact_s
         return gain_s >= loss_s + self._impact_s(max(0, program.context - program.shared))
 
     def _throughput(self, sequences: int, tokens: int) -> float:
