@@ -32,6 +32,7 @@ from uvicorn.server import ServerState
 
 from benchmarks.report import machine
 from kvproxy.app import Proxy
+from kvproxy.base.resilience.breaker import Permit
 from kvproxy.cache.feedback.predictions import PredictionFeedback
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.overlap import prompt_hashes as indexes
@@ -39,7 +40,6 @@ from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.overlap.prompt_hashes import PromptHashes
 from kvproxy.cache.overlap.sources import OverlapSources
 from kvproxy.cache.prefix.session_hashes import SessionHashes
-from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import Choice, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
@@ -172,7 +172,7 @@ PARTS = (
     Part("what a placement teaches", "utilisation, arrivals", stubs=[(KvAware, "placed", _nothing)]),
     Part("learned speeds", "from first tokens", stubs=[(SpeedModel, "observe", _nothing)]),
     Part("demand for autoscaling", stubs=[(Autoscaling, "placed", _nothing)]),
-    Part("verdict on the attempt", "breaker, health", stubs=[(Pick, "_record", _nothing)]),
+    Part("verdict on the attempt", "breaker, health", stubs=[(Permit, "record_success", _nothing)]),
     Part("usage", "read from the answer", stubs=[(relay, "read_end", _nothing)]),
     Part("metrics of the request", stubs=[(RouteMetrics, "finished", _nothing)]),
     Part("record for the live page", stubs=[(RecentDecisions, "finished", _nothing)]),

@@ -127,11 +127,18 @@ class Pick(msgspec.Struct, eq=False):
         if self.reservation.released:
             return
         self._release(now)
-        if outcome is AttemptOutcome.SUCCESS:
+        if outcome is AttemptOutcome.SUCCESS:  # the common case: no verdict changes
             self.endpoint.ended.add_request(self.reservation)
-        if outcome in _UNSERVED:
-            self.endpoint.health.record_unserved(now)
-        self._record(outcome, now)
+            if self.permit is not None:
+                self.permit.record_success()
+            health = self.endpoint.health
+            if health.failures or health.unserved:
+                health.record_success()
+                self.picker.verdicts.follow_outage(now)
+        else:
+            if outcome in _UNSERVED:
+                self.endpoint.health.record_unserved(now)
+            self.blame(outcome, now)
         self.picker.on_release(self.endpoint, now)
 
     def suspend(self, now: float) -> None:
@@ -141,26 +148,7 @@ class Pick(msgspec.Struct, eq=False):
         self.picker.on_release(self.endpoint, now)
 
     def blame(self, outcome: AttemptOutcome, now: float) -> None:
-        """Decide on a suspended attempt: FAILURE or UNPROVEN."""
-        self._record(outcome, now)
-
-    def _release(self, now: float) -> None:
-        self.endpoint.waiting.pop(self, None)
-        self.endpoint.load.release(self.reservation, now)
-        if self.placement is not None:
-            self.placement.end()
-        for follower in self.endpoint.followers:
-            follower.request_over(self)
-
-    def _record(self, outcome: AttemptOutcome, now: float) -> None:
-        if outcome is AttemptOutcome.SUCCESS:  # the common case: no verdict changes
-            if self.permit is not None:
-                self.permit.record_success()
-            health = self.endpoint.health
-            if health.failures or health.unserved:
-                health.record_success()
-                self.picker.verdicts.follow_outage(now)
-            return
+        """Pass on the verdict about an attempt without success; about a suspended one FAILURE or UNPROVEN."""
         if self.permit is not None:
             if outcome is AttemptOutcome.CLIENT_ERROR:
                 self.permit.record_success()
@@ -169,6 +157,14 @@ class Pick(msgspec.Struct, eq=False):
             else:
                 self.permit.record_cancellation()
         self.picker.verdicts.record_outcome(self.endpoint.engine, outcome, now)
+
+    def _release(self, now: float) -> None:
+        self.endpoint.waiting.pop(self, None)
+        self.endpoint.load.release(self.reservation, now)
+        if self.placement is not None:
+            self.placement.end()
+        for follower in self.endpoint.followers:
+            follower.request_over(self)
 
 
 def reserve(endpoint: Ledgered, request: PickRequest, speeds: SpeedModel | None, now: float) -> Reservation:

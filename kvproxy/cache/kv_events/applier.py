@@ -86,7 +86,8 @@ class BatchApplier:
         self._meter = meter
         self._pause = pause
         self._slice_blocks = slice_blocks
-        self._since_pause = 0
+        #: Work since others last ran, in blocks.
+        self.since_pause = 0
         self.position = Position()
         self.missing: StreamReason | None = None
         #: A replay failed; another one after a while may succeed.
@@ -131,9 +132,9 @@ class BatchApplier:
 
     async def breathe(self, blocks: int) -> None:
         """Lets others run after every slice's worth of work."""
-        self._since_pause += blocks
-        if self._since_pause >= self._slice_blocks:
-            self._since_pause = 0
+        self.since_pause += blocks
+        if self.since_pause >= self._slice_blocks:
+            self.since_pause = 0
             await self._pause()
 
     async def pass_over(self, frames: Frames) -> None:

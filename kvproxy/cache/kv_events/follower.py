@@ -54,7 +54,7 @@ class StreamFollower:
         except BadResponse:
             await self._applier.pass_over(frames)
             return
-        await self._applier.breathe(len(frames[-1]) // BYTES_A_BLOCK)
+        self._applier.since_pause += len(frames[-1]) // BYTES_A_BLOCK
         if self._position.applied is None:
             await self._first(batch)
             return

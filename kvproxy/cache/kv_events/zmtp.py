@@ -174,7 +174,7 @@ class ZmtpConnection(asyncio.Protocol):
     def has_message(self) -> bool:
         """True if `message` can return something, if only a command."""
         try:
-            return self._buffer.complete
+            return bool(self._held) and self._buffer.complete
         except ZmtpError as error:
             self._fail(error)
             return False
@@ -183,6 +183,8 @@ class ZmtpConnection(asyncio.Protocol):
         """Return the next whole message, if there is one; commands of the peer are obeyed on the way, a few
         at a time."""
         found = None
+        if not self._held:
+            return None
         try:
             for _ in range(_COMMANDS_AT_ONCE):
                 taken = self._buffer.take()
@@ -195,8 +197,7 @@ class ZmtpConnection(asyncio.Protocol):
                 self._obey(frames[0])
         except ZmtpError as error:
             self._fail(error)
-        if self._held:
-            self._count()
+        self._count()
         return found
 
     def send_message(self, frames: Sequence[bytes]) -> None:
