@@ -137,6 +137,6 @@ class RankFinder:
         try:
             sources = await client.kv_event_sources()
         except NotSupported:
-            own = next((endpoint.kv_event_sources for endpoint in cluster.of_engine(engine)), self._stated)
+            own = next((endpoint.kv_event_sources for endpoint in cluster.members.of_engine(engine)), self._stated)
             sources = stated_sources(own if own.endpoint else self._stated, host=engine.origin.host)
         return [source.dp_rank for source in sources]

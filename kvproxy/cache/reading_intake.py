@@ -40,7 +40,7 @@ class ReadingIntake:
         """Distribute an engine's reading to all that learn from it."""
         engine.adapters.use = metrics.lora
         restarted = False
-        for endpoint in cluster.of_engine(engine):
+        for endpoint in cluster.members.of_engine(engine):
             own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
             if own is not None:
                 restarted |= self._observe(cluster, endpoint, own)
@@ -71,7 +71,7 @@ class ReadingIntake:
 
     def forget_sleep(self, cluster: Cluster, engine: Engine) -> None:
         """Forget an old report of sleep, which must not exclude the engine any longer."""
-        for endpoint in cluster.of_engine(engine):
+        for endpoint in cluster.members.of_engine(engine):
             latest = self._signals.latest_scrape(endpoint)
             if latest is None or latest[0] > self._signals.max_age_s:
                 endpoint.asleep = False

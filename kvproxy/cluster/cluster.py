@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Self
 
@@ -14,7 +14,7 @@ import msgspec
 from kvproxy.base.background_task import TaskSet
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import Clock, EndpointId
+from kvproxy.base.types import Clock
 from kvproxy.cluster.adapters import Adapters, KnownAdapters
 from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
 from kvproxy.cluster.endpoint import Endpoint
@@ -34,7 +34,7 @@ from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.urgency import utc_seconds
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
-from kvproxy.cluster.sources.entries import LeftOut, Refuse
+from kvproxy.cluster.sources.entries import Refuse
 from kvproxy.cluster.verdicts import Verdicts
 
 log = logging.getLogger(__name__)
@@ -69,27 +69,28 @@ class Cluster:
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
-        self._screening = Screening()
-        self._members = Membership(self)
+        self.screening = Screening()
+        #: Its endpoints and their engines, which an operator may change.
+        self.members = Membership(_Making(self))
         #: The member of an id.
-        self.find_endpoint = self._members.find_endpoint
+        self.find_endpoint = self.members.find_endpoint
         #: Verdicts on its engines from attempts and probes.
         self.verdicts = Verdicts(
             name,
             settings.health,
-            members=self._members,
-            screening=self._screening,
+            members=self.members,
+            screening=self.screening,
             clock=clock,
             on_return=self.forget_process,
         )
         #: Adapters of its engines.
         self.adapters = KnownAdapters(name, on_change=self._follow)
         #: Data-parallel ranks of its engines.
-        self.ranks = KnownRanks(name, self._members, on_change=self._follow)
+        self.ranks = KnownRanks(name, self.members, on_change=self._follow)
         self._sleep = sleep
         self._tasks = TaskSet()
         self._prober = self._make_prober(probe)
-        self._poller = self._make_poller(sources)
+        self.poller = self._make_poller(sources)
         self._applying: asyncio.Task[None] | None = None
         self._shown = False
         self._hiding: set[Endpoint] = set()  # with requests in flight whose first token cannot be seen
@@ -106,59 +107,29 @@ class Cluster:
         self.apply_endpoints(settings.endpoints)
 
     def __repr__(self) -> str:
-        return f"<Cluster {self.name} {len(self.endpoints)} endpoints, {self.policy_name}>"
+        return f"<Cluster {self.name} {len(self.endpoints)} endpoints, {self.settings.policy.value}>"
 
     async def __aenter__(self) -> Self:
-        await self._poller.ask_all()
+        await self.poller.ask_all()
         await self._tasks.__aenter__()
-        self._poller.start(at_once=False)
+        self.poller.start(at_once=False)
         self._prober.probe_engines(self.engines)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._poller.stop()
+        self.poller.stop()
         self._prober.probe_engines(())
         await self._tasks.__aexit__()
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
         """The members, draining ones included, in the order of the configuration."""
-        return self._members.present
+        return self.members.present
 
     @property
     def engines(self) -> Sequence[Engine]:
         """Those of the members: one each, or one for all of its data-parallel ranks."""
-        return self._members.engines
-
-    @property
-    def draining(self) -> Sequence[Endpoint]:
-        """Endpoints no longer in the cluster that still have requests in flight."""
-        return self._members.draining
-
-    @property
-    def discovery_complaints(self) -> Mapping[str, str]:
-        """Errors of sources that do not answer, by name; their last answer stays in use."""
-        return self._poller.complaints
-
-    @property
-    def left_out(self) -> Mapping[str, Sequence[LeftOut]]:
-        """Parts of sources' answers that cannot be an endpoint, by source."""
-        return self._poller.left_out
-
-    @property
-    def models(self) -> frozenset[str]:
-        """Models some member declares."""
-        return self._screening.declared
-
-    @property
-    def named_models(self) -> frozenset[str]:
-        """These, and the adapters that engines list."""
-        return self._screening.named
-
-    @property
-    def policy_name(self) -> str:
-        """As in the configuration; a metric label."""
-        return self.settings.policy.value
+        return self.members.engines
 
     @property
     def policy(self) -> Policy:
@@ -170,14 +141,6 @@ class Cluster:
         """Speed estimates of the engines, if a policy learns them."""
         return self.policies.speeds
 
-    def find_named(self, name: EndpointId) -> Sequence[Endpoint]:
-        """Return the member of this id, or the ranks of the engine of this id; () for none."""
-        return self._members.find_named(name)
-
-    def of_engine(self, engine: Engine) -> Sequence[Endpoint]:
-        """Return the members that are this engine, or its ranks."""
-        return self._members.of_engine(engine)
-
     def reconfigure(self, settings: ClusterSettings, *, probe: Probe | None) -> None:
         """Apply new settings. Endpoints that stay keep their load, health and breaker, policies what they learned, and
         requests that wait their turn. ValueError as in `apply_endpoints`; the endpoints are then unchanged."""
@@ -186,7 +149,7 @@ class Cluster:
         self.settings = settings
         self.verdicts.settings = settings.health
         self.policies = PolicySet(self.name, settings, metrics=self._metrics, rng=self._rng, earlier=self.policies)
-        for endpoint in self._members.all_endpoints():
+        for endpoint in self.members.all_endpoints():
             count_live_blocks(endpoint.load, self.policies.counts_live_blocks)
             if endpoint.load.on_sample is not None:
                 endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
@@ -204,7 +167,7 @@ class Cluster:
     def bind_gauges(self) -> None:
         """Bind the gauges to this cluster. Not before it serves: a configuration that names it may still be refused."""
         self._shown = True
-        for endpoint in self._members.all_endpoints():
+        for endpoint in self.members.all_endpoints():
             endpoint.bind_gauges(self._metrics)
         if self.queue is not None:
             self.queue.bind_gauges()
@@ -214,7 +177,7 @@ class Cluster:
         self._ask_sources(())
         self.apply_endpoints((), in_steps=False)
         for endpoint in self.endpoints:  # those an operator added
-            self.remove_endpoint(endpoint.id)
+            self.members.remove_endpoint(endpoint.id)
         self._close_queue()
 
     def apply_endpoints(self, endpoints: Sequence[EndpointSettings], *, in_steps: bool = True) -> None:
@@ -223,41 +186,15 @@ class Cluster:
         if self._applying is not None:
             self._applying.cancel()
         in_steps = in_steps and self._tasks.running
-        steps = steps_towards(endpoints, self._members.named_by(STATIC) or ()) if in_steps else iter([endpoints])
+        steps = steps_towards(endpoints, self.members.named_by(STATIC) or ()) if in_steps else iter([endpoints])
         self._update(STATIC, next(steps))
         if in_steps:
-            self._applying = self._tasks.start(self._poller.update_in_steps(STATIC, steps), name="endpoints")
-
-    def drain_endpoint(self, name: EndpointId, *, draining: bool = True) -> bool:
-        """Stop (with False, resume) giving a member, or all of an engine, new requests; returns False for an unknown
-        name."""
-        endpoints = self._members.find_named(name)
-        for endpoint in endpoints:
-            endpoint.draining = draining
-        return bool(endpoints)
-
-    def add_endpoint(self, endpoint: EndpointSettings) -> bool:
-        """Return an operator's endpoint, beside the sources'; False when there are too many. ValueError as in
-        `apply`."""
-        added = self._members.add_endpoint(endpoint)
-        self._follow()
-        return added
-
-    def remove_endpoint(self, name: EndpointId) -> bool:
-        """Take a member, or all of an engine, out until it is added again; it finishes its requests. Return False for
-        an unknown name."""
-        found = self._members.remove_endpoint(name)
-        self._follow()
-        return found
-
-    def reweight_endpoint(self, name: EndpointId, weight: float) -> bool:
-        """Give a member, or each of an engine, another weight until it leaves; whether there is such a one."""
-        return self._members.reweight_endpoint(name, weight)
+            self._applying = self._tasks.start(self.poller.update_in_steps(STATIC, steps), name="endpoints")
 
     def decide(self, request: PickRequest, now: float) -> Decision[Endpoint] | Refusal:
         """Where the request would go; changes nothing. A preferred endpoint is taken if it may serve; otherwise the
         policy chooses."""
-        pool = self._screening.find_pool(request.model, now)
+        pool = self.screening.find_pool(request.model, now)
         policies = self.policies
         if request.model in self.adapters.names:
             engines = {endpoint.id: endpoint.engine.adapters for endpoint in pool.usable}
@@ -295,18 +232,14 @@ class Cluster:
         if reservation.hidden:
             self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:
-            self._screening.invalidate()
+            self.screening.invalidate()
         return Pick(decision, endpoint, reservation, permit, self, placement)
-
-    def count_refusal(self, request: PickRequest, refusal: Refusal) -> None:
-        """Count a request that `decide` refused."""
-        self.policies.find_policy(request.policy).count_result(refusal.value)
 
     def pick(self, request: PickRequest, now: float) -> Pick | None:
         """Decide and reserve in one step; None when no endpoint may take the request."""
         decision = self.decide(request, now)
         if isinstance(decision, Refusal):
-            self.count_refusal(request, decision)
+            self.policies.find_policy(request.policy).count_result(decision.value)
             return None
         return self.reserve(decision, now)
 
@@ -322,7 +255,7 @@ class Cluster:
 
     def forget_process(self, engine: Engine) -> None:
         """Reset the verdicts on an engine's priority and ranks after it restarted."""
-        for endpoint in self.of_engine(engine):
+        for endpoint in self.members.of_engine(engine):
             for observer in endpoint.observers:
                 observer.process_replaced()
         self.ranks.forget_refusals(engine)
@@ -331,28 +264,19 @@ class Cluster:
     def on_release(self, endpoint: Endpoint, now: float) -> None:
         """React to an attempt's released load; called by its pick."""
         if endpoint.load.in_flight + 1 == endpoint.max_in_flight:
-            self._screening.invalidate()
+            self.screening.invalidate()
         if endpoint.removed:
-            self._members.on_idle(endpoint)
+            self.members.on_idle(endpoint)
         if self.queue is not None:
             self.queue.on_load_decrease()
 
-    def candidates(self, model: str, now: float) -> Sequence[Endpoint]:
-        """Endpoints that could take a request for `model` now; where all are out, those that serve it."""
-        return self._screening.find_pool(model, now).usable
-
-    def may_serve(self, model: str, now: float) -> bool:
-        """Return True if an endpoint that is not out could take a request for `model` now."""
-        pool = self._screening.find_pool(model, now)
-        return bool(pool.usable) and not pool.panic
-
     def _update(self, source: str, endpoints: Sequence[EndpointSettings]) -> None:
-        self._members.apply_source(source, endpoints)
+        self.members.apply_source(source, endpoints)
         self._follow()
 
     def _follow(self) -> None:
         self.adapters.keep_engines(engine.adapters for engine in self.engines)
-        self._screening.screen_endpoints(self.endpoints)
+        self.screening.screen_endpoints(self.endpoints)
         self.addition = next((found for one in self.observers if (found := one.addition) is not None), None)
         self._prober.probe_engines(self.engines)
         self.verdicts.give_back_all()
@@ -377,7 +301,7 @@ class Cluster:
             self.name,
             sources,
             tasks=self._tasks,
-            known=self._members.named_by,
+            known=self.members.named_by,
             on_update=self._update,
             metrics=self._metrics,
             sleep=self._sleep,
@@ -387,51 +311,15 @@ class Cluster:
     def _ask_sources(self, sources: Sequence[Source] | None) -> None:
         """Poll these sources and no others (None: those of the settings), at once for the first time. The last answer
         of a source of the same name stays in use until the next one."""
-        self._poller.stop()
-        self._poller = self._make_poller(sources)
-        self._members.keep_sources([source.name for source in self._poller.sources])
+        self.poller.stop()
+        self.poller = self._make_poller(sources)
+        self.members.keep_sources([source.name for source in self.poller.sources])
         if self._tasks.running:
-            self._poller.start(at_once=True)
-
-    def make_engine(self, config: EndpointSettings) -> Engine:
-        """As of Owner."""
-        return Engine(
-            config,
-            self.settings,
-            cluster=self.name,
-            clock=self._clock,
-            on_breaker_change=self.verdicts.breaker_changed,
-            adapters=Adapters(self.adapters.names),
-        )
-
-    def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint:
-        """As of Owner."""
-        endpoint = Endpoint(
-            config,
-            self.settings,
-            engine=engine,
-            rank=rank,
-            cluster=self.name,
-            metrics=self._metrics,
-            clock=self._clock,
-            on_change=self._screening.invalidate,
-        )
-        observers = (one.observe_endpoint(endpoint, config) for one in self.observers)
-        endpoint.attach(observer for observer in observers if observer is not None)
-        if self._shown:
-            endpoint.bind_gauges(self._metrics)
-        endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
-        count_live_blocks(endpoint.load, self.policies.counts_live_blocks)
-        return endpoint
-
-    def endpoint_left(self, endpoint: Endpoint) -> None:
-        """As of Owner."""
-        endpoint.load.on_sample = None
-        self.policies.forget_endpoint(endpoint.id)
+            self.poller.start(at_once=True)
 
     def _why_skipped(self, request: PickRequest, now: float) -> str:
         assert request.preferred is not None
-        return skip_reason(self._members.find_endpoint(request.preferred), request, now)
+        return skip_reason(self.members.find_endpoint(request.preferred), request, now)
 
     def _advance(self, now: float) -> None:
         """Hidden requests that are due are taken as prefilled."""
@@ -455,7 +343,13 @@ class Cluster:
             metrics = self._metrics
             clock = self._clock
             self.queue = RouterQueue(
-                settings, speeds, cluster=name, candidates=self.candidates, awaits=awaits, metrics=metrics, clock=clock
+                settings,
+                speeds,
+                cluster=name,
+                candidates=self.screening.candidates,
+                awaits=awaits,
+                metrics=metrics,
+                clock=clock,
             )
             if self._shown:
                 self.queue.bind_gauges()
@@ -465,3 +359,53 @@ class Cluster:
             queue = self.queue
             self.queue = None
             queue.close()
+
+
+class _Making:
+    """The cluster, as its membership sees it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    @property
+    def settings(self) -> ClusterSettings:
+        return self._cluster.settings
+
+    def members_changed(self) -> None:
+        self._cluster._follow()
+
+    def make_engine(self, config: EndpointSettings) -> Engine:
+        cluster = self._cluster
+        return Engine(
+            config,
+            cluster.settings,
+            cluster=cluster.name,
+            clock=cluster._clock,
+            on_breaker_change=cluster.verdicts.breaker_changed,
+            adapters=Adapters(cluster.adapters.names),
+        )
+
+    def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint:
+        cluster = self._cluster
+        endpoint = Endpoint(
+            config,
+            cluster.settings,
+            engine=engine,
+            rank=rank,
+            cluster=cluster.name,
+            metrics=cluster._metrics,
+            clock=cluster._clock,
+            on_change=cluster.screening.invalidate,
+        )
+        observers = (one.observe_endpoint(endpoint, config) for one in cluster.observers)
+        endpoint.attach(observer for observer in observers if observer is not None)
+        if cluster._shown:
+            endpoint.bind_gauges(cluster._metrics)
+        endpoint.load.on_sample = partial(cluster.policies.observe_sample, endpoint.id)
+        count_live_blocks(endpoint.load, cluster.policies.counts_live_blocks)
+        return endpoint
+
+    def endpoint_left(self, endpoint: Endpoint) -> None:
+        cluster = self._cluster
+        endpoint.load.on_sample = None
+        cluster.policies.forget_endpoint(endpoint.id)

@@ -31,6 +31,7 @@ class Owner(Protocol):
     def make_engine(self, config: EndpointSettings) -> Engine: ...
     def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint: ...
     def endpoint_left(self, endpoint: Endpoint) -> None: ...  # for good, or because another one took its id
+    def members_changed(self) -> None: ...  # by an operator
 
 
 class _Member(NamedTuple):
@@ -108,6 +109,7 @@ class Membership:
             return False
         ranks = {one for one in self._removed if one.startswith(f"{config.id}@")}
         self._apply({**self._sources, OPERATOR: (*added, config)}, self._removed - {config.id} - ranks)
+        self._owner.members_changed()
         return True
 
     def remove_endpoint(self, name: EndpointId) -> bool:
@@ -117,7 +119,16 @@ class Membership:
             return False
         added = tuple(one for one in self._sources.get(OPERATOR, ()) if one.id != name)
         self._apply({**self._sources, OPERATOR: added}, self._removed | {name})
+        self._owner.members_changed()
         return True
+
+    def drain_endpoint(self, name: EndpointId, *, draining: bool = True) -> bool:
+        """Stop (with False, resume) giving a member, or all of an engine, new requests; returns False for an unknown
+        name."""
+        endpoints = self.find_named(name)
+        for endpoint in endpoints:
+            endpoint.draining = draining
+        return bool(endpoints)
 
     def apply_ranks(self) -> None:
         """Apply changed ranks of an engine."""

@@ -81,7 +81,7 @@ class Routes:
                 self._remembered[path, model] = targets
         if len(targets) > 1:
             for target in targets:
-                if (target.upstream_model or model) in target.cluster.named_models:
+                if (target.upstream_model or model) in target.cluster.screening.named:
                     return target
         return targets[0] if targets else None
 

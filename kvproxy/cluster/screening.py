@@ -76,6 +76,15 @@ class Screening:
             pool = self._pools[key] = self._screen(model)
         return pool
 
+    def candidates(self, model: str, now: float) -> Sequence[Endpoint]:
+        """Endpoints that could take a request for `model` now; where all are out, those that serve it."""
+        return self.find_pool(model, now).usable
+
+    def may_serve(self, model: str, now: float) -> bool:
+        """Return True if an endpoint that is not out could take a request for `model` now."""
+        pool = self.find_pool(model, now)
+        return bool(pool.usable) and not pool.panic
+
     def _refresh(self, now: float) -> None:
         self._pools.clear()
         self._conditions = {endpoint: endpoint.condition(now) for endpoint in self._endpoints}

@@ -62,7 +62,7 @@ class Router:
 
     def remove_endpoint(self, name: str, *, cluster: str = _CLUSTER) -> None:
         """Place no further requests there; it finishes those it has. Raises LookupError for no such cluster."""
-        self.proxy.clusters[cluster].remove_endpoint(EndpointId(name))
+        self.proxy.clusters[cluster].members.remove_endpoint(EndpointId(name))
 
     def place(
         self,
@@ -206,7 +206,7 @@ class PlacedRequest:
             return
         cluster = carried.held.cluster
         carried.settle(AttemptOutcome.CANCELLED)
-        for endpoint in cluster.find_named(EndpointId(name)):
+        for endpoint in cluster.members.find_named(EndpointId(name)):
             carried.move_to(endpoint, carried.placer.clock())
             carried.listed = [endpoint]
             return

@@ -81,7 +81,7 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
         There is no await between a decision and its load.
         """
         if isinstance(verdict, Refusal):
-            self.cluster.count_refusal(self.make_question(), verdict)
+            self.cluster.policies.find_policy(self.exchange.policy).count_result(verdict.value)
             notify(RequestObserver.refused, self.exchange, verdict.value, now)
             self.refusal = verdict
             return None

@@ -139,8 +139,8 @@ def test_listed_adapters_are_served_beside_configured_models() -> None:
     world = World(models=("base",))
     world.list(B, "x")
     assert (world.candidates("base"), world.candidates("x")) == ({"a", "b"}, {"b"})
-    assert world.cluster.models == {"base"}
-    assert world.cluster.named_models == {"base", "x"}
+    assert world.cluster.screening.declared == {"base"}
+    assert world.cluster.screening.named == {"base", "x"}
 
 
 def test_an_adapter_that_was_unloaded_is_asked_for_no_more() -> None:
@@ -155,7 +155,7 @@ def test_an_adapter_that_was_unloaded_is_asked_for_no_more() -> None:
     assert world.candidates("x") == {"a", "b"}
     world.list(B)
     assert world.candidates("x") == {"a"}
-    world.cluster.remove_endpoint(A)
+    world.cluster.members.remove_endpoint(A)
     assert world.cluster.adapters.names == {}
     assert world.candidates("x") == {"b"}
 

@@ -471,16 +471,16 @@ async def test_what_is_left_out_is_named_counted_and_shown(tmp_path: Path, caplo
         await bell.asleep()
         assert [str(one.id) for one in cluster.endpoints] == ["a"]
         assert counted() == 1
-        assert [one.name for one in cluster.left_out["file"]] == ["b"]
+        assert [one.name for one in cluster.poller.left_out["file"]] == ["b"]
         assert "discovery c/file leaves out b: must start with http" in caplog.text
         path.write_text("b: nonsense\n")
         await bell.rung()
         assert [str(one.id) for one in cluster.endpoints] == ["a"]
-        assert "no endpoint of it can be used" in cluster.discovery_complaints["file"]
+        assert "no endpoint of it can be used" in cluster.poller.complaints["file"]
         path.write_text("b: http://127.0.0.1:2\n")
         await bell.rung()
         assert [str(one.id) for one in cluster.endpoints] == ["b"]
-        assert (counted(), dict(cluster.left_out)) == (0, {})
+        assert (counted(), dict(cluster.poller.left_out)) == (0, {})
 
 
 async def test_a_pipe_in_place_of_the_file_is_refused(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(endpoint=IDS_OR_NOBODY, draining=st.booleans())
     def drain(self, endpoint: EndpointId, draining: bool) -> None:
-        self.cluster.drain_endpoint(endpoint, draining=draining)
+        self.cluster.members.drain_endpoint(endpoint, draining=draining)
 
     @rule(
         preferred=st.none() | IDS_OR_NOBODY,
@@ -125,7 +125,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @invariant()
     def leaving_endpoints_have_requests(self) -> None:
-        for endpoint in self.cluster.draining:
+        for endpoint in self.cluster.members.draining:
             assert endpoint.load.in_flight > 0
         shown = {
             sample.labels["endpoint"]
@@ -133,7 +133,7 @@ class ClusterMachine(RuleBasedStateMachine):
             for sample in metric.samples
             if "endpoint" in sample.labels
         }
-        assert shown <= {e.id for e in (*self.cluster.endpoints, *self.cluster.draining)}
+        assert shown <= {e.id for e in (*self.cluster.endpoints, *self.cluster.members.draining)}
 
     def teardown(self) -> None:
         for pick in self.picks:
@@ -142,7 +142,7 @@ class ClusterMachine(RuleBasedStateMachine):
             assert (endpoint.load.in_flight, endpoint.load.pending_tokens, endpoint.load.resident_tokens) == (0, 0, 0)
             if endpoint.breaker.state is BreakerState.HALF_OPEN:
                 assert endpoint.breaker.admits
-        assert self.cluster.draining == ()
+        assert self.cluster.members.draining == ()
 
 
 TestNothingLeaks = ClusterMachine.TestCase

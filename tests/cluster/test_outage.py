@@ -50,14 +50,14 @@ def test_an_outage_of_one_model_is_none_of_another(make_cluster: MakeCluster) ->
 def test_verdicts_on_every_endpoint_are_an_outage(make_cluster: MakeCluster) -> None:
     """But a cluster that is full is none."""
     bench = make_cluster("a", health=HealthCheckSettings(eject_after=1), max_in_flight=1)
-    assert bench.cluster.may_serve("", bench.clock())
+    assert bench.cluster.screening.may_serve("", bench.clock())
     busy = bench.picked()
-    assert not bench.cluster.may_serve("", bench.clock())
+    assert not bench.cluster.screening.may_serve("", bench.clock())
     assert not bench.cluster.verdicts.has_outage("", bench.clock())
     busy.settle(AttemptOutcome.FAILURE, bench.clock())
     assert bench.endpoint("a").condition(bench.clock()) is Condition.EJECTED
     assert bench.cluster.verdicts.has_outage("", bench.clock())
-    assert not bench.cluster.may_serve("", bench.clock())
+    assert not bench.cluster.screening.may_serve("", bench.clock())
 
 
 def test_a_failure_is_spared_while_no_other_endpoint_does_better(make_cluster: MakeCluster) -> None:

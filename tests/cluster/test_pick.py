@@ -163,12 +163,12 @@ def test_draining_endpoints_get_nothing_new(make_cluster: MakeCluster) -> None:
     """What they have goes on."""
     bench = make_cluster("a", "b")
     running = bench.picked(preferred=A)
-    assert bench.cluster.drain_endpoint(A)
+    assert bench.cluster.members.drain_endpoint(A)
     assert bench.ids() == {"b"}
     assert running.endpoint.load.in_flight == 1
-    assert bench.cluster.drain_endpoint(A, draining=False)
+    assert bench.cluster.members.drain_endpoint(A, draining=False)
     assert bench.ids() == {"a", "b"}
-    assert not bench.cluster.drain_endpoint(EndpointId("nobody"))
+    assert not bench.cluster.members.drain_endpoint(EndpointId("nobody"))
 
 
 def test_models_are_screened(make_cluster: MakeCluster) -> None:
@@ -183,7 +183,7 @@ def test_models_are_screened(make_cluster: MakeCluster) -> None:
     assert served_by("y") == {"a", "c"}
     assert served_by("z") == {"c"}
     assert served_by("") == {"a", "b", "c"}
-    assert bench.cluster.models == {"x", "y"}
+    assert bench.cluster.screening.declared == {"x", "y"}
 
 
 def test_models_from_clients_are_not_remembered(make_cluster: MakeCluster) -> None:
@@ -224,7 +224,7 @@ def test_a_preference_is_soft_and_its_fate_counted(make_cluster: MakeCluster, ca
         bench.endpoint("a").health.record_probe(False, bench.clock())
         bench.cluster._screening.invalidate()
     elif case == "draining":
-        bench.cluster.drain_endpoint(A)
+        bench.cluster.members.drain_endpoint(A)
     elif case == "saturated":
         assert bench.picked().endpoint.id == A
     expected = {"ejected": "unhealthy", "model": "unknown"}.get(case, case)
@@ -235,7 +235,7 @@ def test_a_preference_is_soft_and_its_fate_counted(make_cluster: MakeCluster, ca
 def test_panic_when_nobody_is_well(make_cluster: MakeCluster) -> None:
     """Verdicts that condemn every endpoint are not believed: all but draining endpoints serve again, and it counts."""
     bench = make_cluster("a", "b", "c", health={"eject_after": 0}, breaker={"failure_threshold": 1})
-    bench.cluster.drain_endpoint(C)
+    bench.cluster.members.drain_endpoint(C)
     bench.outcomes("a", FAILURE)
     bench.outcomes("b", FAILURE)
     picks = [bench.picked() for _ in range(4)]
@@ -317,7 +317,7 @@ def test_a_refusal_has_its_reason(make_cluster: MakeCluster, refusal: Refusal, r
     endpoints = () if refusal is Refusal.NO_ENDPOINTS else configs("a", models=("x",))
     bench = make_cluster(endpoints=endpoints, max_in_flight=1)
     if refusal is Refusal.DRAINING:
-        bench.cluster.drain_endpoint(A)
+        bench.cluster.members.drain_endpoint(A)
     elif refusal is Refusal.SATURATED:
         bench.picked()
     assert bench.cluster.pick(request_, now=bench.clock()) is None
@@ -389,7 +389,7 @@ def test_counts_are_metrics(make_cluster: MakeCluster) -> None:
     assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 1
     assert bench.sample("kvproxy_pending_prompt_tokens", cluster="c", endpoint="a") == 700
     assert bench.sample("kvproxy_endpoint_up", cluster="c", endpoint="a") == 1
-    bench.cluster.drain_endpoint(A)
+    bench.cluster.members.drain_endpoint(A)
     assert bench.sample("kvproxy_endpoint_up", cluster="c", endpoint="a") == 0
 
 

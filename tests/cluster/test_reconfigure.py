@@ -63,7 +63,7 @@ def test_what_is_known_of_endpoints_stays(make_cluster: MakeCluster, changes: di
     before = bench.cluster.endpoints
     bench.outcomes("a", AttemptOutcome.FAILURE, times=3)  # opens a's breaker, and ejects it
     pick = bench.picked(preferred=B)
-    bench.cluster.drain_endpoint(EndpointId("c"))
+    bench.cluster.members.drain_endpoint(EndpointId("c"))
     conditions = [endpoint.condition(bench.clock()) for endpoint in before]
     assert conditions == [Condition.EJECTED, Condition.UP, Condition.DRAINING, Condition.UP]
     reconfigure(bench, **changes)
@@ -302,7 +302,7 @@ async def test_a_cluster_that_is_closed_takes_every_endpoint_along(make_cluster:
     bench = make_cluster("a", discovery={"file": {"path": str(file), "interval": 0.05}})
     async with bench.cluster:
         (added,) = configs("b")
-        assert bench.cluster.add_endpoint(added)
+        assert bench.cluster.members.add_endpoint(added)
         assert [each.id for each in bench.cluster.endpoints] == ["a", "x", "b"]
         bench.cluster.close()
         assert bench.cluster.endpoints == ()

@@ -111,13 +111,13 @@ async def test_endpoints_come_change_and_go_with_their_leases(follow: Follow, tm
             await until(lambda: len(one.urls) == 2)
             assert (one.endpoint("b").models, one.endpoint("b").instance_id) == ({"m"}, "i")
             await etcd.put("c", {"url": "http://127.0.0.1:3", "wait": 1})
-            await until(lambda: "etcd" in one.cluster.left_out)
-            assert str(one.cluster.left_out["etcd"][0]).startswith("key c: wait: Extra inputs")
+            await until(lambda: "etcd" in one.cluster.poller.left_out)
+            assert str(one.cluster.poller.left_out["etcd"][0]).startswith("key c: wait: Extra inputs")
             assert len(one.urls) == 2
             await etcd.call("lease/revoke", ID=lease)
             await until(lambda: one.urls == {"a": "http://127.0.0.1:1"})
             await etcd.delete("c")
-            await until(lambda: not one.cluster.left_out)
+            await until(lambda: not one.cluster.poller.left_out)
             await etcd.delete("a")
             await until(lambda: not one.urls)
 
@@ -196,4 +196,4 @@ async def test_over_tls(follow: Follow, tmp_path: Path) -> None:
             await until(lambda: len(one.urls) == 2)
         async with follow(etcd=where) as other:
             assert not other.urls
-            assert "ConnectError" in other.cluster.discovery_complaints["etcd"]
+            assert "ConnectError" in other.cluster.poller.complaints["etcd"]

@@ -24,7 +24,7 @@ async def test_the_proxys_own_address_is_left_out_and_shown(tmp_path: Path) -> N
     async with Proxy(config) as proxy:
         cluster = proxy.clusters["default"]
         assert [one.id for one in cluster.endpoints] == ["a"]
-        assert [one.name for one in cluster.left_out["file"]] == ["self", "admin"]
+        assert [one.name for one in cluster.poller.left_out["file"]] == ["self", "admin"]
         transport = httpx.ASGITransport(proxy.admin)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as admin:
             state = (await admin.get("/live")).text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 from typing import Protocol, Self
 
 from kvproxy.base.background_task import BackgroundTask
@@ -88,8 +87,8 @@ class KvEventSubscriber(BackgroundTask):
             changed=self._state_changed, clock=clock, silence_s=silence_s, block_tokens=block_tokens
         )
         self._follower = StreamFollower(
-            apply=partial(consumer.apply, endpoint, source.dp_rank),
-            cleared=partial(consumer.cleared, endpoint, source.dp_rank),
+            apply=lambda events: consumer.apply(endpoint, source.dp_rank, events),
+            cleared=lambda: consumer.cleared(endpoint, source.dp_rank),
             replay=self._replay if source.replay_endpoint else None,
             health=self._health,
             meter=self._meter,

@@ -150,7 +150,7 @@ class HealthCheck:
     def _is_ready(self) -> bool:
         target = self._target
         now = target.clock()
-        return not target.draining and any(cluster.may_serve("", now) for cluster in target.clusters.values())
+        return not target.draining and any(cluster.screening.may_serve("", now) for cluster in target.clusters.values())
 
 
 class HealthWatch(HealthCheck):

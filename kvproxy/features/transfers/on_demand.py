@@ -118,7 +118,7 @@ class OnDemand:
                 refusals.append(refused)
             return bool(refused)
 
-        offered = self._offer(facts, asked, cluster.candidates(asked.model, now), speeds, now, refuses)
+        offered = self._offer(facts, asked, cluster.screening.candidates(asked.model, now), speeds, now, refuses)
         return offered, refusals[0] if refusals else ""
 
     def count_refused(self, reason: str) -> None:

@@ -60,9 +60,9 @@ class EndpointRoutes:
     def _list(self) -> Response:
         clusters: dict[str, list[dict[str, object]]] = {}
         for name, cluster in self._operated.clusters.items():
-            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.draining]
+            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.members.draining]
             clusters[name] = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints] + leaving
-        failing = {name: dict(one.discovery_complaints) for name, one in self._operated.clusters.items()}
+        failing = {name: dict(one.poller.complaints) for name, one in self._operated.clusters.items()}
         return reply_json(
             {"clusters": clusters, "failing_discovery": {name: why for name, why in failing.items() if why}}
         )
@@ -71,11 +71,11 @@ class EndpointRoutes:
         body = await read_json_object(request)
         cluster = self._cluster(body.pop("cluster", None))
         endpoint = _decoded(body)
-        if cluster.find_named(EndpointId(endpoint.id)):
+        if cluster.members.find_named(EndpointId(endpoint.id)):
             raise RequestRefused(
                 409, Problem("id", f"{cluster.name} has an endpoint {endpoint.id!r}", "remove it first")
             )
-        if not cluster.add_endpoint(endpoint):
+        if not cluster.members.add_endpoint(endpoint):
             raise RequestRefused(409, Problem("id", "too many endpoints were added already", "remove some"))
         self._audit.write_line(request, "endpoint.add", cluster=cluster.name, endpoint=endpoint.id, url=endpoint.url)
         return self._status_of(cluster, endpoint.id, 201)
@@ -85,7 +85,7 @@ class EndpointRoutes:
         cluster, name, endpoints = self._named(request)
         draining = not request.url.path.endswith("/undrain")
         before = all(endpoint.draining for endpoint in endpoints)
-        cluster.drain_endpoint(name, draining=draining)
+        cluster.members.drain_endpoint(name, draining=draining)
         action = "endpoint.drain" if draining else "endpoint.undrain"
         self._audit.write_line(request, action, cluster=cluster.name, endpoint=name, was_draining=before)
         return self._status_of(cluster, name)
@@ -101,7 +101,7 @@ class EndpointRoutes:
             raise RequestRefused(422, *unknown)
         assert isinstance(weight, int | float)
         before = endpoints[0].configured_weight
-        cluster.reweight_endpoint(name, float(weight))
+        cluster.members.reweight_endpoint(name, float(weight))
         where = {"cluster": cluster.name, "endpoint": name}
         self._audit.write_line(request, "endpoint.weight", **where, before=before, after=float(weight))
         return self._status_of(cluster, name)
@@ -110,7 +110,7 @@ class EndpointRoutes:
         await read_json_object(request, optional=True)
         cluster, name, endpoints = self._named(request)
         in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
-        cluster.remove_endpoint(name)
+        cluster.members.remove_endpoint(name)
         self._audit.write_line(request, "endpoint.remove", cluster=cluster.name, endpoint=name, in_flight=in_flight)
         return reply_json({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
 
@@ -131,14 +131,14 @@ class EndpointRoutes:
         """Return what the path names: an endpoint, or the engine of several, one a data-parallel rank."""
         cluster = self._cluster(request.path_params["cluster"])
         name = EndpointId(request.path_params["id"])
-        endpoints = cluster.find_named(name)
+        endpoints = cluster.members.find_named(name)
         if not endpoints:
             known = spelling_hint(name, [each.id for each in cluster.endpoints])
             raise RequestRefused(404, Problem("id", f"{cluster.name} has no endpoint {name[:128]!r}", known))
         return cluster, name, endpoints
 
     def _status_of(self, cluster: Cluster, name: str, status: int = 200) -> Response:
-        endpoints = cluster.find_named(EndpointId(name))
+        endpoints = cluster.members.find_named(EndpointId(name))
         described = [describe_endpoint(self._operated, cluster.name, each) for each in endpoints]
         if [each.id for each in endpoints] == [name]:
             return reply_json(described[0], status)
@@ -172,7 +172,7 @@ def describe_routing(cluster: Cluster, now: float) -> dict[str, object]:
     settings = cluster.policy.settings
     queue = cluster.queue
     return {
-        "policy": cluster.policy_name,
+        "policy": cluster.settings.policy.value,
         "parameters": {} if settings is None else settings.model_dump(),
         "allowed": {} if settings is None else ranges(settings),
         "learned": policy.estimates(now),
@@ -231,7 +231,7 @@ class RoutingRoutes:
             return None
         if cluster.policy.settings is None:
             fix = f"{', '.join(composed(PolicyParameters).model_fields)} have some"
-            what = f"the policy {cluster.policy_name} has no parameters"
+            what = f"the policy {cluster.settings.policy.value} has no parameters"
             problems.append(Problem(f"clusters.{name}.parameters", what, fix))
             return None
         return cluster.policy

@@ -68,10 +68,10 @@ class Troubles:
 
     def _sources(self, now: float) -> Iterator[Trouble]:
         for name, cluster in self._operated.clusters.items():
-            for source, why in cluster.discovery_complaints.items():
+            for source, why in cluster.poller.complaints.items():
                 what = f"the {source} discovery fails; its last endpoints stay in use: {why}"
                 yield source_trouble(("discovery", name, source), name, what, "`kvproxy doctor` checks it")
-            for source, left_out in cluster.left_out.items():
+            for source, left_out in cluster.poller.left_out.items():
                 what = f"the {source} discovery names {len(left_out)} that cannot be an endpoint: {left_out[0]}"
                 yield source_trouble(("left out", name, source), name, what, "correct it at its source")
         kvcache = self._operated.kvcache

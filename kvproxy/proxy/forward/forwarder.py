@@ -372,7 +372,7 @@ class Forwarding(Placement, kw_only=True):
 
         Without another endpoint to go to the attempt may as well wait on, since verdicts on all of them are often
         wrong; without budget the next failed probe tries again; a request that can never be sent again ends now."""
-        if self._given_back is not None or not self.cluster.may_serve(self._model, self._shared.clock()):
+        if self._given_back is not None or not self.cluster.screening.may_serve(self._model, self._shared.clock()):
             return
         refusal = self._why_no_retry(unprocessed=False)
         if refusal not in ("outage", "budget"):

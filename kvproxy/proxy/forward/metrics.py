@@ -97,7 +97,7 @@ class RouteMetrics(RequestObserver):
         """Return a label from a closed set: clients may write any name into a body."""
         inference = exchange.inference
         model = "" if inference is None else inference.model
-        known = not model or model in self._aliases or (cluster is not None and model in cluster.models)
+        known = not model or model in self._aliases or (cluster is not None and model in cluster.screening.declared)
         return model if known or self._served(model) else OTHER
 
     def _time(self, exchange: Exchange, cluster: Cluster | None, model: str, now: float) -> None:

@@ -186,7 +186,7 @@ async def test_a_key_names_no_file_and_no_credential(
     ]
     async with follow(**settings) as one:
         assert one.urls == {"a": "http://127.0.0.1:1"}
-        (left_out,) = one.cluster.left_out["etcd"]
+        (left_out,) = one.cluster.poller.left_out["etcd"]
         assert str(left_out).startswith(f"key b: names `{next(iter(field))}`, which this source may not")
     async with follow(etcd={**settings["etcd"], "credentials": True}) as other:  # type: ignore[dict-item]
         assert set(other.urls) == {"a", "b"}
@@ -241,7 +241,7 @@ async def test_an_etcd_that_wants_a_password(
         await until(lambda: fake.watched)
     async with follow(etcd={**where, "password": "wr0ng"}) as other:
         assert not other.urls
-        said = other.cluster.discovery_complaints["etcd"]
+        said = other.cluster.poller.complaints["etcd"]
         assert said.startswith("etcd does not let user 'kvproxy' in")
         assert "invalid user ID or password" in said
     assert "s3cret" not in caplog.text

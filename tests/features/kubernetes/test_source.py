@@ -114,7 +114,7 @@ async def test_a_port_that_is_not_there_is_named(follow: Follow, api: Api, port:
     fake.put(SLICES, slice_of("s2", member("b", "10.0.0.2"), ports=((port or "only", 9),)))
     async with follow(**service(where, port=port)) as one:
         assert one.urls == {"b": "http://10.0.0.2:9"}
-        assert str(one.cluster.left_out["kubernetes"][0]).startswith(complaint)
+        assert str(one.cluster.poller.left_out["kubernetes"][0]).startswith(complaint)
 
 
 async def test_what_pods_say_about_themselves(api: Api) -> None:
@@ -179,7 +179,7 @@ async def test_ready_then_not_then_again_then_ending_then_gone(follow: Follow, a
         assert one.endpoint("b") is b
         say("b", "10.0.0.2", ending=True)
         await until(lambda: one.conditions == {"a": "up"})
-        assert [str(each.id) for each in one.cluster.draining] == ["b"]
+        assert [str(each.id) for each in one.cluster.members.draining] == ["b"]
         assert b.load.in_flight == 1
         if way == "pods":
             fake.delete(PODS, "b")
@@ -187,9 +187,9 @@ async def test_ready_then_not_then_again_then_ending_then_gone(follow: Follow, a
             fake.delete(SLICES, "s-b")
         say("c", "10.0.0.3")
         await until(lambda: "c" in one.conditions)
-        assert [str(each.id) for each in one.cluster.draining] == ["b"]
+        assert [str(each.id) for each in one.cluster.members.draining] == ["b"]
         held.settle(AttemptOutcome.SUCCESS, one.clock())
-        assert not one.cluster.draining
+        assert not one.cluster.members.draining
         assert one.series("b") == []
 
 
@@ -305,7 +305,7 @@ async def test_an_api_server_that_goes_away_takes_no_endpoint_along(
             await until(lambda: len(one.pauses.asked) > 8)
             assert one.failing == 1
             assert one.conditions == {"a": "up"}
-            assert one.cluster.discovery_complaints == {
+            assert one.cluster.poller.complaints == {
                 "kubernetes": "the Kubernetes API /apis/discovery.k8s.io/v1/namespaces/models/endpointslices: 500 "
                 "etcdserver: request timed out"
             }
@@ -334,7 +334,7 @@ async def test_an_account_without_rights_says_what_it_needs(follow: Follow, api:
     fake, where = api
     fake.refuse = (403, _FORBIDDEN)
     async with follow(**pods(where)) as one:
-        assert one.cluster.discovery_complaints["kubernetes"] == (
+        assert one.cluster.poller.complaints["kubernetes"] == (
             "the Kubernetes API does not let this account get, list and watch pods in namespace models "
             f"(403: {_FORBIDDEN})"
         )
@@ -352,8 +352,8 @@ async def test_the_token_is_read_again_when_it_is_replaced(follow: Follow, api: 
         fake.token = "two"
         fake.drop()
         await until(lambda: one.failing == 1)
-        assert "takes no such token (401: Unauthorized)" in one.cluster.discovery_complaints["kubernetes"]
-        assert "one" not in one.cluster.discovery_complaints["kubernetes"].split()
+        assert "takes no such token (401: Unauthorized)" in one.cluster.poller.complaints["kubernetes"]
+        assert "one" not in one.cluster.poller.complaints["kubernetes"].split()
         (tmp_path / "next").write_text("two\n")
         (tmp_path / "next").replace(token)
         await until(lambda: one.failing == 0)
@@ -379,7 +379,7 @@ async def test_absurd_lists_change_nothing(follow: Follow, api: Api, raw: bytes,
     fake, where = api
     fake.raw_list = raw
     async with follow(**service(where)) as one:
-        assert complaint in one.cluster.discovery_complaints["kubernetes"]
+        assert complaint in one.cluster.poller.complaints["kubernetes"]
         assert not one.conditions
 
 
@@ -519,8 +519,8 @@ async def test_an_api_whose_tls_is_refused_is_followed_once_it_is_right(follow: 
     authority = make_certificate(tmp_path / "other", "127.0.0.1").certificate
     tls = ListenerTls(certificate=str(made.certificate), private_key=str(made.private_key))
     async with serve(fake, tls=tls) as url, follow(**service({"url": url, "ca_file": str(authority)})) as one:
-        await until(lambda: one.cluster.discovery_complaints)
-        assert "ConnectError: [SSL: CERTIFICATE_VERIFY_FAILED]" in one.cluster.discovery_complaints["kubernetes"]
+        await until(lambda: one.cluster.poller.complaints)
+        assert "ConnectError: [SSL: CERTIFICATE_VERIFY_FAILED]" in one.cluster.poller.complaints["kubernetes"]
         shutil.copy(made.certificate, authority)
         await until(lambda: one.conditions == {"a": "up"})
 
@@ -531,7 +531,7 @@ async def test_a_server_that_never_answers(follow: Follow, api: Api, monkeypatch
     monkeypatch.setattr("kvproxy.features.kubernetes.client._LIST_TIMEOUT_S", 0.05)
     fake.hang = True
     async with follow(**service(where)) as one:
-        assert "no answer within 0.05 s" in one.cluster.discovery_complaints["kubernetes"]
+        assert "no answer within 0.05 s" in one.cluster.poller.complaints["kubernetes"]
         fake.hang = False
         fake.put(SLICES, slice_of("s1", member("a", "10.0.0.1")))
         await until(lambda: one.conditions == {"a": "up"})
@@ -572,9 +572,9 @@ async def test_one_odd_pod_stops_no_other(follow: Follow, api: Api, bad: dict[st
         fake.put(PODS, pod("later", "10.0.0.2"))
         fake.put(PODS, bad)
         await until(lambda: len(one.urls) == 2)
-        (left_out,) = one.cluster.left_out["kubernetes"]
+        (left_out,) = one.cluster.poller.left_out["kubernetes"]
         assert str(left_out).startswith(why)
         assert "pw" not in str(left_out)
         assert one.sample("kvproxy_discovery_left_out", cluster="c", source="kubernetes") == 1
         fake.delete(PODS, bad["metadata"]["name"])
-        await until(lambda: not one.cluster.left_out)
+        await until(lambda: not one.cluster.poller.left_out)

@@ -119,7 +119,7 @@ async def stage(
             copies = kv.observers.find(CopyObserver)
             assert copies is not None
             await until(lambda: kv.overlap.lookups.possible)
-            cluster.drain_endpoint(A)
+            cluster.members.drain_endpoint(A)
             staged = Stage(proxy, service, copies.on_demand, go_on, engines[1])
             if busy:
                 staged.send(FILLER)

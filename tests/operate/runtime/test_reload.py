@@ -78,7 +78,7 @@ async def test_a_running_stream_finishes_on_the_old_configuration() -> None:
         await until(lambda: engine.calls)
         await running.proxy.reload(config_of({"a": url}, policy="least_request"))
         assert running.proxy.clusters["default"] is before
-        assert (before.policy_name, before.endpoints[0].load.in_flight) == ("least_request", 1)
+        assert (before.settings.policy.value, before.endpoints[0].load.in_flight) == ("least_request", 1)
         go_on.set()
         assert (await reading).text.endswith("data: [DONE]\n\n")
         await until(lambda: before.endpoints[0].load.in_flight == 0)
