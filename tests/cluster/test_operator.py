@@ -74,7 +74,7 @@ def test_a_bad_address_changes_nothing(make_cluster: MakeCluster) -> None:
 def test_additions_are_bounded(make_cluster: MakeCluster) -> None:
     """A client of the admin listener cannot fill the memory; replacing an addition takes no further place."""
     bench = make_cluster("a")
-    members: Membership = bench.cluster._members
+    members: Membership = bench.cluster.members
     members._sources["operator"] = configs(*(f"x{number}" for number in range(MAX_ADDED)))
     assert not bench.cluster.members.add_endpoint(*configs("z"))
     assert bench.cluster.members.add_endpoint(*configs("x1"))
