@@ -18,7 +18,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.routing.engine_samples import Reading
-from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.load import EngineState
 
 log = logging.getLogger("kvproxy.kvcache")
 

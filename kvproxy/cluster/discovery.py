@@ -19,9 +19,8 @@ from kvproxy.base.types import Clock, Sleep
 from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.cluster.metrics import EndpointStateMetrics
 from kvproxy.cluster.settings import DiscoverySettings, EndpointSettings
-from kvproxy.cluster.sources.entries import AT_ONCE, Answer, LeftOut, Refuse, all_bad, split_answer
+from kvproxy.cluster.sources.entries import AT_ONCE, Answer, Discovery, LeftOut, Refuse, Tell, all_bad, split_answer
 from kvproxy.cluster.sources.polled import DnsDiscovery, FileDiscovery
-from kvproxy.cluster.sources.protocols import Discovery, Tell
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from kvproxy.base.installed import BaseFeature, installed
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import Metrics
     from kvproxy.base.types import Clock, Sleep
-    from kvproxy.cluster.endpoint import Endpoint
-    from kvproxy.cluster.endpoint_observer import EndpointObserver
+    from kvproxy.cluster.endpoint import Endpoint, EndpointObserver
     from kvproxy.cluster.pick import Pick
     from kvproxy.cluster.router_queue import RouterQueue
     from kvproxy.cluster.routing.load import Reservation
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.routing.selector import Decision
     from kvproxy.cluster.routing.speeds import SpeedModel
     from kvproxy.cluster.settings import ClusterSettings, DiscoverySettings, EndpointSettings, PolicyName
-    from kvproxy.cluster.sources.protocols import WatchedDiscovery
+    from kvproxy.cluster.sources.entries import WatchedDiscovery
 
 
 class ClusterTools(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 from kvproxy.cache.actions.signals import HostUse
 from kvproxy.cache.feature import CacheFeature, CacheNeeds
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.load import EngineState
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.cache.fleet import simulated

@@ -18,8 +18,6 @@ import msgspec
 
 from kvproxy.base.types import LowerTokens
 from kvproxy.cluster.routing.elsewhere import LoadRow, RemoteLoad, list_head
-from kvproxy.cluster.routing.engine_state import EngineState
-from kvproxy.cluster.routing.live_blocks import LiveBlocks
 from kvproxy.cluster.routing.samples import GROUP_GAP_S, OnSample, OpenSample
 from kvproxy.cluster.routing.work import (
     HEAD_REQUESTS,
@@ -38,6 +36,63 @@ from kvproxy.cluster.routing.work import (
     seconds_of,
     sum_of,
 )
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    """One scrape at `read_at`. None: this engine does not report the number."""
+
+    read_at: float
+    capacity_tokens: int | None = None  # tokens of KV memory
+    used_share: float | None = None  # share of it held by running requests; a shared block counts once
+    running: int | None = None  # admitted requests
+    waiting: int | None = None  # requests not admitted yet
+
+
+class LiveBlocks:
+    """Ledger by block hash, as large as the prompts in flight. Hashes are chained: a live block's ancestors are live.
+
+    Kept only if a policy needs it (`Policy.counts_live_blocks`), and updated by the load ledger's reservations."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self) -> None:
+        self._requests: dict[int, int] = {}  # by hash: requests in flight whose prompt has the block
+
+    def __len__(self) -> int:
+        """Distinct blocks."""
+        return len(self._requests)
+
+    def __repr__(self) -> str:
+        return f"<LiveBlocks {len(self)} distinct of {sum(self._requests.values())}>"
+
+    def count_leading(self, hashes: Sequence[int]) -> int:
+        """Leading blocks of a prompt that are live: found by bisection, since what is live is closed under prefixes."""
+        requests = self._requests
+        low = 0
+        high = len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in requests:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def add(self, hashes: Sequence[int]) -> None:
+        """Count the blocks of a request that begins."""
+        requests = self._requests
+        for block in hashes:
+            requests[block] = requests.get(block, 0) + 1
+
+    def remove(self, hashes: Sequence[int]) -> None:
+        """Remove the blocks of a request that ends."""
+        requests = self._requests
+        for block in hashes:
+            count = requests[block]
+            if count == 1:
+                del requests[block]
+            else:
+                requests[block] = count - 1
 
 
 class LoadWatch(Protocol):

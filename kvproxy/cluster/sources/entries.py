@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pydantic import ValidationError
 
@@ -104,3 +104,20 @@ async def split_answer(
 def all_bad(bad: Sequence[LeftOut]) -> BadResponse:
     """Return the error of an answer without a single good endpoint."""
     return BadResponse(f"no endpoint of it can be used: {bad[0]}" + (f" (and {len(bad) - 1} more)" if bad[1:] else ""))
+
+
+class Discovery(Protocol):
+    """A source that answers with all endpoints at present and with those left out, or raises DiscoveryError or
+    OSError."""
+
+    async def endpoints(self) -> Answer: ...
+
+
+#: Takes all current endpoints (None: not known yet), and an error ("": none).
+Tell = Callable[[Answer | None, str], Awaitable[None]]
+
+
+class WatchedDiscovery(Discovery, Protocol):
+    """A source that reports each change of its answer by itself; `follow` runs until it is cancelled."""
+
+    async def follow(self, tell: Tell) -> None: ...

@@ -14,7 +14,7 @@ from kvproxy.operate.feature import Feature
 if TYPE_CHECKING:
     from kvproxy.base.settings.paths import Finding
     from kvproxy.base.types import Clock, Sleep
-    from kvproxy.cluster.sources.protocols import WatchedDiscovery
+    from kvproxy.cluster.sources.entries import WatchedDiscovery
     from kvproxy.operate.config.schema import Config
 
 

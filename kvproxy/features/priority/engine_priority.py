@@ -9,8 +9,7 @@ from enum import StrEnum
 from functools import partial
 
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.endpoint_observer import EndpointObserver
+from kvproxy.cluster.endpoint import Endpoint, EndpointObserver
 from kvproxy.cluster.feature import ClusterObserver, ClusterTools, NumberedRequest, ObservedCluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.load import EndpointLoad

@@ -12,9 +12,8 @@ from kvproxy.cluster.routing import selector
 from kvproxy.cluster.routing.copy_planner import Transfer, landed
 from kvproxy.cluster.routing.costs import least_own_s, wait_s
 from kvproxy.cluster.routing.engine_samples import NOTHING_READ, EndedWork, Reading
-from kvproxy.cluster.routing.engine_state import EngineState
 from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.cluster.routing.load import EndpointLoad, Reservation, count_live_blocks
+from kvproxy.cluster.routing.load import EndpointLoad, EngineState, Reservation, count_live_blocks
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.urgency import UrgencyScale

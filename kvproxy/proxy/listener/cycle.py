@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
+from email.utils import formatdate
 from http import HTTPStatus
 from operator import itemgetter
 from typing import Any, Protocol
@@ -14,8 +16,26 @@ import msgspec
 
 from kvproxy.base.socket_writes import write_pieces
 from kvproxy.base.types import Headers
-from kvproxy.proxy.listener.http_date import HttpDate
 from kvproxy.proxy.request.error_reply import error_body
+
+
+class HttpDate:
+    """Field line for the present second (RFC 9110 6.6.1). `now_s`: seconds of any clock that does not step back."""
+
+    __slots__ = ("_line", "_make", "_until_s")
+
+    def __init__(self, make: Callable[[], str] = lambda: formatdate(usegmt=True)) -> None:
+        self._make = make
+        self._line = b""
+        self._until_s = -math.inf
+
+    def line(self, now_s: float) -> bytes:
+        """Return `date: Sun, 06 Nov 1994 08:49:37 GMT`."""
+        if now_s >= self._until_s:
+            self._line = b"date: " + self._make().encode("ascii")
+            self._until_s = now_s + 1.0
+        return self._line
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from kvproxy.base.types import CONNECTION
-from kvproxy.proxy.listener.cycle import RequestCycle, Waiters, error_response, raw_error
-from kvproxy.proxy.listener.http_date import HttpDate
+from kvproxy.proxy.listener.cycle import HttpDate, RequestCycle, Waiters, error_response, raw_error
 from kvproxy.proxy.listener.parser import BadRequest, ListenerLimits, RequestParser, Scope
 
 #: Of a body that goes on after its answer; one that does not end there costs its connection.

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvproxy.cluster.routing.live_blocks import LiveBlocks
-from kvproxy.cluster.routing.load import EndpointLoad, count_live_blocks
+from kvproxy.cluster.routing.load import EndpointLoad, LiveBlocks, count_live_blocks
 
 
 def test_a_shared_prefix_counts_once_until_its_last_request_ends() -> None:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.engine_state import EngineState
-from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.urgency import UrgencyScale

@@ -21,8 +21,8 @@ from kvproxy.cluster.routing.copy_planner import (
     Transfer,
     TransferPlanner,
 )
-from kvproxy.cluster.routing.engine_state import EngineState
 from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.load import EngineState
 from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.selector import decide
 from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors

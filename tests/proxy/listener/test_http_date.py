@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproxy.proxy.listener.http_date import HttpDate
+from kvproxy.proxy.listener.cycle import HttpDate
 from kvproxy.proxy.listener.server import serve
 from tests.proxy.listener.client import connect, echo
 

@@ -12,9 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.proxy.listener.last_connections import accept_queued
 from kvproxy.proxy.listener.parser import ListenerLimits
-from kvproxy.proxy.listener.server import Server, bind_sockets, serve
+from kvproxy.proxy.listener.server import Server, accept_queued, bind_sockets, serve
 from kvproxy.proxy.settings import ListenerTls
 from tests.proxy.listener.client import Client, connect, echo, opened
 from tests.support.certificates import make_certificate
