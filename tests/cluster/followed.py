@@ -59,7 +59,7 @@ class Followed(Bench):
     @property
     def failing(self) -> float | None:
         """The gauge of its only source."""
-        (source,) = self.cluster._poller.sources
+        (source,) = self.cluster.poller.sources
         return self.sample("kvproxy_discovery_failing", cluster="c", source=source.name)
 
 

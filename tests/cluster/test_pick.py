@@ -191,7 +191,7 @@ def test_models_from_clients_are_not_remembered(make_cluster: MakeCluster) -> No
     bench = make_cluster(endpoints=(*configs("a", models=("x",)), *configs("b")))
     for number in range(1000):
         assert bench.picked(model=f"m{number}").endpoint.id == B
-    assert len(bench.cluster._screening._pools) <= 3
+    assert len(bench.cluster.screening._pools) <= 3
 
 
 def preferred_result(bench: Any, **request: Any) -> str | None:
@@ -222,7 +222,7 @@ def test_a_preference_is_soft_and_its_fate_counted(make_cluster: MakeCluster, ca
         pick.settle(FAILURE, bench.clock())
     elif case == "unhealthy":
         bench.endpoint("a").health.record_probe(False, bench.clock())
-        bench.cluster._screening.invalidate()
+        bench.cluster.screening.invalidate()
     elif case == "draining":
         bench.cluster.members.drain_endpoint(A)
     elif case == "saturated":
