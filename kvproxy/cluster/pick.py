@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -68,33 +68,8 @@ class Pick(msgspec.Struct, eq=False):
     picker: Picker
     placement: Placement | None = None  # of its request's adapter
 
-    @property
-    def policy(self) -> str:
-        """Name of the policy that decided."""
-        return self.decision.policy
-
-    @property
-    def reason(self) -> str:
-        """As of Decision."""
-        return self.decision.reason
-
-    @property
-    def preference(self) -> str | None:
-        """As of Decision."""
-        return self.decision.preference
-
-    @property
-    def candidates(self) -> Sequence[Endpoint]:
-        """As of Decision."""
-        return self.decision.candidates
-
-    @property
-    def costs(self) -> Sequence[float]:
-        """As of Decision."""
-        return self.decision.costs
-
     def __repr__(self) -> str:
-        return f"<Pick {self.endpoint.id} {self.reason}>"
+        return f"<Pick {self.endpoint.id} {self.decision.reason}>"
 
     def begin(self, facts: OverlapFacts, speeds: SpeedModel | None, now: float) -> None:
         """Start the request at the engine after a wait that was not the engine's, with the facts as of now."""

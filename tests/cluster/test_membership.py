@@ -60,7 +60,7 @@ def test_a_removed_endpoint_finishes_what_it_has(make_cluster: MakeCluster) -> N
     first.endpoint.metrics.count_request(200)
     bench.cluster.apply_endpoints(configs("b"))
     assert bench.ids() == {"b"}
-    assert bench.picked(preferred=A).preference == "unknown"
+    assert bench.picked(preferred=A).decision.preference == "unknown"
     assert [endpoint.id for endpoint in bench.cluster.members.draining] == ["a"]
     assert bench.endpoint("b") in bench.cluster.endpoints
     assert first.endpoint.condition(bench.clock()) is Condition.DRAINING

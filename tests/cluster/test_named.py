@@ -29,7 +29,7 @@ def test_the_named_policy_decides_by_the_same_loads(make_cluster: MakeCluster) -
     first = bench.picked()
     by_load = bench.picked(policy="least_request")
     assert by_load.endpoint.id != first.endpoint.id
-    assert (first.policy, by_load.policy) == ("round_robin", "least_request")
+    assert (first.decision.policy, by_load.decision.policy) == ("round_robin", "least_request")
     for one in (first, by_load):
         one.settle(AttemptOutcome.SUCCESS, bench.clock())
     assert [endpoint.load.in_flight for endpoint in bench.cluster.endpoints] == [0, 0]
@@ -52,7 +52,7 @@ def test_nobody_is_offered_anything_unless_it_is_configured(make_cluster: MakeCl
     """The name in a request means nothing then."""
     bench = make_cluster("a", policy="round_robin")
     assert not bench.cluster.policies.named
-    assert bench.picked(policy="random").policy == "round_robin"
+    assert bench.picked(policy="random").decision.policy == "round_robin"
 
 
 @pytest.mark.parametrize("own", ["kv_aware", "least_ttft", "round_robin"])
@@ -99,7 +99,7 @@ def test_a_reload_changes_the_offer_and_keeps_what_was_learned(make_cluster: Mak
     changed(bench, max_in_flight=9)
     assert policy(bench, "round_robin") is before
     changed(bench, client_policies=["least_ttft"])
-    assert bench.picked(policy="round_robin").policy == "kv_aware"
+    assert bench.picked(policy="round_robin").decision.policy == "kv_aware"
     assert policy(bench, "least_ttft").speeds is bench.cluster.speeds
     changed(bench, policy="least_request")
     speeds = policy(bench, "least_ttft").speeds

@@ -44,10 +44,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> PolicyName:
 async def test_one_line_in_the_registry_is_all(make_cluster: MakeCluster, registered: PolicyName) -> None:
     """It decides, may be asked for, gets a queue, is shown, and preferences do not overrule it."""
     bench = make_cluster("a", "b", policy=registered, queue={})
-    assert (bench.picked().endpoint.id, bench.picked().reason) == ("b", "newest")
+    assert (bench.picked().endpoint.id, bench.picked().decision.reason) == ("b", "newest")
     assert bench.cluster.queue is not None
     assert describe_routing(bench.cluster, bench.clock())["policy"] == "lmetric"
     asked = make_cluster("a", "b", client_policies=[registered]).picked(policy="lmetric")
-    assert (asked.policy, asked.reason) == ("lmetric", "newest")
+    assert (asked.decision.policy, asked.decision.reason) == ("lmetric", "newest")
     assert not prefers(KvCacheSettings(lmcache_endpoint="http://127.0.0.1:1"), registered)
     assert isinstance(PolicySpec.parse("lmetric+queue").make(rng=Random(1)), Newcomer)

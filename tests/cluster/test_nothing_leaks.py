@@ -92,7 +92,7 @@ class ClusterMachine(RuleBasedStateMachine):
             return
         assert pick.endpoint.id not in excluded
         assert pick.endpoint in (healthy or self.cluster.endpoints)
-        assert (pick.reason == "panic") is (not healthy)
+        assert (pick.decision.reason == "panic") is (not healthy)
         self.picks.append(pick)
 
     @precondition(lambda self: self.picks)

@@ -197,10 +197,10 @@ def test_models_from_clients_are_not_remembered(make_cluster: MakeCluster) -> No
 def preferred_result(bench: Any, **request: Any) -> str | None:
     pick = bench.picked(preferred=A, **request)
     followed = pick.endpoint.id == A
-    assert followed is (pick.preference == "followed")
-    assert (pick.reason == "preferred") is followed
-    assert bench.sample("kvproxy_preferences_total", result=pick.preference) == 1
-    return str(pick.preference)
+    assert followed is (pick.decision.preference == "followed")
+    assert (pick.decision.reason == "preferred") is followed
+    assert bench.sample("kvproxy_preferences_total", result=pick.decision.preference) == 1
+    return str(pick.decision.preference)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_panic_when_nobody_is_well(make_cluster: MakeCluster) -> None:
     bench.outcomes("b", FAILURE)
     picks = [bench.picked() for _ in range(4)]
     assert {pick.endpoint.id for pick in picks} == {A, B}
-    assert {pick.reason for pick in picks} == {"panic"}
+    assert {pick.decision.reason for pick in picks} == {"panic"}
     assert bench.sample("kvproxy_picks_total", cluster="c", policy="round_robin", reason="panic") == 4
     assert bench.picked(excluded=frozenset({A})).endpoint.id == B
     for pick in picks:
@@ -281,7 +281,9 @@ def test_panic_follows_a_preference(make_cluster: MakeCluster) -> None:
     bench.outcomes("b", FAILURE)
     bench.outcomes("a", FAILURE)
     picks = [bench.picked(preferred=B) for _ in range(3)]
-    assert {(pick.endpoint.id, pick.reason, pick.preference) for pick in picks} == {(B, "panic", "followed")}
+    assert {(pick.endpoint.id, pick.decision.reason, pick.decision.preference) for pick in picks} == {
+        (B, "panic", "followed")
+    }
 
 
 def test_panic_is_not_for_the_saturated(make_cluster: MakeCluster) -> None:
@@ -298,7 +300,7 @@ def test_panic_fills_no_endpoint_beyond_its_bound(make_cluster: MakeCluster) -> 
     bench = make_cluster("a", "b", max_in_flight=2, health={"eject_after": 1, "max_ejected": 1})
     bench.outcomes("a", FAILURE)
     bench.outcomes("b", FAILURE)
-    assert {bench.picked().reason for _ in range(4)} == {"panic"}
+    assert {bench.picked().decision.reason for _ in range(4)} == {"panic"}
     assert bench.pick() is None
 
 
@@ -363,7 +365,7 @@ def test_a_learning_policy_is_taught(make_cluster: MakeCluster) -> None:
     policy = Learning()
     bench = make_cluster("a", with_={"policy": policy})
     pick = bench.picked(facts=OverlapFacts(1000, {A: Overlap(600)}))
-    assert (pick.reason, list(pick.costs)) == ("first", [0.0])
+    assert (pick.decision.reason, list(pick.decision.costs)) == ("first", [0.0])
     bench.clock.advance(2)
     pick.first_token(bench.clock())
     bench.cluster.observe_reuse(pick, 512, bench.clock())
@@ -378,7 +380,7 @@ def test_other_policies_hear_nothing_of_reuse(make_cluster: MakeCluster) -> None
     bench = make_cluster("a")
     pick = bench.picked()
     bench.cluster.observe_reuse(pick, 5, bench.clock())
-    assert pick.policy == "round_robin"
+    assert pick.decision.policy == "round_robin"
     assert repr(pick) == "<Pick a round_robin>"
 
 

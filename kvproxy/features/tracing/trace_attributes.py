@@ -84,12 +84,12 @@ def decision_attributes(exchange: Exchange, pick: Pick) -> Values:
     """Return the endpoint, the policy and the reason."""
     found: Values = {
         "kvproxy.cluster": exchange.outcome.cluster,
-        "kvproxy.policy": pick.policy,
-        "kvproxy.reason": pick.reason,
+        "kvproxy.policy": pick.decision.policy,
+        "kvproxy.reason": pick.decision.reason,
         "kvproxy.endpoint": pick.endpoint.id,
     }
-    if pick.preference is not None:
-        found["kvproxy.preference"] = pick.preference
+    if pick.decision.preference is not None:
+        found["kvproxy.preference"] = pick.decision.preference
     return found
 
 

@@ -98,7 +98,7 @@ class Delivery(msgspec.Struct, eq=False):
         """Return the fields of this engine's response as the client gets them."""
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self.debug:
-            headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self.exchange.facts).encode()))
+            headers.append((b"x-kvproxy-decision", describe_decision(pick.decision, self.exchange.facts).encode()))
         return headers
 
     def pass_head(self, pick: Pick, response: UpstreamResponse) -> None:

@@ -12,8 +12,9 @@ from starlette.types import Scope
 from kvproxy.base.types import Headers
 from kvproxy.base.upstream.origin import Origin, public_location
 from kvproxy.base.upstream.request import RepeatedFields
-from kvproxy.cluster.pick import Pick
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import OverlapFacts
+from kvproxy.cluster.routing.selector import Decision
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import RandomHex
 
@@ -237,17 +238,17 @@ def response_headers(received: Headers, *, endpoint: bytes, origin: Origin | Non
     return headers
 
 
-def describe_decision(pick: Pick, policy: str, facts: OverlapFacts | None) -> str:
+def describe_decision(decision: Decision[Endpoint], facts: OverlapFacts | None) -> str:
     """`policy=...; reason=...; matched=a:512/precise,b:16/approximate; costs=0.120,0.4`, the largest matches first."""
-    parts = [f"policy={policy}", f"reason={pick.reason}"]
-    if pick.preference is not None:
-        parts.append(f"preference={pick.preference}")
+    parts = [f"policy={decision.policy}", f"reason={decision.reason}"]
+    if decision.preference is not None:
+        parts.append(f"preference={decision.preference}")
     if facts is not None:
         parts.append(f"prompt_tokens={facts.prompt_tokens}")
     if facts is not None and facts.searched:
         held = sorted(facts.by_endpoint.items(), key=lambda item: (-item[1].tokens, item[0]))[:_MAX_DESCRIBED]
         matched = ",".join(f"{endpoint}:{overlap.tokens}/{overlap.source.value}" for endpoint, overlap in held)
         parts.append(f"matched={matched or 'none'}")
-    if pick.costs:
-        parts.append("costs=" + ",".join(f"{cost:.4g}" for cost in pick.costs[:_MAX_DESCRIBED]))
+    if decision.costs:
+        parts.append("costs=" + ",".join(f"{cost:.4g}" for cost in decision.costs[:_MAX_DESCRIBED]))
     return "; ".join(parts)

@@ -36,7 +36,7 @@ def test_a_followed_preference_and_what_was_known(clock: FakeClock) -> None:
     )
     request = PickRequest(facts=facts, preferred=EndpointId("e1"))
     pick = pick_of(clock, request, policy=PolicyName.ROUND_ROBIN, endpoints=2)
-    assert describe_decision(pick, "round_robin", facts) == (
+    assert describe_decision(pick.decision, facts) == (
         "policy=round_robin; reason=preferred; preference=followed; prompt_tokens=100; "
         "matched=e0:48/precise,e1:16/approximate"
     )
@@ -45,15 +45,15 @@ def test_a_followed_preference_and_what_was_known(clock: FakeClock) -> None:
 def test_nothing_known(clock: FakeClock) -> None:
     """No facts, or facts about no endpoint."""
     pick = pick_of(clock, PickRequest(), policy=PolicyName.RANDOM, endpoints=1)
-    assert describe_decision(pick, "random", None) == f"policy=random; reason={pick.reason}"
-    assert describe_decision(pick, "random", OverlapFacts(prompt_tokens=7)).endswith("prompt_tokens=7; matched=none")
+    assert describe_decision(pick.decision, None) == f"policy=random; reason={pick.decision.reason}"
+    assert describe_decision(pick.decision, OverlapFacts(prompt_tokens=7)).endswith("prompt_tokens=7; matched=none")
 
 
 def test_a_large_cluster_does_not_make_a_large_header(clock: FakeClock) -> None:
     """Eight costs and eight matches at most."""
     facts = OverlapFacts(prompt_tokens=500, by_endpoint={EndpointId(f"e{n}"): Overlap(n) for n in range(200)})
     pick = pick_of(clock, PickRequest(facts=facts), policy=PolicyName.KV_AWARE, endpoints=200)
-    text = describe_decision(pick, "kv_aware", facts)
+    text = describe_decision(pick.decision, facts)
     assert text.count("/approximate") == 8
     assert text.partition("costs=")[2].count(",") == 7
     assert len(text) < 400
