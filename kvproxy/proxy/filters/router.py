@@ -161,8 +161,11 @@ class RouterFilter:
         if scope["type"] != "http":
             return _nothing()
         exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
-        downstream = Downstream.of(exchange, scope, receive, send)
-        if scope["path"] in self._routed_paths:
+        return self.serve_request(exchange, Downstream.of(exchange, scope, receive, send))
+
+    def serve_request(self, exchange: Exchange, downstream: Downstream) -> Coroutine[Any, Any, None]:
+        """Answer right behind steps, whose state of the request this is."""
+        if downstream.scope["path"] in self._routed_paths:
             # returned as it is: a coroutine around it would be resumed with it
             return self._route(exchange, downstream)
         return self._answer(exchange, downstream)

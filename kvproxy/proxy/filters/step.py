@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -93,6 +93,11 @@ class StepRun:
         self._heads = [(at, step.response_started) for at, step in reversed(numbered) if _own(step, "response_started")]
         self._afters = [(at, step.after) for at, step in reversed(numbered) if _own(step, "after")]
         self._hooks = tuple(hook for _, hook in self._heads)
+        #: Of the router, which needs no ASGI between the steps and itself. (Its class is asked, since a wrapper may
+        #: delegate what it lacks.)
+        self._serve: Callable[[Exchange, Downstream], Awaitable[None]] | None = None
+        if hasattr(type(app), "serve_request"):
+            self._serve = app.serve_request  # type: ignore[attr-defined]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -110,7 +115,10 @@ class StepRun:
                 if waits is not None:
                     await waits
             reached = None
-            await self.app(downstream.scope, downstream.receive, downstream.send)
+            if self._serve is not None:
+                await self._serve(exchange, downstream)
+            else:
+                await self.app(downstream.scope, downstream.receive, downstream.send)
         except LocalReply as why:
             if reached is None:
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -79,6 +79,35 @@ async def test_neighbours_run_in_one_app_in_their_order() -> None:
         *("inner 200", "middle 200", "outer 200"),
         *("inner after 200 2 True", "middle after 200 2 True", "outer after 200 2 True"),
     ]
+
+
+class Terminal(Inner):
+    """An app that takes over the state of the steps before it."""
+
+    async def serve_request(self, exchange: Exchange, downstream: Downstream) -> None:
+        await downstream.start(204, [], b"", more=False)
+
+
+class Delegating:
+    """A filter that delegates what it lacks to the app that it wraps."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._app, name)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+@pytest.mark.parametrize(("wrap", "status"), [(lambda app: app, 204), (Delegating, 200)])
+async def test_an_app_right_behind_the_steps_may_take_over_their_state(
+    wrap: Callable[[ASGIApp], ASGIApp], status: int
+) -> None:
+    """A filter between them is not passed over."""
+    reply = await call(joined(three(wrap(Terminal()), [])), http_scope())
+    assert reply.status == status
 
 
 async def test_a_refusal_is_seen_by_the_steps_before_it_alone() -> None:
