@@ -180,6 +180,7 @@ def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
         "of the file. Contacts no engine (`kvproxy doctor` does). Exit status: 0 good (warnings included), 1 errors.",
     )
     check.add_argument("file", nargs="?", metavar="FILE", help="else $KVPROXY_CONFIG or ./config.yaml")
+    check.add_argument("-c", "--config", metavar="FILE", help="the same, as of other commands")
     check.add_argument("--schema", action="store_true", help="print the JSON Schema of the native dialect instead")
     add_lenient_option(check)
     check.set_defaults(run="kvproxy.operate.commands.configuration:main_check")

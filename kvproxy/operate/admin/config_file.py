@@ -33,7 +33,7 @@ def find_refused_file(reloader: ConfigReloader | None, now: float) -> Iterator[t
         f"{reloader.file_name} changed {describe_age(now - refusal.changed_at)} ago and is not in force: "
         f"{place}{str(first) if first.path else first.message}{rest}"
     )
-    fix = f"correct it, then `kvproxy reload`; `kvproxy check -c {reloader.file_name}` shows every problem"
+    fix = f"correct it, then `kvproxy reload`; `kvproxy check {reloader.file_name}` shows every problem"
     yield Trouble(("reload",), Rank.SOURCES, "problem", "configuration", what, fix), refusal.changed_at
 
 

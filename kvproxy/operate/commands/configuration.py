@@ -96,7 +96,7 @@ def main_check(args: argparse.Namespace) -> int:
     """`kvproxy check`."""
     if args.schema:
         return print_schema(sys.stdout)
-    file = args.file or find_usual_file(sys.stderr)
+    file = args.file or args.config or find_usual_file(sys.stderr)
     if not file:
         sys.stderr.write("kvproxy check: a FILE (or --schema) is required, there is no ./config.yaml\n")
         return 2

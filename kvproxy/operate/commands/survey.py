@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -52,7 +53,9 @@ def parse_engines(given: Sequence[str], *, numbered: bool = True) -> Iterator[tu
         named = "=" in text.partition("://")[0]
         name = _name(len(ids)) if numbered and not named else endpoint["id"]
         url = base_of_copied(endpoint["url"])
-        if fault := url_fault(url):
+        if "://" not in text and Path(text).is_file():
+            faults.append(Problem("", f"{text} is a file, not an engine", f"-c {text}"))
+        elif fault := url_fault(url):
             faults.append(Problem("", f"engine {name}: {fault}", "http://host:port"))
         elif not name:
             faults.append(Problem("", f"an engine without an id: {text!r}", "ID=http://host:port, or the URL alone"))

@@ -206,3 +206,23 @@ def test_a_file_that_cannot_be_read_is_said_in_words(tmp_path: Path, capsys: pyt
         said = capsys.readouterr().err
         assert f"{tmp_path}/none: No such file or directory" in said
         assert "Errno" not in said
+
+
+def test_check_takes_its_file_as_other_commands_do(tmp_path: Path) -> None:
+    """`-c FILE` and `FILE` are the same."""
+    file = tmp_path / "config.yaml"
+    file.write_text("endpoints: [http://127.0.0.1:8000]\n")
+    assert main(["check", "-c", str(file)]) == 0
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_a_file_in_the_place_of_engines_is_no_engine(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The option is named, and nothing is visited or served."""
+    file = tmp_path / "config.yaml"
+    file.write_text("endpoints: [http://127.0.0.1:8000]\n")
+    assert main([command, str(file)]) != 0
+    shown = "".join(capsys.readouterr())
+    assert "is a file, not an engine" in shown
+    assert "-c" in shown
