@@ -9,24 +9,25 @@ from starlette.types import Scope
 
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.types import RequestKind
+from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 
 log = logging.getLogger("kvproxy.kvcache")
 
-#: Suffixes of paths, by their last part; the longest match counts.
-_ENDS: Mapping[str, tuple[tuple[str, RequestKind], ...]] = {
-    "completions": (("/chat/completions", RequestKind.CHAT), ("/completions", RequestKind.COMPLETION)),
-    "responses": (("/v1/responses", RequestKind.RESPONSES),),
-    "embeddings": (("/embeddings", RequestKind.EMBEDDINGS),),
-    "messages": (("/v1/messages", RequestKind.MESSAGES),),
-}
+#: Kinds whose paths are an app's own without their `/v1`.
+_COMMON_WORDS = frozenset({RequestKind.RESPONSES, RequestKind.MESSAGES})
+#: Ends of paths; the longest that fits counts.
+_ENDS = sorted(
+    ((path if kind in _COMMON_WORDS else path.removeprefix("/v1"), kind) for path, kind in KIND_OF_PATH.items()),
+    key=lambda end: -len(end[0]),
+)
 #: One look at most paths that are none of these.
-_LAST = tuple(f"/{name}" for name in _ENDS)
+_LAST = tuple({end[end.rfind("/") :] for end, _ in _ENDS})
 _KINDS = {kind.value: kind for kind in RequestKind}
 
 
 def kind_of_end(path: str) -> RequestKind | None:
     """Return the kind by the end of a path, whatever prefix it has."""
-    for end, kind in _ENDS.get(path[path.rfind("/") + 1 :], ()):
+    for end, kind in _ENDS:
         if path.endswith(end):
             return kind
     return None
