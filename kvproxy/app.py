@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import random
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.base.background_task import find_loop
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
@@ -55,9 +55,6 @@ from kvproxy.proxy.request.observer import RecentDecisions
 
 if TYPE_CHECKING:
     from kvproxy.operate.admin.app import AccessControl
-
-log = logging.getLogger("kvproxy")
-
 
 #: Configuration in Python code: a loaded one, the path of a file, or the data of a file.
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
@@ -239,6 +236,7 @@ class Proxy:
         return self.generations.adopt(await self.generations.prepare(read_config(config, self._extra_filters)))
 
     async def __aenter__(self) -> Proxy:
+        loop = find_loop()
         if self._runs and self._loop is not None and not self._loop.is_closed():
             raise RuntimeError("this Proxy runs already; make one for each event loop")
         async with AsyncExitStack() as starting:  # a part that cannot start ends those before it
@@ -249,7 +247,7 @@ class Proxy:
                 await starting.enter_async_context(self._history)
             self._running = starting.pop_all()
         self._runs = True
-        self._loop = get_running_loop()
+        self._loop = loop
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -258,7 +256,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            if self._loop is not get_running_loop():
+            if self._loop is None or self._loop is not get_running_loop():
                 await self._begin()
             if scope.get("root_path"):
                 scope = without_root(scope)
@@ -286,7 +284,7 @@ class Proxy:
 
     async def _begin(self) -> None:
         """Start with the first request, under a server that sends no lifespan events. Nothing ends it then."""
-        loop = get_running_loop()
+        loop = find_loop()
         if self._beginning is None or self._beginning[0] is not loop:
             self._beginning = loop, asyncio.Lock()
         async with self._beginning[1]:
@@ -300,10 +298,9 @@ class Proxy:
         try:
             await self.__aenter__()
         except Exception as error:
-            log.exception("kvproxy cannot start")
             message = f"kvproxy cannot start: {type(error).__name__}: {error}"
             await send({"type": "lifespan.startup.failed", "message": message})
-            return
+            raise  # as Starlette does: test clients wait for it
         try:
             await send({"type": "lifespan.startup.complete"})
             await receive()

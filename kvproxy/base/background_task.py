@@ -36,6 +36,14 @@ async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]], *, again_s: float = C
         log.error("left behind, since cancelling does not end them: %s", ", ".join(map(asyncio.Task.get_name, ending)))
 
 
+def find_loop() -> asyncio.AbstractEventLoop:
+    """Return the running event loop. RuntimeError, in a sentence, if there is none of asyncio."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError("kvproxy runs on asyncio alone, and no event loop of asyncio runs here") from None
+
+
 def raise_if_cancelled() -> None:
     """Raise the cancellation of the running task that a library swallowed, if there is one."""
     task = asyncio.current_task()

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from starlette.types import Scope
 
 from kvproxy.app import ConfigLike, Proxy, read_config
+from kvproxy.base.background_task import find_loop
 from kvproxy.embed.call import Call
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class Lives:
     def of_running_loop(self) -> Life:
         """Return that of the running event loop. The first one goes on with what one that ended, or whose loop is
         closed, has learned."""
-        loop = asyncio.get_running_loop()
+        loop = find_loop()
         life = self._by_loop.get(loop)
         if life is None:
             for other in [other for other in self._by_loop if other.is_closed()]:
@@ -108,7 +109,7 @@ class Lives:
 
     async def end(self) -> None:
         """End the proxy of the running event loop; a later request starts another."""
-        life = self._by_loop.pop(asyncio.get_running_loop(), None)
+        life = self._by_loop.pop(find_loop(), None)
         if life is not None:
             await life.end()
             self._ended = life.proxy

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvproxy.base.background_task import find_loop
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
@@ -190,13 +191,13 @@ class KVCacheMiddleware:
         self._no_asyncio = False
 
     def status(self) -> dict[str, object]:
-        """Return what it does now: whether it runs in this event loop, the condition of its endpoints, and how many
+        """Return what it does now: whether it runs, the condition of its endpoints, and how many
         requests it covered: of those `unread` had no body that it could read, `unknown` a prompt that no endpoint is
         known to hold, and `preferred` an endpoint that holds some. `not_covered` is a path that looked like inference.
         """
         now = self._clock()
         return {
-            "running": self.runs_in(asyncio.get_running_loop()),
+            "running": any(loop.is_running() and self.runs_in(loop) for loop in self._lives),
             "endpoints": {str(one.id): one.condition(now).value for one in self._cluster.endpoints},
             **self._counts,
             "not_covered": self._paths.missed,
@@ -212,7 +213,7 @@ class KVCacheMiddleware:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        life = self._lives.get(asyncio.get_running_loop())
+        life = self._lives.get(find_loop()) if self._lives else None
         if life is not None:
             async with life.changing:
                 life.holders -= 1
@@ -296,8 +297,8 @@ class KVCacheMiddleware:
 
     def _life(self) -> _Life | None:
         """Return that of the running event loop. None if another thread runs the service in a loop of its own: nothing
-        of it may be touched from here."""
-        loop = asyncio.get_running_loop()
+        of it may be touched from here. RuntimeError under trio."""
+        loop = find_loop()
         life = self._lives.get(loop)
         if life is None:
             self._lives = {other: one for other, one in self._lives.items() if not other.is_closed()}
@@ -309,22 +310,26 @@ class KVCacheMiddleware:
     async def _running(self) -> ASGIApp | None:
         """Return the filters; None if the service cannot run here. Without lifespan events the first request
         starts it."""
-        try:
-            life = self._lives.get(asyncio.get_running_loop()) or self._life()
-        except RuntimeError:
-            if not self._no_asyncio:
-                log.warning("[kvcache] KVCacheMiddleware needs asyncio: under trio requests pass without facts")
-            self._no_asyncio = True
-            return None
+        life = self._find_life()
         if life is not None and life.filters is None and not life.ended:
             async with life.changing:
                 if life.filters is None and self._clock() >= self._retry_at:
                     await self._try_to_start(life)
         return None if life is None else life.filters
 
+    def _find_life(self) -> _Life | None:
+        """As `_life`, and None with a line in the log under trio."""
+        try:
+            return self._life()
+        except RuntimeError as error:
+            if not self._no_asyncio:
+                log.warning("[kvcache] %s: requests pass without facts", error)
+            self._no_asyncio = True
+            return None
+
     async def _hold(self) -> None:
         """Start with the host, which may have started and ended before."""
-        life = self._life()
+        life = self._find_life()
         if life is not None and self._enabled:
             life.ended = False
             life.holders += 1
