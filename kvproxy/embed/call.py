@@ -1,4 +1,5 @@
-"""One request of an httpx client, as the proxy sees its client: plain calls, and ASGI's receive and send."""
+"""One request of a client of httpx or httpx2, as the proxy sees its client: plain calls, and ASGI's receive and
+send."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-import httpx
 import msgspec
 from starlette.types import ASGIApp, Scope
 
@@ -25,6 +25,7 @@ class Call(msgspec.Struct, eq=False):
     the client. Keeps no scope: that keeps the call."""
 
     loop: asyncio.AbstractEventLoop
+    _library: Any  # the client's, httpx or httpx2: errors are of its types
     _body: bytes | AsyncIterator[bytes]  # whole, or as made by the client's own code
     writable: bool = True
     status: int = 0
@@ -51,12 +52,12 @@ class Call(msgspec.Struct, eq=False):
         try:
             await app(scope, self.receive, self.send)
             if not self.complete and self.failure is None:
-                self.failure = httpx.RemoteProtocolError(_BROKEN_OFF)
+                self.failure = self._library.RemoteProtocolError(_BROKEN_OFF)
         except asyncio.CancelledError:
-            self.failure = httpx.RemoteProtocolError("kvproxy was closed before the answer was complete")
+            self.failure = self._library.RemoteProtocolError("kvproxy was closed before the answer was complete")
         except Exception as error:
             log.exception("a request of an httpx client failed")
-            self.failure = httpx.RemoteProtocolError(f"kvproxy failed: {type(error).__name__}")
+            self.failure = self._library.RemoteProtocolError(f"kvproxy failed: {type(error).__name__}")
         finally:
             self._on_disconnect = None
             self._wake_reader()
@@ -115,7 +116,7 @@ class Call(msgspec.Struct, eq=False):
 
     def _late(self) -> None:
         if self._reader is not None and not self._reader.done():
-            self._reader.set_exception(httpx.ReadTimeout("the engine sent nothing in time"))
+            self._reader.set_exception(self._library.ReadTimeout("the engine sent nothing in time"))
 
     def _wake_reader(self) -> None:
         _wake(self._reader)

@@ -1,4 +1,4 @@
-"""Transports for httpx: a client's requests go where they cost least, with no server between.
+"""Transports for httpx and httpx2: a client's requests go where they cost least, with no server between.
 
 client = openai.AsyncOpenAI(
     base_url="http://engines/v1",
@@ -8,36 +8,49 @@ client = openai.AsyncOpenAI(
 
 from __future__ import annotations
 
-import asyncio
+import functools
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
 from starlette.types import Scope
 
 from kvproxy.app import ConfigLike, Proxy
+from kvproxy.base.background_task import find_loop
 from kvproxy.embed.call import Call
 from kvproxy.embed.lives import Background, Life, Lives, background
-from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.proxy.request.exchange import Exchange
 
-#: Errors that httpx's own transport would raise, by the reason of the proxy's answer.
-_RAISED: Mapping[str, type[httpx.TransportError]] = {
-    "connect_error": httpx.ConnectError,
-    "no_file_descriptors": httpx.ConnectError,
-    "connect_timeout": httpx.ConnectTimeout,
-    "first_byte_timeout": httpx.ReadTimeout,
-    "idle_timeout": httpx.ReadTimeout,
-    "pool_full": httpx.PoolTimeout,
-    "unhealthy": httpx.ReadError,
-    "upstream_disconnected": httpx.RemoteProtocolError,
-    "protocol_error": httpx.RemoteProtocolError,
+if TYPE_CHECKING:
+    import httpx2
+
+    class _AsyncBase(httpx.AsyncBaseTransport, httpx2.AsyncBaseTransport): ...  # type: ignore[misc]
+
+    class _Base(httpx.BaseTransport, httpx2.BaseTransport): ...  # type: ignore[misc]
+else:
+    _AsyncBase = httpx.AsyncBaseTransport
+    _Base = httpx.BaseTransport
+
+#: Names of the errors that httpx's own transport would raise, by the reason of the proxy's answer.
+_RAISED: Mapping[str, str] = {
+    "connect_error": "ConnectError",
+    "no_file_descriptors": "ConnectError",
+    "connect_timeout": "ConnectTimeout",
+    "first_byte_timeout": "ReadTimeout",
+    "idle_timeout": "ReadTimeout",
+    "pool_full": "PoolTimeout",
+    "unhealthy": "ReadError",
+    "upstream_disconnected": "RemoteProtocolError",
+    "protocol_error": "RemoteProtocolError",
 }
 _DROPPED = frozenset({b"transfer-encoding", b"connection"})
 
 
-class AsyncTransport(httpx.AsyncBaseTransport):
-    """Gives an `httpx.AsyncClient` KV-aware routing over several engines: the whole chain of the proxy, in the client's
-    own event loop.
+class AsyncTransport(_AsyncBase):
+    """Gives an `AsyncClient` of httpx or httpx2 KV-aware routing over several engines: the whole chain of the proxy, in
+    the client's own event loop.
 
     `endpoints` is `{id: url}`; or `config` is a configuration as for `Proxy` (a path, plain data), or a running
     `Proxy` that several transports share. Host and port of the client's URLs are ignored. Requests take the `read` time
@@ -66,16 +79,18 @@ class AsyncTransport(httpx.AsyncBaseTransport):
         """End requests that are under way, and the proxy."""
         await self._lives.end()
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: Any) -> Any:
         """As of httpx."""
         life = self._lives.of_running_loop()
         if not life.started:
             await life.start()
-        call = await _ask(life, request, _body_of(request))
-        return httpx.Response(call.status, headers=call.headers, stream=_Answer(call, _read_limit(request)))
+        library = _library_of(request)
+        call = await _ask(life, request, _body_of(request, library))
+        stream = _stream_type(_Answer, library.AsyncByteStream)(call, _read_limit(request))
+        return library.Response(call.status, headers=call.headers, stream=stream)
 
 
-class _Answer(httpx.AsyncByteStream):
+class _Answer:
     def __init__(self, call: Call, read_s: float | None) -> None:
         self._call = call
         self._read_s = read_s
@@ -88,8 +103,8 @@ class _Answer(httpx.AsyncByteStream):
         self._call.leave()
 
 
-class Transport(httpx.BaseTransport):
-    """AsyncTransport for an `httpx.Client`. The proxy runs in a thread that all transports of a process share."""
+class Transport(_Base):
+    """AsyncTransport for a `Client`. The proxy runs in a thread that all transports of a process share."""
 
     def __init__(self, config: ConfigLike | Proxy | None = None, *, endpoints: Mapping[str, str] | None = None) -> None:
         self._lives = Lives(config, endpoints)
@@ -98,22 +113,24 @@ class Transport(httpx.BaseTransport):
         """End requests that are under way, and the proxy."""
         background().run(self._lives.end())
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
+    def handle_request(self, request: Any) -> Any:
         """As of httpx."""
+        library = _library_of(request)
         there = background()
         read_s = _read_limit(request)
-        body = b"".join(request.stream)  # type: ignore[arg-type]  # a synchronous client's
+        body = b"".join(request.stream)
         call = there.run(self._ask(request, body))
-        return httpx.Response(call.status, headers=call.headers, stream=_SyncAnswer(call, read_s, there))
+        stream = _stream_type(_SyncAnswer, library.SyncByteStream)(call, read_s, there)
+        return library.Response(call.status, headers=call.headers, stream=stream)
 
-    async def _ask(self, request: httpx.Request, body: bytes) -> Call:
+    async def _ask(self, request: Any, body: bytes) -> Call:
         life = self._lives.of_running_loop()
         if not life.started:
             await life.start()
         return await _ask(life, request, body)
 
 
-class _SyncAnswer(httpx.SyncByteStream):
+class _SyncAnswer:
     def __init__(self, call: Call, read_s: float | None, there: Background) -> None:
         self._call = call
         self._read_s = read_s
@@ -132,22 +149,36 @@ class _SyncAnswer(httpx.SyncByteStream):
             self._there.loop.call_soon_threadsafe(self._call.leave)
 
 
-async def _ask(life: Life, request: httpx.Request, body: bytes | AsyncIterator[bytes]) -> Call:
-    """Return the call once the head of its answer is there. Raises httpx's exceptions."""
+def _library_of(request: Any) -> Any:
+    """Return the library of a request: httpx, or its successor of the same shape."""
+    return sys.modules[type(request).__module__.partition(".")[0]]
+
+
+@functools.cache
+def _stream_type(answer: Any, base: type) -> Any:
+    """Return the class of answers that is also one of the library's streams, as its clients require."""
+    return type(answer.__name__, (answer, base), {})
+
+
+async def _ask(life: Life, request: Any, body: bytes | AsyncIterator[bytes]) -> Call:
+    """Return the call once the head of its answer is there. Raises the library's exceptions."""
     scope = _scope_of(request)
-    call = Call(asyncio.get_running_loop(), body)
+    exchange = Exchange.of(scope, now=life.proxy.clock())
+    exchange.breaks_off = True
+    library = _library_of(request)
+    call = Call(find_loop(), library, body)
     life.begin(call, scope)
     read_s = _read_limit(request)
     try:
-        if await call.head(read_s) >= 500 and (reason := _reason_of(scope)) in _RAISED:
-            raise _RAISED[reason](_message_of(await call.next_piece(read_s)))
+        if await call.head(read_s) >= 500 and (reason := exchange.outcome.local_reason) in _RAISED:
+            raise getattr(library, _RAISED[reason])(_message_of(await call.next_piece(read_s)))
     except BaseException:
         call.leave()
         raise
     return call
 
 
-def _scope_of(request: httpx.Request) -> Scope:
+def _scope_of(request: Any) -> Scope:
     target, _, query = request.url.raw_path.partition(b"?")
     return {
         "type": "http",
@@ -167,26 +198,17 @@ def _scope_of(request: httpx.Request) -> Scope:
     }
 
 
-def _read_limit(request: httpx.Request) -> float | None:
+def _read_limit(request: Any) -> float | None:
     """Return the client's limit for each wait for the engine, in seconds."""
     limit: float | None = request.extensions.get("timeout", {}).get("read")
     return limit
-
-
-def _reason_of(scope: Scope) -> str:
-    """Return why the proxy answered itself; "" where an engine did."""
-    exchange: Exchange | None = scope.get(SCOPE_KEY)
-    return "" if exchange is None else exchange.outcome.local_reason
 
 
 def _message_of(body: bytes) -> str:
     return str(msgspec.json.decode(body)["error"]["message"])
 
 
-def _body_of(request: httpx.Request) -> bytes | AsyncIterator[bytes]:
+def _body_of(request: Any, library: Any) -> bytes | AsyncIterator[bytes]:
     """Return the client's body: whole, or, where its own code makes it in pieces, as it comes."""
     stream = request.stream
-    if isinstance(stream, httpx.ByteStream):
-        return b"".join(stream)
-    assert isinstance(stream, httpx.AsyncByteStream)
-    return aiter(stream)
+    return b"".join(stream) if isinstance(stream, library.ByteStream) else aiter(stream)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
+import httpx2
 import openai
 import pytest
 from starlette.types import Send
@@ -151,6 +152,45 @@ async def test_an_answer_that_breaks_off_is_a_protocol_error() -> None:
     async with client_of(FakeEngine("a", behave)) as client:
         with pytest.raises(httpx.RemoteProtocolError):
             await client.post(CHAT, json=BODY)
+
+
+async def test_a_stream_that_breaks_off_is_a_protocol_error_behind_its_pieces() -> None:
+    """Not an error event, which the proxy sends to clients that have no other way to see it."""
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        await start_stream(send)
+        await event(send, b"1")
+        raise RuntimeError("the engine dies")
+
+    async with client_of(FakeEngine("a", behave)) as client, client.stream("POST", CHAT, json=BODY) as answer:
+        pieces = answer.aiter_raw()
+        assert await anext(pieces) == b"data: 1\n\n"
+        with pytest.raises(httpx.RemoteProtocolError):
+            await anext(pieces)
+
+
+async def test_clients_of_httpx2_get_its_answers_and_its_errors() -> None:
+    """The successor of httpx, which newer SDKs require."""
+    async with (
+        simulated_engines(1) as endpoints,
+        httpx2.AsyncClient(transport=AsyncTransport(endpoints=endpoints), timeout=10.0) as client,
+    ):
+        answer = await client.post(CHAT, json=BODY)
+        assert isinstance(answer, httpx2.Response)
+        async with client.stream("POST", CHAT, json=BODY | {"stream": True}) as stream:
+            assert (await stream.aread()).endswith(b"data: [DONE]\n\n")
+    async with httpx2.AsyncClient(transport=AsyncTransport(endpoints={"a": "http://127.0.0.1:9"})) as client:
+        with pytest.raises(httpx2.ConnectError, match="connection refused"):
+            await client.post(CHAT, json=BODY)
+
+
+def test_synchronous_clients_of_httpx2(engines: dict[str, str]) -> None:
+    with httpx2.Client(transport=Transport(endpoints=engines), timeout=10.0) as client:
+        answer = client.post(CHAT, json=BODY | {"stream": True})
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    client = httpx2.Client(transport=Transport(endpoints={"a": "http://127.0.0.1:9"}))
+    with client, pytest.raises(httpx2.ConnectError):
+        client.post(CHAT, json=BODY)
 
 
 async def test_an_engines_own_error_is_an_answer() -> None:

@@ -311,6 +311,8 @@ class RouterFilter:
         kind = exchange.inference.kind if exchange.inference else None
         exchange.outcome.status = downstream.status
         exchange.outcome.end = "upstream_died"
+        if exchange.breaks_off:
+            return
         if not isinstance(why, HeldReply):
             reply = reply_of(why, error.cluster, exchange.outcome.endpoint, self._clock())
             event = error_event(kind, message=str(reply), reason=reply.reason)

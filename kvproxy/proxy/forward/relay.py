@@ -166,7 +166,7 @@ class Relay(msgspec.Struct, eq=False):
         """End an event stream that broke between two events with an error event. Any other answer is left incomplete,
         which cuts the connection: clients drop an unfinished event."""
         self._exchange.outcome.end = "upstream_died"
-        if not is_event_stream(headers):
+        if not is_event_stream(headers) or self._exchange.breaks_off:
             return
         kind = self._exchange.inference.kind if self._exchange.inference else None
         tail = b"".join(self._last)[-4:]

@@ -141,6 +141,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     debug: bool = False  # the client requested x-kvproxy-decision
     trace_id: str = ""  # W3C, 32 hex digits; "" without `tracing`
     trace_parent: bytes = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
+    breaks_off: bool = False  # a broken stream ends without an error event, as its client has a way to raise it
     followed: bool = False  # a Downstream already notifies the observers of its response
     outcome: Outcome = msgspec.field(default_factory=Outcome)
     #: Observers of this request's stages, in this order (`attach`), and the union of their hooks.
