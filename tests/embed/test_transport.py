@@ -324,7 +324,7 @@ def test_a_synchronous_client(engines: dict[str, str]) -> None:
         answer = client.chat.completions.create(model="sim", messages=BODY["messages"], max_tokens=4)
         assert answer.usage is not None
         stream = client.chat.completions.create(model="sim", messages=BODY["messages"], max_tokens=20, stream=True)
-        assert sum(1 for _ in stream) > 10
+        assert sum(1 for _ in stream) > 2
         half = client.chat.completions.create(model="sim", messages=BODY["messages"], max_tokens=2000, stream=True)
         next(iter(half))
         half.close()
