@@ -99,7 +99,7 @@ class PageFiles:
 
 
 class LiveView:
-    """`/live`: a snapshot, and the last minutes as series."""
+    """`/live`: the present, and the last minutes as series."""
 
     def __init__(self, operated: AdminTarget, history: History) -> None:
         self._operated = operated
@@ -124,11 +124,11 @@ class LiveView:
         made_at, body = self._answers.get(span, (now - SHARED_S, b""))
         if now - made_at >= SHARED_S:
             await self._refresh_hot(now)
-            body = msgspec.json.encode(self.take_snapshot(now, span))
+            body = msgspec.json.encode(self.describe(now, span))
             self._answers[span] = (now, body)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    def take_snapshot(self, now: float, span: str = SPANS[0]) -> dict[str, object]:
+    def describe(self, now: float, span: str = SPANS[0]) -> dict[str, object]:
         """All of it but for hot prefixes, which are as of the last look."""
         operated = self._operated
         ready, why = check_readiness(operated)

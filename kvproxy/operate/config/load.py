@@ -1,4 +1,4 @@
-"""Configurations into `Config`: native or Pixiu, from a file, text, or plain data."""
+"""Configurations into `Config`, in any dialect, from a file, text, or plain data."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def check_config(
     """Return the configuration, None if any problem is an error, and all problems: errors, warnings, notes.
 
     Problems of all stages come in one run, in the order of the text, with line and column where there is one. With
-    `lenient`, unknown settings of a Pixiu file are warnings."""
+    `lenient`, unknown settings of a file in another dialect are warnings."""
     if isinstance(source, FilePath):
         text, problems = _read(source)
         if text is None:

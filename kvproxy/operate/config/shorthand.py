@@ -90,7 +90,7 @@ class Translation:
             self.form.add_error(at, message, hint)
 
     def add_unsupported(self, at: Path, message: str, hint: str = "") -> None:
-        """Pixiu has it, we do not."""
+        """Add a setting that another dialect has and this one lacks."""
         self.form.add_problem(Problem(dotted_path(at), message, hint), tolerable=True)
 
 

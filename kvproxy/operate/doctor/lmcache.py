@@ -39,7 +39,7 @@ class LookupAnswer:
     model: str
     chunk_tokens: int
     chunks: int
-    shape: str = ""  # of the controller's `layout_info`: `arrays` as LMCache's, `objects` as Pixiu's stand-in
+    shape: str = ""  # of the controller's `layout_info`: `arrays` as LMCache's, `objects` of a stand-in
 
 
 class LmcacheFacts:

@@ -139,7 +139,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     #: Refreshes facts and preference from local state; must not raise, block or wait.
     facts_source: Callable[[Exchange], None] | None = None
     debug: bool = False  # the client requested x-kvproxy-decision
-    trace_id: str = ""  # W3C, 32 hex digits; "" without `tracing`
+    trace_id: str = ""  # W3C, 32 hex digits; "" if nothing traces
     trace_parent: bytes = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
     breaks_off: bool = False  # a broken stream ends without an error event, as its client has a way to raise it
     followed: bool = False  # a Downstream already notifies the observers of its response
