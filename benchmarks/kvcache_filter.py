@@ -29,7 +29,7 @@ from kvproxy.cache.service import KvCache
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
-from kvproxy.lab.simulator.lmcache_controller import ControllerSettings, create_controller_app
+from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.filters.kvcache import STATE_KEY
@@ -130,7 +130,7 @@ async def added_latency(requests: int) -> list[tuple[str, str, float, float, flo
         port = server.sockets[0].getsockname()[1]
         endpoints = dict.fromkeys("ab", f"http://127.0.0.1:{port}")
         workers = tuple(WorkerSettings(name) for name in endpoints)
-        controller = create_controller_app(ControllerSettings(workers), rng=rng)
+        controller = ControllerApp(ControllerSettings(workers), rng=rng)
         lmcache = (await stack.enter_async_context(Server(controller))).url
         full = {"lmcache_endpoint": lmcache, "cache_strategy": STRATEGIES, "engine_metrics_interval": 0}
         chains: dict[str, list[Any]] = {
@@ -213,7 +213,7 @@ def _late_service() -> Iterator[str]:
 
 def _serve_late(parent: Connection) -> None:
     """Run the child process, which sends its URL."""
-    controller = create_controller_app(ControllerSettings((WorkerSettings("a"),), lookup_s=1.0), rng=random.Random(2))
+    controller = ControllerApp(ControllerSettings((WorkerSettings("a"),), lookup_s=1.0), rng=random.Random(2))
 
     async def serve() -> None:
         async with Server(controller, drain_s=0.1, cut_grace_s=0.1) as server:

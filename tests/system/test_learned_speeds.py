@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvproxy.base.types import EndpointId
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.timing import EngineTiming
-from kvproxy.lab.simulator.vllm_server import create_engine_app
+from kvproxy.lab.simulator.vllm_server import VllmApp
 from tests.cache.support import long_text
 from tests.lab.simulator.support import TINY
 from tests.support.loopback import serve
@@ -30,7 +30,7 @@ async def mixed_fleet() -> AsyncIterator[RunningProxy]:
         urls = {}
         for name, slowness in SLOWNESS.items():
             engine = EngineSettings(4096, 16, timing=replace(timing, slowness=slowness), token_outputs=True)
-            app = await stack.enter_async_context(create_engine_app(replace(TINY, engine=engine)))
+            app = await stack.enter_async_context(VllmApp(replace(TINY, engine=engine)))
             urls[name] = await stack.enter_async_context(serve(app))
         yield await stack.enter_async_context(running_proxy(urls, policy="kv_aware", filters=filters))
 

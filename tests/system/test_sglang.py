@@ -18,7 +18,7 @@ from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.lab.simulator.engine_io import EngineSettings
-from kvproxy.lab.simulator.sglang_server import SglangApp, create_sglang_app
+from kvproxy.lab.simulator.sglang_server import SglangApp
 from kvproxy.lab.simulator.sglang_settings import EventForm, EventSettings, SglangSettings
 from kvproxy.lab.simulator.timing import EngineTiming
 from tests.cache.media.samples import picture_part, png
@@ -68,7 +68,7 @@ async def fleet(engine: SglangSettings = QUICK, *, count: int = 2, **config: Any
     async with contextlib.AsyncExitStack() as stack:
         apps, urls = {}, {}
         for name in "abc"[:count]:
-            apps[name] = create_sglang_app(engine, rng=random.Random(1))
+            apps[name] = SglangApp(engine, rng=random.Random(1))
             await stack.enter_async_context(apps[name])
             urls[name] = await stack.enter_async_context(serve(apps[name]))
         proxy = await stack.enter_async_context(running_proxy(urls, policy="kv_aware", **config))
@@ -324,7 +324,7 @@ async def test_a_rank_that_is_gone_costs_one_further_question() -> None:
         ("/v1/messages", {"messages": opening("hello")}),
     ):
         endpoints = {"data_parallel": {"ranks": [0, 1, 2]}}
-        app = create_sglang_app(replace(QUICK, dp_size=2), rng=random.Random(1))
+        app = SglangApp(replace(QUICK, dp_size=2), rng=random.Random(1))
         async with app, serve(app) as url, running_proxy([{"id": "a", "url": url, **endpoints}]) as proxy:
             for _ in range(3):
                 answer = await proxy.client.post(path, json={"model": "sim", "max_tokens": 1, **body})

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 from kvproxy.base.types import Clock
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
-from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
-from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
-from kvproxy.lab.simulator.sglang_server import SglangApp, create_sglang_app
+from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings
+from kvproxy.lab.simulator.sglang_server import SglangApp
 from kvproxy.lab.simulator.sglang_settings import SglangSettings
 from kvproxy.lab.simulator.vllm_ranks import RankedSettings, RankedVllm
-from kvproxy.lab.simulator.vllm_server import VllmApp, create_engine_app, utc_seconds
+from kvproxy.lab.simulator.vllm_server import VllmApp, utc_seconds
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled, Prefilled
 
@@ -58,14 +58,14 @@ class Fleet:
         self.engines: dict[str, EngineApp] = {}
         for name, engine in settings.engines.items():
             if isinstance(engine, SglangSettings):
-                self.engines[name] = create_sglang_app(engine, clock=clock, wall_clock=wall_clock, rng=source)
+                self.engines[name] = SglangApp(engine, clock=clock, wall_clock=wall_clock, rng=source)
             elif isinstance(engine, RankedSettings):
                 self.engines[name] = RankedVllm(
                     engine, clock=clock, wall_clock=wall_clock, rng=source, on_prefilled=self._offload(name)
                 )
             else:
                 offload = self._offload(name)
-                self.engines[name] = create_engine_app(
+                self.engines[name] = VllmApp(
                     engine, clock=clock, wall_clock=wall_clock, rng=source, on_prefilled=offload
                 )
         self._stack = contextlib.AsyncExitStack()
@@ -86,13 +86,13 @@ class Fleet:
             WorkerSettings(name, capacity_chunks=settings.host_chunks) for name in settings.engines if name not in named
         ]
         workers = (*settings.controller.workers, *missing)
-        return create_controller_app(replace(settings.controller, workers=workers), clock=clock, rng=rng)
+        return ControllerApp(replace(settings.controller, workers=workers), clock=clock, rng=rng)
 
     def _build_coordinator(self, settings: FleetSettings, clock: Clock, rng: random.Random) -> CoordinatorApp | None:
         if settings.coordinator is None:
             return None
         names = dict.fromkeys((*settings.coordinator.instances, *settings.engines))
-        return create_coordinator_app(replace(settings.coordinator, instances=tuple(names)), clock=clock, rng=rng)
+        return CoordinatorApp(replace(settings.coordinator, instances=tuple(names)), clock=clock, rng=rng)
 
     def _offload(self, name: str) -> OnPrefilled:
         """Keep a computed prompt in host memory and reports it to both services, as a connector does."""

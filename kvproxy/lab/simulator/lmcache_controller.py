@@ -77,16 +77,19 @@ class LmcacheController:
 
 
 class ControllerApp(JsonApp):
-    """Routes of the real controller (0.3.5 to 0.5.6), and `/sim/*` for tests and for engines in other processes."""
+    """Routes of the real controller (0.3.5 to 0.5.6), and `/sim/*` for tests and for engines in other processes.
+    `controller.workers[id].admit(tokens)` reports a store in process."""
 
-    def __init__(self, controller: LmcacheController) -> None:
+    def __init__(
+        self, settings: ControllerSettings, *, clock: Clock = time.monotonic, rng: random.Random | None = None
+    ) -> None:
         super().__init__()
-        self.controller = controller
+        self.controller = LmcacheController(settings, clock=clock, rng=rng or random.Random())
         for name in ("lookup", "pin", "clear", "compress", "decompress", "move", "health"):
             self.route("POST", f"/{name}", getattr(self, f"_{name}"))
         for name in ("query_instance", "query_worker_info", "check_finish"):
             self.route("POST", f"/{name}", getattr(self, f"_{name}"))
-        if controller.settings.pixiu_shape:
+        if settings.pixiu_shape:
             self.route("POST", "/evict", self._evict)
         self.route("GET", "/controller/key-stats", self._key_stats)
         self.route("GET", "/controller/workers", self._workers)
@@ -284,10 +287,3 @@ class ControllerApp(JsonApp):
             }
             for name, worker in self.controller.workers.items()
         }
-
-
-def create_controller_app(
-    settings: ControllerSettings, *, clock: Clock = time.monotonic, rng: random.Random | None = None
-) -> ControllerApp:
-    """Return a controller ready to be served; `app.controller.workers[id].admit(tokens)` reports a store in process."""
-    return ControllerApp(LmcacheController(settings, clock=clock, rng=rng or random.Random()))

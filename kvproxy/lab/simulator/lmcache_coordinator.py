@@ -190,11 +190,13 @@ class CoordinatorSettings:
 class CoordinatorApp(JsonApp):
     """Serve it. Engines report what they store through `admit`, or over HTTP with POST /sim/admit or /events."""
 
-    def __init__(self, settings: CoordinatorSettings, *, clock: Clock, rng: random.Random) -> None:
+    def __init__(
+        self, settings: CoordinatorSettings, *, clock: Clock = time.monotonic, rng: random.Random | None = None
+    ) -> None:
         super().__init__()
         self._settings = settings
         self._clock = clock
-        self._rng = rng
+        self._rng = rng = rng or random.Random()
         self._applied: dict[tuple[str, int], int] = {}
         pool = self._server("", capacity_chunks=settings.shared_chunks) if settings.shared_chunks else None
         self.directory = Directory(clock=clock, timeout_s=settings.instance_timeout_s, pool=pool)
@@ -368,13 +370,6 @@ class CoordinatorApp(JsonApp):
             ip=ip,
             http_port=http_port,
         )
-
-
-def create_coordinator_app(
-    settings: CoordinatorSettings, *, clock: Clock = time.monotonic, rng: random.Random | None = None
-) -> CoordinatorApp:
-    """Return a coordinator ready to be served."""
-    return CoordinatorApp(settings, clock=clock, rng=rng or random.Random())
 
 
 def _described(server: MpServer) -> dict[str, Any]:

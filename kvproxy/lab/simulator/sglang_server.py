@@ -46,11 +46,16 @@ class SglangApp(HttpApp):
     """Serve it (it is an ASGI app) while it is entered (it is an async context manager). `ranks` are its engines."""
 
     def __init__(
-        self, settings: SglangSettings, *, clock: Clock, wall_clock: Callable[[], float], rng: random.Random
+        self,
+        settings: SglangSettings,
+        *,
+        clock: Clock = time.monotonic,
+        wall_clock: Callable[[], float] = utc_seconds,
+        rng: random.Random | None = None,
     ) -> None:
         self.settings = settings = with_event_ports(settings)
         self._wall_clock = wall_clock
-        self._rng = rng
+        self._rng = rng or random.Random()
         self._started_at = wall_clock()
         self._tokenizer = Tokenizer(word_pieces=True)
         self._prompts = Prompts(self._tokenizer, drops_header=False, wide_media=True)
@@ -301,14 +306,3 @@ async def _read_json(call: HttpCall) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise SglangError("1 validation error: Input should be a valid dictionary", kind="Bad Request")
     return body
-
-
-def create_sglang_app(
-    settings: SglangSettings,
-    *,
-    clock: Clock = time.monotonic,
-    wall_clock: Callable[[], float] = utc_seconds,
-    rng: random.Random | None = None,
-) -> SglangApp:
-    """Return a server that is ready to be entered and served."""
-    return SglangApp(settings, clock=clock, wall_clock=wall_clock, rng=rng or random.Random())

@@ -13,7 +13,7 @@ from kvproxy.base.types import Clock
 from kvproxy.lab.simulator.http_call import HttpApp, HttpCall
 from kvproxy.lab.simulator.vllm_errors import VllmError
 from kvproxy.lab.simulator.vllm_info import describe_event_source
-from kvproxy.lab.simulator.vllm_server import VllmApp, create_engine_app, utc_seconds
+from kvproxy.lab.simulator.vllm_server import VllmApp, utc_seconds
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled
 
@@ -56,7 +56,7 @@ class RankedVllm(HttpApp):
         self.settings = settings
         source = rng or random.Random()
         self.ranks: dict[int, VllmApp] = {
-            rank: create_engine_app(
+            rank: VllmApp(
                 _of_rank(settings.engine, rank),
                 clock=clock,
                 wall_clock=wall_clock,

@@ -74,17 +74,19 @@ def utc_seconds() -> float:
 
 
 class VllmApp(HttpApp):
-    """Serve it (it is an ASGI app) while it is entered (it is an async context manager)."""
+    """Serve it (it is an ASGI app) while it is entered (it is an async context manager). `on_prefilled` is called with
+    each prompt once its KV exists."""
 
     def __init__(
         self,
         settings: VllmSettings,
         *,
-        clock: Clock,
-        wall_clock: Callable[[], float],
-        rng: random.Random,
-        on_prefilled: OnPrefilled | None,
+        clock: Clock = time.monotonic,
+        wall_clock: Callable[[], float] = utc_seconds,
+        rng: random.Random | None = None,
+        on_prefilled: OnPrefilled | None = None,
     ) -> None:
+        rng = rng or random.Random()
         self._on_prefilled = on_prefilled
         began_at = wall_clock()
         tokenizer = Tokenizer(word_pieces=settings.word_pieces)
@@ -142,16 +144,3 @@ def _build_publisher(settings: VllmSettings, wall_clock: Callable[[], float]) ->
         block_size=settings.engine.block_size, encoding=events.encoding, bytes_hashes=events.bytes_hashes
     )
     return KvEventPublisher(events, encoder=encoder, wall_clock=wall_clock, replay=settings.kv_events_replay)
-
-
-def create_engine_app(
-    settings: VllmSettings,
-    *,
-    clock: Clock = time.monotonic,
-    wall_clock: Callable[[], float] = utc_seconds,
-    rng: random.Random | None = None,
-    on_prefilled: OnPrefilled | None = None,
-) -> VllmApp:
-    """Return a server that is ready to be entered and served; `on_prefilled` is called with each prompt once its KV
-    exists."""
-    return VllmApp(settings, clock=clock, wall_clock=wall_clock, rng=rng or random.Random(), on_prefilled=on_prefilled)

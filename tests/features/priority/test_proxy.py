@@ -17,7 +17,7 @@ from kvproxy.features.priority import priority_trial
 from kvproxy.features.priority.engine_priority import ClusterPriority
 from kvproxy.lab.simulator.engine_io import EngineSettings, Scheduling
 from kvproxy.lab.simulator.timing import EngineTiming
-from kvproxy.lab.simulator.vllm_server import create_engine_app
+from kvproxy.lab.simulator.vllm_server import VllmApp
 from kvproxy.proxy.listener.server import serve
 from tests.features.priority.support import known_of
 from tests.lab.simulator.support import TINY
@@ -345,7 +345,7 @@ async def test_the_simulated_server_schedules_by_it(scheduling: Scheduling) -> N
         ended.append(priority)
 
     async with (
-        create_engine_app(replace(TINY, engine=engine)) as app,
+        VllmApp(replace(TINY, engine=engine)) as app,
         serve(app) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as client,
     ):
@@ -365,7 +365,7 @@ async def test_the_simulated_server_schedules_by_it(scheduling: Scheduling) -> N
 async def test_the_simulated_server_wants_an_integer(priority: object) -> None:
     """400, as real vLLM answers."""
     async with (
-        create_engine_app(TINY) as app,
+        VllmApp(TINY) as app,
         serve(app) as url,
         httpx.AsyncClient(base_url=url) as client,
     ):
@@ -378,7 +378,7 @@ async def test_an_older_server_refuses_it_and_the_client_does_not_notice() -> No
     """Under fcfs with a version that takes the field only where it schedules by it."""
     body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
     async with (
-        create_engine_app(replace(TINY, refuse_priority=True)) as app,
+        VllmApp(replace(TINY, refuse_priority=True)) as app,
         serve(app) as url,
         running_proxy({"a": url}, **ON) as proxy,
     ):

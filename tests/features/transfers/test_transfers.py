@@ -20,8 +20,8 @@ from kvproxy.features.transfers.copy_watch import CopyObserver
 from kvproxy.features.transfers.settings import TransferSettings
 from kvproxy.features.transfers.transfers import SPEED_AGE_S, Link, Transfers
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
-from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
-from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
+from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings
 from kvproxy.operate.config.load import check_config
 from tests.cache.support import NOWHERE, B, Fake, Service, chat, cluster_of, engine, long_text, tokenize, world
 from tests.support.clock import FakeClock
@@ -80,7 +80,7 @@ async def copy(service: Service, transfers: Transfers, source: str = "") -> bool
 def coordinator(clock: FakeClock, **changes: Any) -> CoordinatorApp:
     """With the prompt in the store that both instances read, and in no memory."""
     settings = CoordinatorSettings(**{"instances": ("a", "b"), "shared_chunks": 64, **changes})
-    app = create_coordinator_app(settings, clock=clock)
+    app = CoordinatorApp(settings, clock=clock)
     app.admit("a", tokens_of(TEXT), model_name="m")
     server = app.directory.get("a")
     assert server is not None
@@ -197,7 +197,7 @@ async def test_a_dry_run_moves_nothing(clock: FakeClock) -> None:
 async def test_a_controller_copies_from_the_instance_that_holds_it(p2p: bool, clock: FakeClock) -> None:
     """Its lookup goes on naming the source alone, so what was copied is remembered here."""
     workers = tuple(WorkerSettings(name, p2p=p2p) for name in "ab")
-    app = create_controller_app(ControllerSettings(workers), clock=clock)
+    app = ControllerApp(ControllerSettings(workers), clock=clock)
     app.controller.workers["a"].admit(tokens_of(TEXT))
     async with prepared(app, clock) as (service, transfers):
         await copy(service, transfers, "a")

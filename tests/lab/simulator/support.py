@@ -14,7 +14,7 @@ import httpx
 
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.timing import EngineTiming
-from kvproxy.lab.simulator.vllm_server import VllmApp, create_engine_app
+from kvproxy.lab.simulator.vllm_server import VllmApp
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled
 from tests.support.loopback import serve
@@ -49,7 +49,7 @@ async def engine(
     settings: VllmSettings = TINY, *, on_prefilled: OnPrefilled | None = None, **changes: Any
 ) -> AsyncIterator[Running]:
     """Yield a simulated vLLM, entered and served."""
-    app = create_engine_app(
+    app = VllmApp(
         replace(settings, **changes), wall_clock=lambda: 1795252968.5, rng=random.Random(1), on_prefilled=on_prefilled
     )
     async with app, serve(app) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:

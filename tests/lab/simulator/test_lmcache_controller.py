@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kvproxy.lab.simulator.lmcache_chunks import CPU, DISK, WRONG_STATE, WorkerSettings, hash_chunks
-from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
+from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 
@@ -50,7 +50,7 @@ async def controller(
 ) -> AsyncIterator[Controller]:
     """Yield a controller with workers a and b unless told otherwise."""
     chosen = workers or (WorkerSettings("a"), WorkerSettings("b"))
-    app = create_controller_app(ControllerSettings(chosen, **settings), clock=clock or FakeClock())
+    app = ControllerApp(ControllerSettings(chosen, **settings), clock=clock or FakeClock())
     async with serve(app, drain_s=1) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
         yield Controller(app, client)
 

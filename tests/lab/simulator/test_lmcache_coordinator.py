@@ -13,7 +13,6 @@ from kvproxy.lab.simulator.http_call import HttpError
 from kvproxy.lab.simulator.lmcache_coordinator import (
     CoordinatorApp,
     CoordinatorSettings,
-    create_coordinator_app,
     parse_keys,
 )
 from tests.support.clock import FakeClock
@@ -47,7 +46,7 @@ class Coordinator:
 async def coordinator(clock: FakeClock | None = None, **settings: Any) -> AsyncIterator[Coordinator]:
     """Yield a coordinator with mp-1 and mp-2."""
     chosen = CoordinatorSettings(**{"instances": ("mp-1", "mp-2"), **settings})
-    app = create_coordinator_app(chosen, clock=clock or FakeClock())
+    app = CoordinatorApp(chosen, clock=clock or FakeClock())
     async with serve(app, drain_s=1) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
         yield Coordinator(app, client)
 

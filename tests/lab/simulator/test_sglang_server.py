@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
-from kvproxy.lab.simulator.sglang_server import SglangApp, create_sglang_app
+from kvproxy.lab.simulator.sglang_server import SglangApp
 from kvproxy.lab.simulator.sglang_settings import EventForm, EventSettings, SglangSettings
 from kvproxy.lab.simulator.timing import EngineTiming
 from tests.lab.simulator.support import sse_events
@@ -43,7 +43,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def sglang(**changes: Any) -> AsyncIterator[Running]:
-    app = create_sglang_app(replace(TINY, **changes), wall_clock=lambda: 1795252968.5, rng=random.Random(1))
+    app = SglangApp(replace(TINY, **changes), wall_clock=lambda: 1795252968.5, rng=random.Random(1))
     async with app, serve(app) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
         yield Running(app, client)
 
@@ -432,7 +432,7 @@ def test_a_server_needs_every_token_reported() -> None:
 
 async def test_only_http_is_served() -> None:
     """As of the other engine."""
-    app = create_sglang_app(TINY)
+    app = SglangApp(TINY)
     with pytest.raises(RuntimeError, match="websocket"):
         await app({"type": "websocket"}, None, None)  # type: ignore[arg-type]
 
