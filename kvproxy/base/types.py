@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import NewType, Protocol
 
@@ -18,6 +19,12 @@ Clock = Callable[[], float]
 
 #: `asyncio.sleep` or a stand-in of a test. Every component that pauses takes one by keyword.
 Sleep = Callable[[float], Awaitable[None]]
+
+
+def utc_seconds() -> float:
+    """Wall-clock seconds since 1970."""
+    return datetime.now(UTC).timestamp()
+
 
 #: Header list as ASGI and the upstream pool speak it: lower-case names, raw bytes.
 Headers = list[tuple[bytes, bytes]]

@@ -12,7 +12,7 @@ from typing import Self
 
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import Clock, EndpointId, InferenceRequest
+from kvproxy.base.types import Clock, EndpointId, InferenceRequest, utc_seconds
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.actions import signals
 from kvproxy.cache.actions.signals import HostUse
@@ -25,7 +25,7 @@ from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.metrics import IndexMetrics, KvCacheMetrics
 from kvproxy.cache.metrics_scraper import MetricsScraper
 from kvproxy.cache.overlap.facts import RequestFacts, Result
-from kvproxy.cache.overlap.kv_event_streams import EventStreams, utc_seconds
+from kvproxy.cache.overlap.kv_event_streams import EventStreams
 from kvproxy.cache.overlap.sources import OverlapSources
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState

@@ -14,7 +14,7 @@ import msgspec
 from kvproxy.base.background_task import TaskSet
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.cluster.adapters import Adapters, KnownAdapters
 from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
 from kvproxy.cluster.endpoint import Endpoint
@@ -31,7 +31,6 @@ from kvproxy.cluster.routing.load import count_live_blocks
 from kvproxy.cluster.routing.policy import PickRequest, Policy
 from kvproxy.cluster.routing.selector import PANIC, Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.cluster.routing.urgency import utc_seconds
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.cluster.sources.entries import Refuse

@@ -16,11 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import composed
-from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind
+from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind, utc_seconds
 from kvproxy.cache.actions.signals import HostUse
 from kvproxy.cache.feature import CacheFeature
 from kvproxy.cache.overlap.facts import RequestFacts, Result
-from kvproxy.cache.overlap.kv_event_streams import utc_seconds
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState

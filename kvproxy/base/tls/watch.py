@@ -8,7 +8,6 @@ import os
 import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from kvproxy.base.background_task import BackgroundTask
@@ -25,7 +24,7 @@ from kvproxy.base.tls.files import (
     read_expiry,
 )
 from kvproxy.base.tls.metrics import CertificateMetrics
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, utc_seconds
 
 logger = logging.getLogger("kvproxy")
 
@@ -138,10 +137,6 @@ def _sign(path: str) -> tuple[int, int, int] | None:
     return (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-def _utc_seconds() -> float:
-    return datetime.now(UTC).timestamp()
-
-
 class CertificateWatch(BackgroundTask):
     """Loads certificates; while entered, looks for changed files every `interval_s` and loads them again.
 
@@ -151,7 +146,7 @@ class CertificateWatch(BackgroundTask):
     task_name = "watch certificates"
 
     def __init__(
-        self, *, interval_s: float = _INTERVAL_S, metrics: Metrics | None = None, wall_clock: Clock = _utc_seconds
+        self, *, interval_s: float = _INTERVAL_S, metrics: Metrics | None = None, wall_clock: Clock = utc_seconds
     ) -> None:
         self._interval_s = interval_s
         self._wall_clock = wall_clock

@@ -8,13 +8,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Self
 
 from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import Clock, EndpointId, Sleep
+from kvproxy.base.types import Clock, EndpointId, Sleep, utc_seconds
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.engines import Engines
 from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockStored, KvEvent
@@ -41,11 +40,6 @@ MAX_CONNECTIONS = 4
 
 
 _UNSTATED = EventSources()
-
-
-def utc_seconds() -> float:
-    """Return seconds since the epoch, for the age of an event."""
-    return datetime.now(UTC).timestamp()
 
 
 @dataclass(frozen=True, slots=True)

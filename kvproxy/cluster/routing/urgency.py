@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 
-from kvproxy.base.types import Clock, EndpointId
+from kvproxy.base.types import Clock, EndpointId, utc_seconds
 from kvproxy.cluster.routing.costs import own_s
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.waiting_lines import EPOCH_S, LEVEL_S, TenantTurns, urgency_s
-
-
-def utc_seconds() -> float:
-    """Return wall-clock seconds since 1970."""
-    return datetime.now(UTC).timestamp()
 
 
 class UrgencyScale:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from kvproxy.base.types import utc_seconds
 from kvproxy.lab.advise import report as advice_report
 from kvproxy.lab.advise.adviser import Adviser
 from kvproxy.lab.advise.engines import EngineSettingsSeen, ask_engines
@@ -17,7 +18,7 @@ from kvproxy.operate.commands.doctor import DoctorOptions, budget_of, duration_o
 from kvproxy.operate.commands.serving import run_loop
 from kvproxy.operate.doctor.check_configuration import convert_problems
 from kvproxy.operate.doctor.report import DoctorReport, print_table
-from kvproxy.operate.doctor.tools import Tools, VisitTimeouts, utc_seconds
+from kvproxy.operate.doctor.tools import Tools, VisitTimeouts
 
 #: As a nice program, to leave the processor to others.
 _NICE = 10

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings
 from kvproxy.lab.simulator.sglang_server import SglangApp
 from kvproxy.lab.simulator.sglang_settings import SglangSettings
 from kvproxy.lab.simulator.vllm_ranks import RankedSettings, RankedVllm
-from kvproxy.lab.simulator.vllm_server import VllmApp, utc_seconds
+from kvproxy.lab.simulator.vllm_server import VllmApp
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled, Prefilled
 

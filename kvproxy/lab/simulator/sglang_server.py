@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.lab.simulator.answering import FaultError, Faults, Serving, Shape
 from kvproxy.lab.simulator.engine_io import EngineLoad, SimRequest
 from kvproxy.lab.simulator.generation import GenerationPlan
@@ -33,7 +33,6 @@ from kvproxy.lab.simulator.sglang_settings import SglangSettings, describe_model
 from kvproxy.lab.simulator.sglang_shapes import SglangChat, SglangCompletion, SglangGenerate, SglangMessages
 from kvproxy.lab.simulator.tokenizer import Tokenizer
 from kvproxy.lab.simulator.vllm_errors import VllmError
-from kvproxy.lab.simulator.vllm_server import utc_seconds
 
 _KEPT_REQUESTS = 256
 _REMEMBERED_SESSIONS = 8192

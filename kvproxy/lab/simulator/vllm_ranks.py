@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.lab.simulator.http_call import HttpApp, HttpCall
 from kvproxy.lab.simulator.vllm_errors import VllmError
 from kvproxy.lab.simulator.vllm_info import describe_event_source
-from kvproxy.lab.simulator.vllm_server import VllmApp, utc_seconds
+from kvproxy.lab.simulator.vllm_server import VllmApp
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.lab.simulator import vllm_info as info
 from kvproxy.lab.simulator.answering import Faults
 from kvproxy.lab.simulator.engine import Engine
@@ -66,11 +65,6 @@ _HANDLERS: dict[str, dict[str, Handler]] = {
     "/sim/faults": {"POST": info.set_faults},
     "/sim/state": {"GET": info.answer_state},
 }
-
-
-def utc_seconds() -> float:
-    """Wall-clock seconds since 1970."""
-    return datetime.now(UTC).timestamp()
 
 
 class VllmApp(HttpApp):

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar, cast
 import httpx
 
 from kvproxy.base.background_task import cancel_tasks
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.base.upstream.transport import HttpClients
@@ -48,11 +48,6 @@ class SharedAnswers:
 
     async def __aexit__(self, *_: object) -> None:
         await cancel_tasks(self._tasks.values())
-
-
-def utc_seconds() -> float:
-    """Wall-clock seconds since 1970."""
-    return datetime.now(UTC).timestamp()
 
 
 @dataclass(frozen=True, slots=True)
