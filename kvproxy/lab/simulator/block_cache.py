@@ -31,9 +31,6 @@ class PrefixCache(Protocol):
     def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
         """Take the first `count` held blocks into use."""
 
-    def share(self, blocks: Sequence[int]) -> None:
-        """One more use of each block."""
-
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, forgetting what they held."""
 
@@ -135,11 +132,6 @@ class BlockCache:
             users[block] += 1
             blocks.append(block)
         return blocks
-
-    def share(self, blocks: Sequence[int]) -> None:
-        """One more use of each block; all are in use."""
-        for block in blocks:
-            self._users[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks out of the free list, forgetting what they held. The caller checked `free_blocks`."""

@@ -93,11 +93,7 @@ class Engine:
             return
         sequence = Sequence(request, now)
         self._sequences[request.id] = sequence
-        first = self._sequences.get(request.copy_of)
-        if first is not None and not first.generated:
-            self._scheduler.forks.hold(sequence)
-        else:
-            self._scheduler.waiting.add(sequence)
+        self._scheduler.waiting.add(sequence)
         self._join(now)
 
     def cancel(self, request_id: str, now: float) -> bool:
@@ -199,8 +195,7 @@ class Engine:
             self._complete_decodes(at)
         for sequence, tokens in batch.chunks:
             if not sequence.gone and scheduler.finish_chunk(sequence, tokens):
-                for each in (*scheduler.begin_copies(sequence), sequence):
-                    self._emit_token(each, at)
+                self._emit_token(sequence, at)
         events = scheduler.cache.take_events()
         if events:
             self._outputs.insert(before, CacheChanged(at, tuple(events)))

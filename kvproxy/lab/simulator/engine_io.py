@@ -98,8 +98,7 @@ class EngineSettings:
     a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
     With `checkpoints` its model is a hybrid one. Requests of `max_loras` adapters run at a time (0: of all), and to
     load one takes `lora_load_s`. `tiers` get what is stored, or with `offload_on_eviction` what leaves its memory, in
-    the order of `eviction`. With `copy_on_write` the choices of a prompt share all of its blocks; without, as in vLLM,
-    each computes the last one."""
+    the order of `eviction`."""
 
     capacity_blocks: int = 1600
     block_size: int = 512
@@ -118,7 +117,6 @@ class EngineSettings:
     tiers: tuple[TierSettings, ...] = ()
     offload_on_eviction: bool = False
     eviction: Eviction = Eviction.LRU
-    copy_on_write: bool = False
 
     def __post_init__(self) -> None:
         if self.capacity_blocks < 1 or self.block_size < 1:
@@ -149,9 +147,7 @@ class SimRequest:
     cache_salt: str | None = None
     finish_reason: str = "length"
     priority: int = 0  # lower first, where the engine schedules by it
-    copy_of: str = ""  # the request whose prompt it shares, block by block; "": it computes its own
     media: tuple[PlacedMedium, ...] = ()  # in the prompt
-    report_full: bool = False  # publish hit blocks too: vLLM's kv_cache_report_mode "full"
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1:

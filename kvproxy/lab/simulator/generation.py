@@ -76,8 +76,7 @@ class Planner:
         for prompt in prompts:
             for choice in range(choices):
                 name = f"{plan_id}-{next(self._numbers)}"  # a client may reuse its id
-                first = requests[-choice].id if choice and self._settings.engine.copy_on_write else ""
-                requests.append(self._request(body, model, prompt, name, choice, copy_of=first))
+                requests.append(self._request(body, model, prompt, name, choice))
         return GenerationPlan(
             id=plan_id,
             model=model,
@@ -89,13 +88,12 @@ class Planner:
         )
 
     def _request(
-        self, body: Mapping[str, Any], model: str, prompt: Sequence[int], request_id: str, choice: int, *, copy_of: str
+        self, body: Mapping[str, Any], model: str, prompt: Sequence[int], request_id: str, choice: int
     ) -> SimRequest:
         output_tokens, reason = self._output_length(body, len(prompt))
         token_ids = (*prompt, *self._answer(prompt, choice, output_tokens))
         lora = model if model in self._settings.loras else None
         salt = body.get("cache_salt")
-        arguments = body.get("vllm_xargs") or {}
         return SimRequest(
             id=request_id,
             block_hashes=hash_blocks(
@@ -109,9 +107,7 @@ class Planner:
             cache_salt=salt,
             finish_reason=reason,
             priority=self._priority(body),
-            copy_of=copy_of,
             media=media_of(prompt),
-            report_full=arguments.get("kv_cache_report_mode") == "full",
         )
 
     def _priority(self, body: Mapping[str, Any]) -> int:

@@ -42,7 +42,6 @@ class HttpCall:
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
         self.headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        self.reply_headers: dict[str, str] = {}
 
     async def read_body(self) -> bytes:
         """Return the whole request body."""
@@ -66,8 +65,7 @@ class HttpCall:
 
     async def start_reply(self, status: int, headers: dict[str, str]) -> None:
         """Send the response head; `write` and `finish` follow."""
-        fields = {**headers, **self.reply_headers}
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def write_chunk(self, data: bytes) -> None:

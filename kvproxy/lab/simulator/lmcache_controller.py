@@ -77,8 +77,8 @@ class LmcacheController:
 
 
 class ControllerApp(JsonApp):
-    """Routes of the real controller (0.3.5 to 0.5.6), and `/sim/*` for tests and for engines in other processes.
-    `controller.workers[id].admit(tokens)` reports a store in process."""
+    """Routes of the real controller (0.3.5 to 0.5.6), and `/sim/state` for tests.
+    `controller.workers[id].admit(tokens)` reports a store."""
 
     def __init__(
         self, settings: ControllerSettings, *, clock: Clock = time.monotonic, rng: random.Random | None = None
@@ -93,9 +93,6 @@ class ControllerApp(JsonApp):
             self.route("POST", "/evict", self._evict)
         self.route("GET", "/controller/key-stats", self._key_stats)
         self.route("GET", "/controller/workers", self._workers)
-        self.route("POST", "/sim/admit", self._sim_admit)
-        self.route("POST", "/sim/workers", self._sim_workers)
-        self.route("POST", "/sim/lookup", self._sim_lookup)
         self.route("GET", "/sim/state", self._sim_state)
 
     async def _lookup(self, request: Request) -> Any:
@@ -212,29 +209,6 @@ class ControllerApp(JsonApp):
         if "worker_id" in request.query:
             return rows[wanted]
         return {"workers": [rows[wanted]], "total_count": 1}
-
-    async def _sim_admit(self, request: Request) -> Any:
-        body = request.parse_body({"instance_id": str, "tokens": list, "location?": str})
-        worker = self._worker(body["instance_id"], "admitted")
-        worker.admit(body["tokens"], body.get("location") or CPU)
-        return {"keys": worker.keys}
-
-    async def _sim_workers(self, request: Request) -> Any:
-        """Register a worker, or kills, revives or slows one that is there."""
-        body = request.parse_body({"instance_id": str, "dead?": bool, "control_s?": float})
-        worker = self.controller.workers.get(body["instance_id"])
-        if worker is None:
-            worker = self.controller.register(WorkerSettings(body["instance_id"]))
-        if body.get("control_s") is not None:
-            worker.control_s = body["control_s"]
-        if body.get("dead") is not None:
-            (worker.kill if body["dead"] else worker.revive)()
-        return {"instance_id": body["instance_id"], "dead": worker.dead}
-
-    async def _sim_lookup(self, request: Request) -> Any:
-        """Make lookups take that long from now on."""
-        self.controller.lookup_s = float(request.parse_body({"lookup_s": float})["lookup_s"])
-        return {"lookup_s": self.controller.lookup_s}
 
     async def _sim_state(self, _request: Request) -> Any:
         workers = {

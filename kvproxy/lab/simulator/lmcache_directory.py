@@ -54,17 +54,11 @@ def make_keys(
 class MpServer:
     """One LMCache server (`lmcache server`): its memory tier and how the coordinator reaches it."""
 
-    def __init__(
-        self, instance_id: str, *, capacity_chunks: int, chunk_bytes: int, clock: Clock, ip: str, http_port: int
-    ) -> None:
+    def __init__(self, instance_id: str, *, capacity_chunks: int, chunk_bytes: int, clock: Clock) -> None:
         self.instance_id = instance_id
-        self.ip = ip
-        self.http_port = http_port
         self.chunk_bytes = chunk_bytes
-        self.incarnation = 1
         self.store = ChunkStore(capacity_chunks, clock=clock)
         self.known: dict[int, ChunkKey] = {}
-        self.last_seen = clock()
         self.down = False
 
     def admit(self, keys: Sequence[ChunkKey]) -> None:
@@ -100,7 +94,7 @@ class MpServer:
         """Return this server as a holder."""
         return {
             "instance_id": self.instance_id,
-            "incarnation": self.incarnation,
+            "incarnation": 1,
             "tier": "l1",
             "backend": "dram",
             "size_bytes": self.chunk_bytes,
@@ -109,12 +103,9 @@ class MpServer:
 
 
 class Directory:
-    """Registered servers; one that was silent for `timeout_s` is dropped with its placements. Stored chunks are also in
-    the `pool`, a disk that all of them read, if there is one."""
+    """Registered servers. Stored chunks are also in the `pool`, a disk that all of them read, if there is one."""
 
-    def __init__(self, *, clock: Clock, timeout_s: float | None = None, pool: MpServer | None = None) -> None:
-        self._clock = clock
-        self._timeout_s = timeout_s
+    def __init__(self, pool: MpServer | None = None) -> None:
         self._servers: dict[str, MpServer] = {}
         self.pool = pool
         self._reporters: dict[int, str] = {}  # reporters of entries in the pool
@@ -135,47 +126,29 @@ class Directory:
             return bool(self.find_holders(key))
         return self.pool.holds(key)
 
-    def describe_placements(self, key: ChunkKey, *, only: str = "") -> list[dict[str, object]]:
+    def describe_placements(self, key: ChunkKey) -> list[dict[str, object]]:
         """Every place of a key; a shared one under the id that reported it."""
-        found = [one.describe_placement() for one in self.find_holders(key) if only in ("", one.instance_id)]
+        found = [one.describe_placement() for one in self.find_holders(key)]
         reporter = self._reporters.get(key.identity, "")
-        if self.pool is not None and self.pool.holds(key) and only in ("", reporter):
+        if self.pool is not None and self.pool.holds(key):
             shared = {"instance_id": reporter, "tier": "l2", "backend": "fs_native", "shared": True}
             found.append({**self.pool.describe_placement(), **shared})
         return found
 
-    def add(self, server: MpServer) -> bool:
-        """Register a server; True when it replaced one of the same id (the placements of that one are gone)."""
-        known = server.instance_id in self._servers
-        if known:
-            server.incarnation = self._servers[server.instance_id].incarnation + 1
+    def add(self, server: MpServer) -> None:
+        """Register a server."""
         self._servers[server.instance_id] = server
-        return known
-
-    def remove(self, instance_id: str) -> None:
-        """Deregisters; unknown ids are ignored."""
-        self._servers.pop(instance_id, None)
-
-    def record_heartbeat(self, instance_id: str) -> bool:
-        """Return a heartbeat; False from a server that has to register again."""
-        server = self.get(instance_id)
-        if server is not None:
-            server.last_seen = self._clock()
-        return server is not None
 
     def get(self, instance_id: str) -> MpServer | None:
-        """Return a live server by id."""
-        return {server.instance_id: server for server in self.servers()}.get(instance_id)
+        """Return a server by id."""
+        return self._servers.get(instance_id)
 
     def servers(self) -> list[MpServer]:
-        """Return the live servers, in order of registration."""
-        if self._timeout_s is not None:
-            oldest = self._clock() - self._timeout_s
-            self._servers = {name: one for name, one in self._servers.items() if one.last_seen >= oldest}
+        """Return the servers, in order of registration."""
         return list(self._servers.values())
 
     def find_holders(self, key: ChunkKey) -> list[MpServer]:
-        """Return the live servers that hold the key."""
+        """Return the servers that hold the key."""
         return [server for server in self.servers() if server.holds(key)]
 
     def all_keys(self) -> Iterator[ChunkKey]:

@@ -12,68 +12,6 @@ from kvproxy.lab.simulator.lower_tiers import LowerTiers
 from kvproxy.lab.simulator.sequence import LoraSlots, Sequence, WaitingLine
 
 
-class Forks:
-    """Of one scheduler."""
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self._cache = cache
-        self._held: dict[str, list[Sequence]] = {}  # sequences by the request whose prompt they wait for
-        self._sharers: dict[int, set[str]] = {}  # by the block that is copied on write
-        self._tails: dict[str, int] = {}  # by request: that block
-
-    def __bool__(self) -> bool:
-        """Return True if some sequence waits for a prompt or shares its last block."""
-        return bool(self._held or self._tails)
-
-    @property
-    def blocks_to_copy(self) -> int:
-        """When all that share a block go on."""
-        return sum([len(sharers) - 1 for sharers in self._sharers.values()]) if self._sharers else 0
-
-    def hold(self, sequence: Sequence) -> None:
-        """Hold a sequence back until the request that it copies begins."""
-        self._held.setdefault(sequence.request.copy_of, []).append(sequence)
-
-    def take_held(self, request_id: str) -> list[Sequence]:
-        """Return the sequences that wait for this request."""
-        return self._held.pop(request_id, [])
-
-    def share_prompt(self, first: Sequence, copy: Sequence, block_size: int) -> None:
-        """Share the computed prompt of the first sequence with its copy."""
-        self._cache.share(first.blocks)
-        copy.blocks = list(first.blocks)
-        copy.hashed = first.hashed
-        copy.computed = first.computed
-        copy.cached_tokens = first.cached_tokens
-        copy.admitted_at = first.admitted_at
-        copy.generated = 1
-        if first.computed % block_size:
-            tail = first.blocks[-1]
-            for each in (first, copy):
-                self._sharers.setdefault(tail, set()).add(each.request.id)
-                self._tails[each.request.id] = tail
-
-    def copy_on_write(self, sequence: Sequence) -> None:
-        """Copy the last block of a sequence before a write; the caller has ensured a free one if it is shared."""
-        tail = self._tails.get(sequence.request.id)
-        if tail is not None and len(self._sharers[tail]) > 1:
-            [sequence.blocks[-1]] = self._cache.allocate(1)
-            self._cache.release([tail])
-        self.forget(sequence)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Forget a sequence that wrote, ended or starts over."""
-        request_id = sequence.request.id
-        copy_of = sequence.request.copy_of
-        if copy_of in self._held and sequence in self._held[copy_of]:
-            self._held[copy_of].remove(sequence)
-        tail = self._tails.pop(request_id, None)
-        if tail is not None:
-            self._sharers[tail].discard(request_id)
-            if not self._sharers[tail]:
-                del self._sharers[tail]
-
-
 @dataclass(slots=True)
 class Batch:
     """One step: prompt chunks in tokens, and how many decoding sequences (all of them) take part."""
@@ -102,7 +40,6 @@ class Scheduler:
         self.loras = LoraSlots(settings.max_loras)
         self.counters = EngineCounters()
         self.waiting = WaitingLine(settings.scheduling)
-        self.forks = Forks(cache)
         self.running: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
         self.prefilling: dict[str, Sequence] = {}
@@ -130,8 +67,7 @@ class Scheduler:
         """Return the most steps, up to `wanted`, that every decoding sequence can take in the free blocks."""
         steps = wanted
         block_size = self._settings.block_size
-        copies = self.forks.blocks_to_copy
-        while steps > 1 and len(self.decoding) * (steps // block_size + 1) + copies > self.cache.free_blocks:
+        while steps > 1 and len(self.decoding) * (steps // block_size + 1) > self.cache.free_blocks:
             if self._blocks_to_decode(steps) <= self.cache.free_blocks:
                 break
             steps //= 2
@@ -149,8 +85,6 @@ class Scheduler:
     def decode(self, sequence: Sequence, steps: int) -> None:
         """Take `steps` decode steps of one sequence; the caller made sure of the blocks."""
         sequence.generated += steps
-        if self.forks:
-            self.forks.copy_on_write(sequence)
         self._grow(sequence, sequence.computed + steps)
         sequence.computed += steps
 
@@ -167,36 +101,18 @@ class Scheduler:
     def drop(self, sequence: Sequence) -> None:
         """Take a sequence out wherever it is; its blocks are free at once."""
         sequence.gone = True
-        self._give_up_copies(sequence)
         self.waiting.remove(sequence)
         for place in (self.running, self.decoding, self.prefilling):
             place.pop(sequence.request.id, None)
         self.cache.release(sequence.blocks)
         sequence.blocks = []
 
-    def begin_copies(self, first: Sequence) -> list[Sequence]:
-        """Of the prompt that this one computed; where there is no slot, they wait, and compute what is not cached."""
-        begun = []
-        for copy in self.forks.take_held(first.request.id):
-            if len(self.running) >= self._settings.max_sequences:
-                self.waiting.add(copy)
-                continue
-            self.forks.share_prompt(first, copy, self._settings.block_size)
-            self.running[copy.request.id] = self.decoding[copy.request.id] = copy
-            begun.append(copy)
-        return begun
-
-    def _give_up_copies(self, first: Sequence) -> None:
-        self.forks.forget(first)
-        for copy in self.forks.take_held(first.request.id):
-            self.waiting.add(copy)
-
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._settings.block_size)
 
     def _blocks_to_decode(self, steps: int) -> int:
         size = self._settings.block_size
-        blocks = self.forks.blocks_to_copy
+        blocks = 0
         for one in self.decoding.values():
             missing = -(-(one.computed + steps) // size) - len(one.blocks)
             if missing > 0:
@@ -218,7 +134,6 @@ class Scheduler:
         self.cache.release(sequence.blocks)
         for place in (self.running, self.decoding, self.prefilling):
             place.pop(sequence.request.id, None)
-        self.forks.forget(sequence)
         sequence.restart()
         self.waiting.put_back(sequence)
         self.counters.preemptions += 1
@@ -296,8 +211,6 @@ class Scheduler:
             self.counters.prompt_tokens += request.prompt_tokens
             self.counters.prefix_cache_queries += request.prompt_tokens if self._settings.prefix_caching else 0
             self.counters.prefix_cache_hits += hits * block_size
-        if request.report_full and hits:
-            self.cache.announce(sequence.stored_event(0, hits, block_size, parent=None))
         self.running[request.id] = sequence
         self.prefilling[request.id] = sequence
 

@@ -1,5 +1,5 @@
-"""A radix tree of pages as SGLang keeps one: a page is held once, and the leaf used least of late goes first, of those
-that no session refers to if there is one. It announces them one by one."""
+"""A radix tree of pages as SGLang keeps one: a page is held once, and the leaf used least of late goes first. It
+announces them one by one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class _Node:
     children: int = 0
     users: int = 0
     used_at: int = 0
-    sessions: int = 0  # that refer to it
 
 
 class RadixPages:
@@ -49,8 +48,7 @@ class RadixPages:
         self._nodes: dict[int, _Node] = {}  # by hash
         self._hash_of: dict[int, int] = {}  # by page: of the tree's, and of seconds of them
         self._in_use = 0  # pages of the tree with users
-        self._leaves: list[tuple[bool, int, int]] = []  # (referred to, used_at, hash), some out of date
-        self._sessions: dict[str, set[int]] = {}  # hashes that each refers to
+        self._leaves: list[tuple[int, int]] = []  # (used_at, hash), some out of date
         self._time = 0
 
     def __len__(self) -> int:
@@ -94,9 +92,6 @@ class RadixPages:
         for node in nodes:
             self._use(node)
         return [node.page for node in nodes]
-
-    def share(self, blocks: Sequence[int]) -> None:
-        raise NotImplementedError("a page that is not full is one sequence's own in SGLang")
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages, evicting leaves where none is spare."""
@@ -146,18 +141,6 @@ class RadixPages:
                 self._in_use -= 1
                 self._offer(page_hash, node)
 
-    def refer(self, session: str, block_hashes: Sequence[int]) -> None:
-        """Tie the session to the longest held prefix of these pages."""
-        held = self.match_prefix(block_hashes, len(block_hashes))
-        if held and block_hashes[held - 1] not in self._sessions.setdefault(session, set()):
-            self._sessions[session].add(block_hashes[held - 1])
-            self._count_session(block_hashes[held - 1], 1)
-
-    def close_session(self, session: str) -> None:
-        """Drop the session's references; its pages stay as any others."""
-        for page_hash in self._sessions.pop(session, ()):
-            self._count_session(page_hash, -1)
-
     def clear(self) -> bool:
         """Forgets everything, unless a sequence is running (False: nothing happened)."""
         if self.free_blocks < self.capacity_blocks:
@@ -166,7 +149,6 @@ class RadixPages:
         self._nodes.clear()
         self._hash_of.clear()
         self._leaves.clear()
-        self._sessions.clear()
         self.announce(AllBlocksCleared())
         return True
 
@@ -183,15 +165,10 @@ class RadixPages:
 
     def _evict(self) -> None:
         while True:
-            referred, used_at, page_hash = heapq.heappop(self._leaves)
+            used_at, page_hash = heapq.heappop(self._leaves)
             node = self._nodes.get(page_hash)
-            if node is None or node.users or node.children:
-                continue
-            if (referred, used_at) == (node.sessions > 0, node.used_at):
+            if node is not None and not node.users and not node.children and used_at == node.used_at:
                 break
-        if node.sessions:  # computed again, the page is none that they refer to
-            for referred_to in self._sessions.values():
-                referred_to.discard(page_hash)
         del self._nodes[page_hash], self._hash_of[node.page]
         self._spare.append(node.page)
         self.announce(BlockRemoved(page_hash))
@@ -203,13 +180,7 @@ class RadixPages:
     def _offer(self, page_hash: int, node: _Node) -> None:
         """Offer a leaf without users for eviction."""
         if not node.users and not node.children:
-            heapq.heappush(self._leaves, (node.sessions > 0, node.used_at, page_hash))
-
-    def _count_session(self, page_hash: int, by: int) -> None:
-        node = self._nodes.get(page_hash)
-        if node is not None:
-            node.sessions += by
-            self._offer(page_hash, node)
+            heapq.heappush(self._leaves, (node.used_at, page_hash))
 
     def _rest_of(self, event: BlockStored, held: int) -> BlockStored:
         return replace(

@@ -13,7 +13,6 @@ from typing import Any
 from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.lab.simulator.answering import FaultError, Faults, Serving, Shape
 from kvproxy.lab.simulator.engine_io import EngineLoad, SimRequest
-from kvproxy.lab.simulator.generation import GenerationPlan
 from kvproxy.lab.simulator.http_call import HttpApp, HttpCall, HttpError
 from kvproxy.lab.simulator.kv_event_publisher import KvEventPublisher
 from kvproxy.lab.simulator.prompts import Prompts
@@ -35,7 +34,6 @@ from kvproxy.lab.simulator.tokenizer import Tokenizer
 from kvproxy.lab.simulator.vllm_errors import VllmError
 
 _KEPT_REQUESTS = 256
-_REMEMBERED_SESSIONS = 8192
 _FLUSHED = b"Cache flushed.\nPlease check backend logs for more details.\n"
 
 Handler = Callable[[HttpCall], Awaitable[None]]
@@ -74,7 +72,6 @@ class SglangApp(HttpApp):
         self.parts = [part for engine in self.ranks for part in engine.parts]
         self.faults = Faults()
         self.calls: Counter[str] = Counter()
-        self._closed: dict[str, None] = {}  # sessions, the last closed last
         self.requests: deque[dict[str, Any]] = deque(maxlen=_KEPT_REQUESTS)
         self._routes = self._build_routes()
 
@@ -110,7 +107,6 @@ class SglangApp(HttpApp):
             ("GET", f"/{prefix}model_info"): self._answer_model_info,
             ("GET", "/flush_cache"): self._answer_flush,
             ("POST", "/flush_cache"): self._answer_flush,
-            ("POST", "/close_session"): self._answer_close_session,
             ("POST", "/sim/faults"): self._set_faults,
             ("GET", "/sim/state"): self._answer_state,
         }
@@ -186,25 +182,6 @@ class SglangApp(HttpApp):
         size = self.settings.page_size
         serving = Serving(engine.runner, self.faults, self._tokenizer, size, self._wall_clock, engine_dead)
         await serving.answer(call, plan, shape, record)
-        self._refer(engine, plan, body.get("session_id"))
-
-    def _refer(self, engine: SglangEngine, plan: GenerationPlan, session: object) -> None:
-        """Tie a finished request to its session, unless that was closed meanwhile."""
-        known = self.settings.enable_session_radix_cache and isinstance(session, str)
-        if known and session not in self._closed:
-            for request in plan.requests:
-                engine.pages.refer(str(session), request.block_hashes)
-
-    async def _answer_close_session(self, call: HttpCall) -> None:
-        session = (await _read_json(call)).get("session_id")
-        if not isinstance(session, str):
-            raise SglangError("1 validation error: session_id: Field required", param="session_id")
-        self._closed[session] = None
-        if len(self._closed) > _REMEMBERED_SESSIONS:
-            del self._closed[next(iter(self._closed))]
-        for engine in self.ranks:
-            engine.pages.close_session(session)
-        await call.send_reply(200)
 
     def _next_rank(self) -> SglangEngine:
         """In turn, whatever they hold."""

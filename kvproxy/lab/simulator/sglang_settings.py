@@ -40,7 +40,6 @@ class SglangSettings:
     `kv_events` None publishes nothing. `speculative_algorithm` EAGLE keys the radix tree by pairs of tokens.
     `health_generates`: `/health` runs a request and looks after `health_step_s` whether its token came.
     `dp_size` ranks behind one address, `engine` that of each, with KV events a port above those of the rank before.
-    `enable_session_radix_cache` evicts what a request's `session_id` refers to last, until `/close_session`.
     `old_names` answers under `/get_server_info` alone. `tokenizes_chats`: what older releases' `/tokenize` cannot.
     """
 
@@ -59,7 +58,6 @@ class SglangSettings:
     has_ready: bool = True
     old_names: bool = False
     tokenizes_chats: bool = True
-    enable_session_radix_cache: bool = False
     default_output_tokens: int = 128
     dp_size: int = 1
     version: str = "0.5.23"
@@ -143,7 +141,7 @@ def _arguments(settings: SglangSettings, publisher: KvEventPublisher | None) -> 
         "enable_cache_report": settings.enable_cache_report,
         "enable_hierarchical_cache": False,
         "disable_radix_cache": False,
-        "enable_session_radix_cache": settings.enable_session_radix_cache,
+        "enable_session_radix_cache": False,
         "speculative_algorithm": settings.speculative_algorithm,
         "disaggregation_mode": "null",
         "kv_events_config": None if publisher is None else json.dumps(_config(publisher)),

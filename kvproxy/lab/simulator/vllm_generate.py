@@ -53,7 +53,6 @@ async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRou
     plan = state.planner.plan(body, route.prompts(state, body), str(plan_id))
     _admit(state)
     record = state.open_record(call.path, plan)
-    call.reply_headers |= build_orca_header(state, call)
     state.in_flight += 1
     serving = Serving(
         state.runner,
@@ -70,19 +69,6 @@ async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRou
         state.in_flight -= 1
         for request in plan.requests:
             state.metrics.forget_request(request.id)
-
-
-def build_orca_header(state: VllmState, call: HttpCall) -> dict[str, str]:
-    """Return the engine's load in the format the client asked for, if it asked."""
-    wanted = call.headers.get("endpoint-load-metrics-format", "").upper()
-    load = state.runner.engine.load
-    figures = {"num_requests_waiting": float(load.waiting), "kv_cache_usage_perc": load.kv_usage}
-    if wanted == "JSON":
-        return {"endpoint-load-metrics": f"JSON {json.dumps({'named_metrics': figures})}"}
-    if wanted == "TEXT":
-        text = ", ".join(f"named_metrics.{name}={value}" for name, value in figures.items())
-        return {"endpoint-load-metrics": f"TEXT {text}"}
-    return {}
 
 
 def _admit(state: VllmState) -> None:

@@ -73,12 +73,6 @@ async def answer_health(state: VllmState, call: HttpCall) -> None:
     await call.send_reply(503 if state.faults.values.engine_dead else 200)
 
 
-async def answer_load(state: VllmState, call: HttpCall) -> None:
-    """Answer with the requests in flight if tracking is on; otherwise always 0."""
-    tracked = state.in_flight if state.settings.enable_server_load_tracking else 0
-    await call.reply_json({"server_load": tracked})
-
-
 async def answer_metrics(state: VllmState, call: HttpCall) -> None:
     """Prometheus text."""
     text = state.metrics.render_exposition()

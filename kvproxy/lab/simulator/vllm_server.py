@@ -52,7 +52,6 @@ _HANDLERS: dict[str, dict[str, Handler]] = {
     "/version": {"GET": info.answer_version},
     "/health": {"GET": info.answer_health},
     "/ping": {"GET": info.answer_health, "POST": info.answer_health},
-    "/load": {"GET": info.answer_load},
     "/metrics": {"GET": info.answer_metrics},
     "/kv_event_sources": {"GET": info.answer_kv_event_sources},
     "/reset_prefix_cache": {"POST": info.answer_reset_prefix_cache},

@@ -28,7 +28,6 @@ class VllmSettings:
     enable_prompt_tokens_details: bool = True
     enable_scale_out: bool = False
     enable_embeddings: bool = False
-    enable_server_load_tracking: bool = False
     max_num_queued_reqs: int | None = None
     sse_keep_alive_interval_s: float | None = None
     version: str = "0.32.0"

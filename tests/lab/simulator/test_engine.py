@@ -123,15 +123,6 @@ def test_a_hit_publishes_nothing() -> None:
     assert events_of(outputs) == []
 
 
-def test_report_full_publishes_the_hit_blocks_again() -> None:
-    """kv_cache_report_mode "full": hit blocks come back as a store without a parent."""
-    engine = Engine(SMALL)
-    engine.submit(request("a", 40, 1), 0.0)
-    run(engine)
-    engine.submit(replace(request("b", 40, 1), report_full=True), 1.0)
-    assert events_of(run(engine)) == [BlockStored((1, 2), None)]
-
-
 def test_stores_come_one_event_a_prefill_step() -> None:
     """A prompt longer than the chunk budget is announced chunk by chunk, each naming the block before it."""
     engine = Engine(SMALL)

@@ -56,9 +56,8 @@ async def controller(
 
 
 async def admit(running: Controller, instance_id: str, tokens: list[int], location: str = CPU) -> None:
-    """Report a store by an engine in another process."""
-    status, _ = await running.post("/sim/admit", {"instance_id": instance_id, "tokens": tokens, "location": location})
-    assert status == 200
+    """Report a store by an engine."""
+    running.app.controller.workers[instance_id].admit(tokens, location)
 
 
 async def test_lookup_answers_with_arrays() -> None:
@@ -227,7 +226,7 @@ async def test_a_dead_worker_hangs_the_first_call_and_breaks_the_rest() -> None:
     """LookupClient still name it; when it is back, the hung call ends and the socket works."""
     async with controller() as running:
         await admit(running, "a", TOKENS)
-        await running.post("/sim/workers", {"instance_id": "a", "dead": True})
+        running.app.controller.workers["a"].kill()
         hung = asyncio.create_task(running.post("/health", {"instance_id": "a"}))
         while not (await running.client.get("/sim/state")).json()["calls"].get("POST /health"):
             continue
@@ -235,7 +234,7 @@ async def test_a_dead_worker_hangs_the_first_call_and_breaks_the_rest() -> None:
         assert await running.post("/clear", clear) == (500, {"detail": WRONG_STATE})
         assert await running.find_layout(TOKENS) == {"a": [CPU, 1024]}
         assert not hung.done()
-        await running.post("/sim/workers", {"instance_id": "a", "dead": False})
+        running.app.controller.workers["a"].revive()
         assert (await hung)[1]["error_codes"] == {"0": 0}
         assert (await running.post("/clear", clear))[0] == 200
 
@@ -243,7 +242,7 @@ async def test_a_dead_worker_hangs_the_first_call_and_breaks_the_rest() -> None:
 async def test_giving_up_on_a_dead_worker_does_not_free_its_socket() -> None:
     """A client time-out leaves the controller stuck until the worker is back."""
     async with controller() as running:
-        await running.post("/sim/workers", {"instance_id": "a", "dead": True})
+        running.app.controller.workers["a"].kill()
         async with httpx.AsyncClient(base_url=str(running.client.base_url), trust_env=False, timeout=0.05) as hasty:
             with pytest.raises(httpx.ReadTimeout):
                 await hasty.post("/health", json={"instance_id": "a"})
@@ -323,13 +322,5 @@ async def test_registering_again_forgets_the_keys() -> None:
         await admit(running, "a", TOKENS)
         running.app.controller.register(WorkerSettings("a"))
         assert await running.find_layout(TOKENS) == {}
-        await running.post("/sim/workers", {"instance_id": "c", "control_s": 0.01})
+        running.app.controller.register(WorkerSettings("c"))
         assert list(running.app.controller.workers) == ["a", "b", "c"]
-
-
-async def test_slow_lookups_on_demand() -> None:
-    """For deadlines."""
-    async with controller() as running:
-        assert (await running.post("/sim/lookup", {"lookup_s": 0.01}))[0] == 200
-        assert running.app.controller.lookup_s == 0.01
-        assert await running.find_layout(TOKENS) == {}

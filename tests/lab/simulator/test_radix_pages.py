@@ -126,39 +126,3 @@ def test_no_page_is_lost_or_lent_twice(seed: int) -> None:
     for each in running:
         pages.release(each)
     assert len(pages.allocate(24)) == len(set(range(24)))
-
-
-def test_what_a_session_refers_to_goes_last() -> None:
-    """Until it is closed; without anything else to give up it goes all the same."""
-    pages = RadixPages(8, page_size=SIZE)
-    for tokens in (range(8), range(100, 108)):
-        pages.release(run(pages, tokens))
-    pages.refer("s", hashes(range(8)))
-    pages.refer("s", hashes(range(500, 508)))  # of which nothing is held
-    pages.release(run(pages, range(200, 208)))
-    assert pages.match_prefix(hashes(range(8)), 4) == 4
-    assert pages.match_prefix(hashes(range(100, 108)), 4) == 0
-    pages.release(run(pages, range(300, 316)))
-    assert len(pages) == 8
-    assert pages.match_prefix(hashes(range(8)), 4) == 0
-    pages = RadixPages(8, page_size=SIZE)
-    for tokens in (range(8), range(100, 108)):
-        pages.release(run(pages, tokens))
-    pages.refer("s", hashes(range(8)))
-    pages.close_session("s")
-    pages.release(run(pages, range(200, 208)))
-    assert pages.match_prefix(hashes(range(8)), 4) == 0
-
-
-def test_a_page_computed_again_counts_from_the_start() -> None:
-    """A session refers to it no more, and takes nothing from the next one when it is closed."""
-    pages = RadixPages(8, page_size=SIZE)
-    pages.release(run(pages, range(8)))
-    pages.refer("early", hashes(range(8)))
-    pages.release(run(pages, range(300, 316)))  # all of it
-    pages.release(run(pages, range(8)))
-    pages.refer("late", hashes(range(8)))
-    pages.close_session("early")
-    pages.release(run(pages, range(100, 108)))
-    pages.release(run(pages, range(200, 208)))
-    assert pages.match_prefix(hashes(range(8)), 4) == 4

@@ -435,28 +435,3 @@ async def test_only_http_is_served() -> None:
     app = SglangApp(TINY)
     with pytest.raises(RuntimeError, match="websocket"):
         await app({"type": "websocket"}, None, None)  # type: ignore[arg-type]
-
-
-async def test_a_session_keeps_what_it_refers_to_until_it_is_closed() -> None:
-    """With the flag, and not under a name that was closed before."""
-    others = [[{"role": "user", "content": f"other{number} words " * 200}] for number in range(3)]
-
-    async def left(engine: Running, **fields: Any) -> int:
-        """Return cached tokens of a chat after others that need more than there are pages."""
-        await engine.ask(**fields)
-        for messages in others:
-            assert (await engine.ask(messages=messages)).status_code == 200
-        usage = (await engine.ask()).json()["usage"]
-        await engine.client.post("/flush_cache")
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
-
-    async with sglang(enable_session_radix_cache=True) as engine:
-        info = (await engine.client.get("/server_info")).json()
-        assert info["enable_session_radix_cache"] is True
-        assert await left(engine) == 0
-        assert await left(engine, session_id="one") >= 48
-        assert (await engine.client.post("/close_session", json={"session_id": "one"})).status_code == 200
-        assert await left(engine, session_id="one") == 0
-        assert (await engine.client.post("/close_session", json={})).status_code == 400
-    async with sglang() as engine:
-        assert await left(engine, session_id="one") == 0

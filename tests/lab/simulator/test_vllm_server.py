@@ -144,11 +144,10 @@ async def test_keep_alive_comments_fill_silence() -> None:
     assert sse_events(reply.text)[-1] == "[DONE]"
 
 
-@pytest.mark.parametrize("shared", [False, True])
-async def test_choices_and_prompts_multiply(shared: bool) -> None:
-    """n choices of each of several prompts; indexes count through all of them, also where they share blocks."""
+async def test_choices_and_prompts_multiply() -> None:
+    """n choices of each of several prompts; indexes count through all of them."""
     body = {"prompt": ["Hello world", "The sea"], "n": 2, "max_tokens": 3}
-    async with engine(engine=replace(slow(), copy_on_write=shared)) as running:
+    async with engine(engine=slow()) as running:
         reply = (await running.client.post("/v1/completions", json=body)).json()
         streamed = await running.client.post("/v1/completions", json={**body, "stream": True})
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
@@ -197,23 +196,6 @@ async def test_two_live_requests_may_share_an_id() -> None:
             state = await running.state()
     assert state["running"] + state["waiting"] == 2
     assert [request["id"] for request in state["requests"]] == ["same", "same"]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "expected"),
-    [
-        ("JSON", 'JSON {"named_metrics": {"num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.0}}'),
-        ("TEXT", "TEXT named_metrics.num_requests_waiting=0.0, named_metrics.kv_cache_usage_perc=0.0"),
-        ("XML", None),
-    ],
-)
-async def test_orca_header_on_request(wanted: str, expected: str | None) -> None:
-    """Load in every response, in the format the client names."""
-    async with engine() as running:
-        reply = await running.client.post(
-            "/v1/chat/completions", json=LONG, headers={"endpoint-load-metrics-format": wanted}
-        )
-    assert reply.headers.get("endpoint-load-metrics") == expected
 
 
 async def test_a_full_queue_says_busy() -> None:
@@ -448,16 +430,6 @@ async def test_embeddings_behind_their_switch() -> None:
     assert vectors[0] == vectors[1] != vectors[2]
     assert sum(value * value for value in vectors[0]) == pytest.approx(1.0)
     assert missing.status_code == 400
-
-
-async def test_server_load_tracking() -> None:
-    """Always 0 unless switched on."""
-    for tracking in (False, True):
-        async with (
-            engine(engine=slow(prefill_step_s=30.0), enable_server_load_tracking=tracking) as running,
-            running.client.stream("POST", "/v1/chat/completions", json={**LONG, "stream": True}),
-        ):
-            assert (await running.client.get("/load")).json() == {"server_load": int(tracking)}
 
 
 async def test_reset_is_refused_while_something_runs() -> None:
