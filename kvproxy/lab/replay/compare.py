@@ -24,7 +24,7 @@ from kvproxy.lab.replay.results import GoodputLimits, ReplayOutcome, Summary, su
 from kvproxy.lab.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.lab.replay.sessions.router import PlacesRouter
 from kvproxy.lab.replay.sessions.rules import BEST_PLACES, find_rule
-from kvproxy.lab.replay.settings import IndexMode, Pace, ReplayFleet
+from kvproxy.lab.replay.settings import EngineBlocks, IndexMode, Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Trace
 from kvproxy.lab.replay.transfers import SimTransfers
 from kvproxy.lab.replay.view import IndexView, endpoint_id
@@ -146,28 +146,19 @@ def play_policy(
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     fleet = replace(fleet, index=IndexMode.APPROXIMATE) if sessions else fleet  # no events for nothing
     blocks = fleet.blocks_of(trace)
-    duration_s = pace.duration_s(trace)
-    settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
-    future = fleet.future_of(blocks)
-    there = sorted(fleet.there_at_first())
-    make_engine = partial(Engine, store=fleet.shared_store(blocks.size, future=future), future=future)
-    endpoints = [SimEndpoint(endpoint_id(index), index, make_engine(each)) for index, each in enumerate(settings)]
-    changes = [
-        Change(share * duration_s, endpoints[index], make_engine(settings[index]) if joins else None)
-        for share, index, joins in fleet.changes()
-    ]
-    held = QueueSettings(limit=100_000) if queue else None
-    transfers = None
-    if move and fleet.link is not None:
-        transfers = SimTransfers(fleet.link, block_size=blocks.size, rng=Random(seed + 4))
-    make_router: MakeRouter = partial(
-        router_type, queue=held, priority=priority, reports_cached=fleet.reports_cached, transfers=transfers
+    endpoints, changes = _make_endpoints(fleet, blocks, pace.duration_s(trace))
+    link = fleet.link if move else None
+    transfers = None if link is None else SimTransfers(link, block_size=blocks.size, rng=Random(seed + 4))
+    make_router = _find_rule_router(sessions, trace, fleet) or partial(
+        router_type,
+        queue=QueueSettings(limit=100_000) if queue else None,
+        priority=priority,
+        reports_cached=fleet.reports_cached,
+        transfers=transfers,
     )
-    if (make_rule := find_rule(sessions)) is not None:
-        turns = [len(session.turns) for session in trace.sessions]
-        make_router = partial(PlacesRouter, rule=make_rule(fleet.timing), turns=turns)
     make_view = partial(IndexView, fleet, blocks.size, tier_blind=tier_blind)
     parts = [(each, make_view(rng=Random(seed + 1))) for each in (policy, *beside)]
+    there = sorted(fleet.there_at_first())
     router, view = connect_routers(parts, endpoints, there, make_router, delay_s, chance=Random(seed + 5))
     engines = [endpoint.engine for endpoint in endpoints] + [each.engine for each in changes if each.engine is not None]
     chance = Random(seed + 2)
@@ -187,6 +178,30 @@ def play_policy(
         for engine in engines:
             token_gaps.update(engine.counters.token_gaps)
     return outcomes
+
+
+def _find_rule_router(sessions: str, trace: Trace, fleet: ReplayFleet) -> MakeRouter | None:
+    """Return the router of a rule of sessions; None: there is no such rule."""
+    make_rule = find_rule(sessions)
+    if make_rule is None:
+        return None
+    turns = [len(session.turns) for session in trace.sessions]
+    return partial(PlacesRouter, rule=make_rule(fleet.timing), turns=turns)
+
+
+def _make_endpoints(
+    fleet: ReplayFleet, blocks: EngineBlocks, duration_s: float
+) -> tuple[list[SimEndpoint], list[Change]]:
+    """Return an endpoint for each engine, and when engines leave and join."""
+    settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
+    future = fleet.future_of(blocks)
+    make_engine = partial(Engine, store=fleet.shared_store(blocks.size, future=future), future=future)
+    endpoints = [SimEndpoint(endpoint_id(index), index, make_engine(each)) for index, each in enumerate(settings)]
+    changes = [
+        Change(share * duration_s, endpoints[index], make_engine(settings[index]) if joins else None)
+        for share, index, joins in fleet.changes()
+    ]
+    return endpoints, changes
 
 
 @dataclass(frozen=True, slots=True)
