@@ -6,6 +6,8 @@ import importlib.util
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from kvproxy.cli import _parser
 from tests.docs.blocks import ROOT, Block, blocks, inline
+from tests.docs.forked import write_program
 from tests.docs.shell import Shell, commands
 from tests.docs.world import world
 
@@ -51,13 +54,28 @@ def _run_here() -> Iterator[tuple[Block, list[str]]]:
         looked.update(command for command in shown if command.startswith(LOOKING))
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a folder with a `kvproxy` that was loaded once for all commands."""
+    folder = tmp_path_factory.mktemp("programs")
+    write_program(folder / "kvproxy", folder / "socket")
+    command = [sys.executable, "-m", "tests.docs.forked", str(folder / "socket")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        try:
+            assert server.stdout.readline() == b"ready\n"
+            yield folder
+        finally:
+            server.terminate()
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="pages talk to the proxy by curl")
 @pytest.mark.parametrize(("block", "run"), [pytest.param(*one, id=one[0].where) for one in _run_here()])
-async def test_commands_work(block: Block, run: list[str], tmp_path: Path) -> None:
+async def test_commands_work(block: Block, run: list[str], tmp_path: Path, programs: Path) -> None:
     """In order, in front of simulated engines, each with the exit status of success."""
     of_sample = block.page.startswith("samples/")  # those are started from a clone
     async with (
-        world(tmp_path, own_gateway=of_sample) as place,
+        world(tmp_path, own_gateway=of_sample, programs=programs) as place,
         Shell(ROOT if of_sample else tmp_path, place.environment) as shell,
     ):
         for command in run:

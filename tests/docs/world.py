@@ -40,10 +40,10 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(folder: Path, *, own_gateway: bool = False) -> AsyncIterator[World]:
+async def world(folder: Path, *, own_gateway: bool = False, programs: Path | None = None) -> AsyncIterator[World]:
     """Two simulated engines and LMCache's controller; a proxy with the README's configuration that has answered one
     request and written its receipt. Port 8888 is the proxy's, or that of what the commands start themselves
-    (`own_gateway`)."""
+    (`own_gateway`). `programs`: a folder whose programs come before all others."""
     level = logging.getLogger().level
     async with simulated() as place, contextlib.AsyncExitStack() as stack:
         places = {
@@ -74,7 +74,7 @@ async def world(folder: Path, *, own_gateway: bool = False) -> AsyncIterator[Wor
         if own_gateway:
             port = free_port()
             places |= {"http://127.0.0.1:8888": f"http://127.0.0.1:{port}", "--port 8888": f"--port {port}"}
-        yield World(folder, places, _environment(folder), public.url)
+        yield World(folder, places, _environment(folder, programs), public.url)
 
 
 def free_port() -> int:
@@ -111,9 +111,9 @@ async def _request(url: str) -> str:
     return answer.headers["x-request-id"]
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _environment(folder: Path, programs: Path | None) -> dict[str, str]:
     """Of a shell: our commands on the PATH, and a curl that fails when the answer is an error."""
     (folder / ".curlrc").write_text("fail-with-body\nmax-time = 20\n")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{programs or folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "CURL_HOME": str(folder), "KVPROXY_ADMIN_TOKEN": "secret", "PYTHONPATH": str(ROOT)}
     return {**os.environ, **own, "PYTHONUNBUFFERED": "1"}
