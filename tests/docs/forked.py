@@ -21,10 +21,19 @@ import httpcore  # noqa: F401 - httpx loads it with the first client
 
 #: Modules of the commands that pages show. Others are loaded by the command itself.
 LOADED = (
-    "app", "lab.advise.command", "lab.demo.demo", "lab.planner.command", "lab.replay.command", "operate.commands.configuration",
-    "operate.commands.doctor", "operate.commands.explain", "operate.commands.init", "operate.commands.operate",
-    "operate.commands.serve", "operate.commands.status",
-)  # fmt: skip
+    "app",
+    "lab.advise.command",
+    "lab.demo.demo",
+    "lab.planner.command",
+    "lab.replay.command",
+    "operate.commands.configuration",
+    "operate.commands.doctor",
+    "operate.commands.explain",
+    "operate.commands.init",
+    "operate.commands.operate",
+    "operate.commands.serve",
+    "operate.commands.status",
+)
 _STREAMS = (0, 1, 2)
 _PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
