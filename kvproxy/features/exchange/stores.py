@@ -39,6 +39,8 @@ UNHEARD = 10
 LOOK_S = 0.5
 #: Bound on a value read from the store; a longer one is not ours.
 MAX_RECALLED_BYTES = 4 * 1024 * 1024
+#: A longer reply, or message, ends the connection.
+MAX_REPLY_BYTES = MAX_RECALLED_BYTES + 64 * 1024
 #: A message of one's own to oneself.
 _PROOF = b"kvproxy"
 
@@ -226,7 +228,10 @@ class RedisLink(StoreLink):
     async def _connection(self) -> AsyncIterator[Any]:
         from redis.asyncio import Redis
 
-        client = Redis.from_url(self._url, socket_connect_timeout=TIMEOUT_S)
+        from kvproxy.features.exchange.bounded_redis import make_bounded_parser
+
+        parser = make_bounded_parser(MAX_REPLY_BYTES)
+        client = Redis.from_url(self._url, socket_connect_timeout=TIMEOUT_S, parser_class=parser)
         try:
             subscribed = client.pubsub()
             async with asyncio.timeout(TIMEOUT_S):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -21,7 +21,7 @@ from kvproxy.features.exchange import stores, wire
 from kvproxy.features.exchange.datagrams import _READS, MAX_WORKERS, DatagramLink
 from kvproxy.features.exchange.deltas import Spent
 from kvproxy.features.exchange.peers import MISSED
-from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, RedisLink, StoreLink
+from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, MAX_REPLY_BYTES, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Batch, Bye, Heartbeat, Origin, PeerSnapshot, decode, decode_deltas, encode
 from kvproxy.operate.companion import Siblings
 from tests.features.exchange.support import BEAT_S, A, Bus, Node, deciding, pair
@@ -217,7 +217,9 @@ async def test_a_store_that_refuses_messages_is_away(
 
 
 @asynccontextmanager
-async def redis_of(tmp_path: Path, *acl: str) -> AsyncIterator[tuple[RedisLink, Any]]:
+async def redis_of(
+    tmp_path: Path, *, on_message: Callable[[bytes], None] = lambda payload: None
+) -> AsyncIterator[tuple[RedisLink, Any]]:
     """Yield a link to a real server, and a client of it."""
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server")
@@ -231,7 +233,7 @@ async def redis_of(tmp_path: Path, *acl: str) -> AsyncIterator[tuple[RedisLink, 
     process = await asyncio.create_subprocess_exec(*program, stdout=null, stderr=null)
     client = Redis(port=port)
     url, origin = SecretStr(f"redis://127.0.0.1:{port}"), Origin("h", 0, 1)
-    hears: dict[str, Any] = {"on_message": lambda payload: None, "on_change": lambda reached: None}
+    hears: dict[str, Any] = {"on_message": on_message, "on_change": lambda reached: None}
     try:
         async with RedisLink(url, "t", origin, beat_s=0.05, rng=Random(0), **hears) as link:
             await until(lambda: link.connected)
@@ -258,3 +260,33 @@ async def test_keys_that_are_none_of_ours_are_replaced(tmp_path: Path) -> None:
         assert (await link.recall(60.0))[0] == b"kept"
         await client.set("t.kept", b"x" * (MAX_RECALLED_BYTES + 100_000))
         assert len((await link.recall(60.0))[0]) == MAX_RECALLED_BYTES + 1
+
+
+async def test_a_huge_message_ends_its_connection(tmp_path: Path) -> None:
+    """It is not collected; the connection is made again, and what follows arrives."""
+    heard: list[int] = []
+    async with redis_of(tmp_path, on_message=lambda payload: heard.append(len(payload))) as (_, client):
+        await client.publish("t", bytes(MAX_RECALLED_BYTES))
+        await until(lambda: heard == [MAX_RECALLED_BYTES])
+        await client.publish("t", bytes(2 * MAX_REPLY_BYTES))
+        while heard[-1] != 5:
+            await client.publish("t", b"small")
+            await asyncio.sleep(0.01)
+    assert set(heard) == {MAX_RECALLED_BYTES, 5}
+
+
+async def test_a_reply_is_bounded_before_it_is_read() -> None:
+    """A parser that asks for all of it at once gets nothing."""
+    from redis.exceptions import ConnectionError as RedisConnectionError
+
+    from kvproxy.features.exchange.bounded_redis import BoundedReader
+
+    stream = asyncio.StreamReader()
+    stream.feed_data(bytes(100))
+    bounded = BoundedReader(stream, 60)
+    assert await bounded.read(50) == bytes(50)
+    with pytest.raises(RedisConnectionError, match="longer than any of ours"):
+        await bounded.readexactly(20)
+    bounded.left = 50
+    assert await bounded.readexactly(50) == bytes(50)
+    assert not bounded.at_eof()
