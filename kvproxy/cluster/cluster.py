@@ -26,6 +26,7 @@ from kvproxy.cluster.policies import PolicySet
 from kvproxy.cluster.prober import Probe, Prober
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.routing import selector
+from kvproxy.cluster.routing.admission import Admission
 from kvproxy.cluster.routing.engine_samples import Reading
 from kvproxy.cluster.routing.load import count_live_blocks
 from kvproxy.cluster.routing.policy import PickRequest, Policy
@@ -96,6 +97,8 @@ class Cluster:
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
         #: A number that its engines get with requests, in place of a client's own; None: none.
         self.addition: RequestAddition | None = None
+        #: Rule by which requests wait for room in the engines' memory; None: none waits for that.
+        self.admission: Admission | None = None
         #: Queue of requests; None: none waits.
         self.queue: RouterQueue | None = None
         tools = ClusterTools(metrics, clock, wall_clock, rng)
@@ -198,6 +201,8 @@ class Cluster:
         if request.model in self.adapters.names:
             engines = {endpoint.id: endpoint.engine.adapters for endpoint in pool.usable}
             request = msgspec.structs.replace(request, adapter_s=self.adapters.price_endpoints(request.model, engines))
+        if self.admission is not None and not request.excluded:
+            request = self.admission.restrict(request, pool.usable, now)
         asked = policies.find_policy(request.policy) if request.policy else policies.own
         decision = selector.decide(
             request,
@@ -232,7 +237,9 @@ class Cluster:
             self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self.screening.invalidate()
-        return Pick(decision, endpoint, reservation, permit, self, placement)
+        admission = self.admission
+        stay = None if admission is None else admission.place(decision.request, endpoint.id, now)
+        return Pick(decision, endpoint, reservation, permit, self, placement, stay)
 
     def pick(self, request: PickRequest, now: float) -> Pick | None:
         """Decide and reserve in one step; None when no endpoint may take the request."""
@@ -257,6 +264,8 @@ class Cluster:
         for endpoint in self.members.of_engine(engine):
             for observer in endpoint.observers:
                 observer.process_replaced()
+            if self.admission is not None:
+                self.admission.forget(endpoint.id)
         self.ranks.forget_refusals(engine)
         engine.adapters.forget_loaded()
 
@@ -352,6 +361,10 @@ class Cluster:
             )
             if self._shown:
                 self.queue.bind_gauges()
+        self.admission = None
+        if self.queue is not None:
+            self.admission = next((found for one in self.observers if (found := one.admission) is not None), None)
+            self.queue.admission = self.admission
 
     def _close_queue(self) -> None:
         if self.queue is not None:
@@ -408,3 +421,5 @@ class _Making:
         cluster = self._cluster
         endpoint.load.on_sample = None
         cluster.policies.forget_endpoint(endpoint.id)
+        if cluster.admission is not None:
+            cluster.admission.forget(endpoint.id)

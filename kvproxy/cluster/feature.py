@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.endpoint import Endpoint, EndpointObserver
     from kvproxy.cluster.pick import Pick
     from kvproxy.cluster.router_queue import RouterQueue
+    from kvproxy.cluster.routing.admission import Admission
     from kvproxy.cluster.routing.load import Reservation
     from kvproxy.cluster.routing.policy import OverlapFacts, Policy
     from kvproxy.cluster.routing.selector import Decision
@@ -69,6 +70,11 @@ class ClusterObserver:
     @property
     def addition(self) -> RequestAddition | None:
         """Return what requests are sent with, by endpoints and settings; read when these change."""
+        return None
+
+    @property
+    def admission(self) -> Admission | None:
+        """Return the rule by which requests wait for room in the engines' memory; read when the settings change."""
         return None
 
     def observe_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> EndpointObserver | None:
@@ -131,6 +137,10 @@ class ClusterFeature(BaseFeature):
     def policy_types(self) -> Mapping[PolicyName, type[Policy]]:
         """Return its policies by name."""
         return {}
+
+    def make_admission(self, settings: ClusterSettings) -> Admission | None:
+        """Return its rule of admission for a cluster that is replayed; None: it has none."""
+        return None
 
     def observe_cluster(self, cluster: ObservedCluster, tools: ClusterTools) -> ClusterObserver | None:
         """Its observer of this cluster, which is being made; None: it has none."""

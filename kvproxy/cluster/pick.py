@@ -13,6 +13,7 @@ from kvproxy.base.types import EndpointId, count_lower, cut_lower
 from kvproxy.cluster.adapters import Placement
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
+from kvproxy.cluster.routing.admission import Stay
 from kvproxy.cluster.routing.costs import own_s
 from kvproxy.cluster.routing.load import Reservation
 from kvproxy.cluster.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
@@ -67,6 +68,7 @@ class Pick(msgspec.Struct, eq=False):
     permit: Permit | None  # None: picked in panic past an open breaker
     picker: Picker
     placement: Placement | None = None  # of its request's adapter
+    stay: Stay | None = None  # of its request in the engine's memory
 
     def __repr__(self) -> str:
         return f"<Pick {self.endpoint.id} {self.decision.reason}>"
@@ -101,7 +103,7 @@ class Pick(msgspec.Struct, eq=False):
         """End the attempt. Idempotent: the first outcome stands."""
         if self.reservation.released:
             return
-        self._release(now)
+        self._release(now, served=outcome is AttemptOutcome.SUCCESS)
         if outcome is AttemptOutcome.SUCCESS:  # the common case: no verdict changes
             self.endpoint.ended.add_request(self.reservation)
             if self.permit is not None:
@@ -118,7 +120,7 @@ class Pick(msgspec.Struct, eq=False):
 
     def suspend(self, now: float) -> None:
         """Release a failed attempt whose blame is decided later: `blame` must follow."""
-        self._release(now)
+        self._release(now, served=False)
         self.endpoint.health.record_unserved(now)
         self.picker.on_release(self.endpoint, now)
 
@@ -133,11 +135,13 @@ class Pick(msgspec.Struct, eq=False):
                 self.permit.record_cancellation()
         self.picker.verdicts.record_outcome(self.endpoint.engine, outcome, now)
 
-    def _release(self, now: float) -> None:
+    def _release(self, now: float, *, served: bool) -> None:
         self.endpoint.waiting.pop(self, None)
         self.endpoint.load.release(self.reservation, now)
         if self.placement is not None:
             self.placement.end()
+        if self.stay is not None:
+            self.stay.end(now, served=served)
         for follower in self.endpoint.followers:
             follower.request_over(self)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from kvproxy.base.errors import QueueFull
 from kvproxy.base.metrics.bounds import BoundMetrics
@@ -18,9 +20,10 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.endpoint_wait import EndpointWait
 from kvproxy.cluster.metrics import RoutingMetrics
 from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.routing.admission import Admission, RoomWait
 from kvproxy.cluster.routing.costs import least_own_s, own_s, wait_s
 from kvproxy.cluster.routing.fair_queue import FairQueue, LeastWait, QueueSettings
-from kvproxy.cluster.routing.policy import Candidate, OverlapFacts
+from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.waiting_lines import Ticket
@@ -45,11 +48,12 @@ class ReleaseReason(StrEnum):
 
     TURN = "turn"  # an endpoint had capacity
     MAX_WAIT = "max_wait"  # the bound on waiting, whatever was pending at the endpoints
+    ROOM = "room"  # an engine's memory had room for its session
     NO_ENDPOINT = "no_endpoint"  # no endpoint was left, or came in time
     ARRIVED = "arrived"  # there was no endpoint, and then one came
     QUEUE_OFF = "queue_off"  # a reload removed the queue
     CLIENT_LEFT = "client_left"
-    REFUSED = "refused"  # the queue was full
+    REFUSED = "refused"  # the queue was full, or a session could not have begun in time
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +63,7 @@ class _QueuedRequest:
     decide: Decide
     take: Take
     placed: asyncio.Future[Pick | None]
+    room: RoomWait | None  # None: it waits for its turn alone
 
 
 class RouterQueue:
@@ -82,6 +87,8 @@ class RouterQueue:
     ) -> None:
         #: Whether endpoints may still appear if there is none.
         self.awaits = awaits
+        #: Rule by which requests wait for room in the engines' memory; None: there is none.
+        self.admission: Admission | None = None
         self._refuses = settings.enabled is True
         self._without_endpoint: EndpointWait[Verdict] = EndpointWait(settings.limit, settings.max_wait, clock=clock)
         self._queue: FairQueue[_QueuedRequest] = FairQueue(_bounds(settings))
@@ -113,6 +120,7 @@ class RouterQueue:
         return {
             "depth": len(self),
             "limit": settings.limit,
+            "waiting_for_room": self._queue.waiting_for_room,
             "without_endpoint": len(self._without_endpoint),
             "oldest_wait_s": round(self._oldest_wait_s(now), 3),
             "max_wait_s": settings.max_wait_s,
@@ -121,10 +129,11 @@ class RouterQueue:
         }
 
     def admits(self, decision: Decision[Endpoint], now: float) -> bool:
-        """Return True if the request need not wait: one of its endpoints has capacity, and no request waits."""
+        """Return True if the request need not wait: one of its endpoints has room and capacity, and no request waits
+        for capacity."""
         queue = self._queue
         speeds = self._speeds
-        if queue.waiting:
+        if decision.request.waits_for_room or queue.waiting > queue.waiting_for_room:
             return False
         room_s = queue.settings.admit_below_s
         if wait_s(decision.endpoint, speeds, now) < room_s:
@@ -135,13 +144,20 @@ class RouterQueue:
         self, decision: Decision[Endpoint], decide: Decide, take: Take, *, tenant: str, level: int
     ) -> Pick | None:
         """Wait for the request's turn, and place it by `take`. With the queue full raises QueueFull, or takes the
-        decision at once where the queue is on by itself."""
+        decision at once where the queue is on by itself. Raises QueueFull for a session that could not begin in
+        time."""
         now = self._clock()
-        queued = _QueuedRequest(decide, take, asyncio.get_running_loop().create_future())
-        least_s = least_own_s(decision.request.facts, decision.candidates, self._speeds)
-        model = decision.request.model
-        ticket = self._queue.offer(queued, least_s, now, model=model, level=level, tenant=tenant)
+        request = decision.request
+        room = self._find_room(request, now)
+        queued = _QueuedRequest(decide, take, asyncio.get_running_loop().create_future(), room)
+        least_s = least_own_s(request.facts, decision.candidates, self._speeds)
+        has_room = None if room is None else partial(self._has_room, self.admission, room, request.model)
+        ticket = self._queue.offer(
+            queued, least_s, now, model=request.model, level=level, tenant=tenant, has_room=has_room
+        )
         if ticket is None:
+            if room is not None:
+                room.over(now)
             if not self._refuses:
                 return take(decision, now)
             self._exit_count(ReleaseReason.REFUSED).inc()
@@ -155,8 +171,26 @@ class RouterQueue:
         except asyncio.CancelledError:
             self._abandon(ticket)
             raise
+        finally:
+            if room is not None:
+                room.over(self._clock())
         self._metrics.group(RoutingMetrics).router_queue_wait.labels(self._cluster).observe(self._clock() - now)
         return pick
+
+    def _find_room(self, request: PickRequest, now: float) -> RoomWait | None:
+        """Return the request's wait for room; None: it needs none. Raises QueueFull if that would take too long."""
+        admission = self.admission
+        if admission is None or not request.waits_for_room:
+            return None
+        later_s = admission.retry_after_s(request, self._queue.settings.max_wait_s, now)
+        if later_s is not None:
+            self._exit_count(ReleaseReason.REFUSED).inc()
+            raise QueueFull(later_s)
+        return admission.wait(request, now)
+
+    def _has_room(self, by: Admission | None, room: RoomWait, model: str, now: float) -> bool:
+        """Return whether an endpoint has room, by the rule that counted it in; without that rule it waits no longer."""
+        return self._closed or by is not self.admission or room.has_room(self._candidates(model, now), now)
 
     async def wait_for_endpoint(self, decide: Decide, facts: OverlapFacts) -> Verdict:
         """Wait for an endpoint and return the decision, or the last refusal at the deadline. Raises QueueFull."""
@@ -247,7 +281,8 @@ class RouterQueue:
         for _ in range(_DECIDED_A_TURN):
             ticket = self._queue.poll(self._least_wait(now), now)
             if ticket is None:
-                at = self._queue.next_poll_at(self._least_wait(now), now)
+                room_at = math.inf if self.admission is None else self.admission.next_change_at(now)
+                at = self._queue.next_poll_at(self._least_wait(now), now, room_at=room_at)
                 return None if at is None else max(_TICK_S, at - now)
             self._place(ticket.item, self._reason(ticket, now), now)
         return 0.0
@@ -255,8 +290,9 @@ class RouterQueue:
     def _reason(self, ticket: Ticket[_QueuedRequest], now: float) -> ReleaseReason:
         if self._closed:
             return ReleaseReason.QUEUE_OFF
-        overdue = now - ticket.queued_at >= self._queue.settings.max_wait_s
-        return ReleaseReason.MAX_WAIT if overdue else ReleaseReason.TURN
+        if now - ticket.queued_at >= self._queue.settings.max_wait_s:
+            return ReleaseReason.MAX_WAIT
+        return ReleaseReason.TURN if ticket.has_room is None else ReleaseReason.ROOM
 
     def _place(self, queued: _QueuedRequest, why: ReleaseReason, now: float) -> None:
         if queued.placed.done():
@@ -264,12 +300,28 @@ class RouterQueue:
                 self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
             return
         try:
-            pick = queued.take(queued.decide(now), now)
+            if queued.room is not None:
+                queued.room.over(now)
+            verdict = queued.decide(now)
+            if why is ReleaseReason.MAX_WAIT and not isinstance(verdict, Refusal):
+                self._refuse_late(verdict.request, now)
+            pick = queued.take(verdict, now)
+        except QueueFull as error:
+            self._exit_count(ReleaseReason.REFUSED).inc()
+            queued.placed.set_exception(error)
+            return
         except Exception as error:  # noqa: BLE001 - belongs to this request, not to the others that wait
             queued.placed.set_exception(error)
             return
         self._exit_count(ReleaseReason.NO_ENDPOINT if pick is None else why).inc()
         queued.placed.set_result(pick)
+
+    def _refuse_late(self, request: PickRequest, now: float) -> None:
+        """Raise QueueFull for a session that has waited long enough and would begin where it has no room."""
+        if request.waits_for_room and self.admission is not None:
+            later_s = self.admission.retry_after_s(request, 0.0, now)
+            if later_s is not None:
+                raise QueueFull(later_s)
 
     def _least_wait(self, now: float) -> LeastWait:
         """Of the endpoints that may be chosen for a model; those of many models are often the same."""

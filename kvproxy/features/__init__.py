@@ -23,4 +23,5 @@ SHIPPED = (
     "ledger",
     "published",
     "shield",
+    "sessions",
 )

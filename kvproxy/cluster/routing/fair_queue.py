@@ -3,7 +3,9 @@ to prefill.
 
 A request placed on an engine cannot be overtaken any more; one that waits here goes out in the order that keeps the
 mean time to first token short, and is bound late: only when an endpoint has room is it decided where the most urgent
-one goes. While any endpoint has room nothing waits, so that no prefix holds its requests back from idle endpoints.
+one goes. While any endpoint has capacity nothing waits, so that no prefix holds its requests back from idle endpoints.
+Requests that wait for room in an engine's memory have lines of their own, in order of arrival: the first of a line is
+not passed by the others, whatever their sizes, and no request of another line waits behind it.
 
 Pure: the time is an argument, and waiting is up to the caller, which offers a request when it comes and polls when an
 endpoint's load fell or `next_poll_at` has come.
@@ -11,12 +13,13 @@ endpoint's load fell or `next_poll_at` has come.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from kvproxy.cluster.routing.waiting_lines import AGEING, LEVEL_S, ItemT, Ticket, WaitingLines, urgency_s
+from kvproxy.cluster.routing.waiting_lines import AGEING, LEVEL_S, HasRoom, ItemT, Ticket, WaitingLines, urgency_s
 
 #: Least seconds of prefill pending in any candidate endpoint of a model; 0 if there is none, since a request must not
 #: wait for that.
@@ -49,6 +52,7 @@ class FairQueue(Generic[ItemT]):
         self._of_tenant: dict[str, int] = {}  # by tenant
         self._granted_s: dict[str, float] = {}  # by tenant that waits, since the queue began to be contended
         self.waiting = 0  # requests
+        self.waiting_for_room = 0  # of these
         self._virtual_s = 0.0  # work granted to the tenant released last: where a newcomer starts
 
     def __len__(self) -> int:
@@ -61,17 +65,26 @@ class FairQueue(Generic[ItemT]):
         return sum(ticket.own_s for ticket in [*self._arrivals] if not ticket.released)
 
     def offer(
-        self, item: ItemT, own_s: float, now: float, *, model: str = "", level: int = 0, tenant: str = ""
+        self,
+        item: ItemT,
+        own_s: float,
+        now: float,
+        *,
+        model: str = "",
+        level: int = 0,
+        tenant: str = "",
+        has_room: HasRoom | None = None,
     ) -> Ticket[ItemT] | None:
-        """Queue a request that takes `own_s` seconds of prefill, of a class `level` above others; None when the queue
-        is full."""
+        """Queue a request that takes `own_s` seconds of prefill, of a class `level` above others, and until an engine
+        `has_room` for it (None: it needs none); None when the queue is full."""
         if self.waiting >= self.settings.limit:
             return None
-        ticket = Ticket(item, own_s, now, level * LEVEL_S, tenant, model)
+        ticket = Ticket(item, own_s, now, level * LEVEL_S, tenant, model, has_room)
         if tenant not in self._of_tenant:
             self._granted_s[tenant] = self._virtual_s
         self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
         self.waiting += 1
+        self.waiting_for_room += has_room is not None
         self._arrivals.append(ticket)
         self._push(ticket)
         return ticket
@@ -81,25 +94,31 @@ class FairQueue(Generic[ItemT]):
         oldest = self._oldest()
         if oldest is not None and now - oldest.queued_at >= self.settings.max_wait_s:
             return self._take(oldest)
-        room_s = self.settings.admit_below_s
-        heads = [head for head in self._lines.heads() if least_wait_s(head[2].model) < room_s]
-        if not heads:
-            return None
-        return self._take(min(heads, key=lambda head: (self._granted_s[head[2].tenant], head[:2]))[2])
+        below_s = self.settings.admit_below_s
+        heads = [head for head in self._lines.heads() if least_wait_s(head[2].model) < below_s]
+        heads.sort(key=lambda head: (self._granted_s[head[2].tenant], head[:2]))
+        for _, _, ticket in heads:
+            if ticket.has_room is None or ticket.has_room(now):
+                return self._take(ticket)
+        return None
 
     def cancel(self, ticket: Ticket[ItemT]) -> None:
         """Cancel the ticket of a client that left. Idempotent, and harmless after the release."""
         if not ticket.released:
             self._drop(ticket)
 
-    def next_poll_at(self, least_wait_s: LeastWait, now: float) -> float | None:
-        """When polling may release something although no load changes; None when nothing waits."""
+    def next_poll_at(self, least_wait_s: LeastWait, now: float, *, room_at: float = math.inf) -> float | None:
+        """When polling may release something although no load changes; None when nothing waits. `room_at`: when room in
+        memory may appear."""
         oldest = self._oldest()
         if oldest is None:
             return None
-        least_s = min(map(least_wait_s, self._lines.models()))
-        room_at = now + max(0.0, least_s - self.settings.admit_below_s)
-        return min(room_at, oldest.queued_at + self.settings.max_wait_s)
+        at = oldest.queued_at + self.settings.max_wait_s
+        for _, _, ticket in self._lines.heads():
+            over_s = least_wait_s(ticket.model) - self.settings.admit_below_s
+            for_turn = ticket.has_room is None or over_s >= 0.0
+            at = min(at, now + max(0.0, over_s) if for_turn else room_at)
+        return at
 
     def oldest_wait_s(self, now: float) -> float:
         """How long the request that came first has waited; 0 when nothing waits."""
@@ -130,7 +149,8 @@ class FairQueue(Generic[ItemT]):
     def _push(self, ticket: Ticket[ItemT]) -> None:
         # own - ageing * (now - queued_at) orders like own + ageing * queued_at: no urgency changes while it waits
         ageing = self.settings.ageing
-        self._lines.add(ticket, urgency_s(ticket.own_s, ticket.queued_at, ageing=ageing, class_s=ticket.class_s))
+        own_s = ticket.own_s if ticket.has_room is None else 0.0
+        self._lines.add(ticket, urgency_s(own_s, ticket.queued_at, ageing=ageing, class_s=ticket.class_s))
 
     def _take(self, ticket: Ticket[ItemT]) -> Ticket[ItemT]:
         granted_s = self._granted_s[ticket.tenant]
@@ -142,6 +162,7 @@ class FairQueue(Generic[ItemT]):
     def _drop(self, ticket: Ticket[ItemT]) -> None:
         ticket.released = True
         self.waiting -= 1
+        self.waiting_for_room -= ticket.has_room is not None
         self._of_tenant[ticket.tenant] -= 1
         if not self._of_tenant[ticket.tenant]:
             del self._of_tenant[ticket.tenant], self._granted_s[ticket.tenant]

@@ -89,6 +89,8 @@ class PickRequest(msgspec.Struct, frozen=True):
     adapter_s: Mapping[EndpointId, float] | None = None
     #: Seconds to copy KV to an endpoint for it; None: no copy.
     transfer_s: Mapping[EndpointId, float] | None = None
+    #: No endpoint has room for its session; it waits in the router queue.
+    waits_for_room: bool = False
 
 
 class LiveBlocksView(Protocol):

@@ -9,7 +9,7 @@ needs no keeping up, and every router, restart and engine that is given it agree
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -82,6 +82,9 @@ class TenantTurns:
 
 ItemT = TypeVar("ItemT")
 
+#: Whether an endpoint has room for a request now.
+HasRoom = Callable[[float], bool]
+
 
 @dataclass(slots=True, eq=False)
 class Ticket(Generic[ItemT]):
@@ -93,6 +96,7 @@ class Ticket(Generic[ItemT]):
     class_s: float
     tenant: str
     model: str
+    has_room: HasRoom | None = None  # None: it waits for its turn alone
     released: bool = False  # released or cancelled: its entry in a line is void
 
 
@@ -101,10 +105,10 @@ Entry = tuple[float, int, Ticket[ItemT]]
 
 
 class WaitingLines(Generic[ItemT]):
-    """A line for each model and tenant. Released tickets leave theirs when they come to its head, or in a sweep."""
+    """A line for each model and tenant, and one for those of them that wait for room. Released tickets leave theirs when they come to its head, or in a sweep."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[str, str], list[Entry[ItemT]]] = {}
+        self._lines: dict[tuple[str, str, bool], list[Entry[ItemT]]] = {}
         self._number = 0  # of the latest entry
         self._entries = 0
 
@@ -113,19 +117,16 @@ class WaitingLines(Generic[ItemT]):
         return self._entries
 
     def add(self, ticket: Ticket[ItemT], urgency: float) -> None:
-        """Put a request into the line of its model and tenant."""
+        """Put a request into its line."""
         self._number += 1
         self._entries += 1
-        heapq.heappush(self._lines.setdefault((ticket.model, ticket.tenant), []), (urgency, self._number, ticket))
+        key = (ticket.model, ticket.tenant, ticket.has_room is not None)
+        heapq.heappush(self._lines.setdefault(key, []), (urgency, self._number, ticket))
 
     def clear(self) -> None:
         """Empty every line."""
         self._lines.clear()
         self._entries = 0
-
-    def models(self) -> Iterable[str]:
-        """Return the models that requests wait for."""
-        return {head[2].model for head in self.heads()}
 
     def heads(self) -> Sequence[Entry[ItemT]]:
         """Return the most urgent request of each line. Lines that are empty by now are forgotten."""

@@ -10,8 +10,11 @@ from random import Random
 from typing import TextIO
 
 from kvproxy.base.errors import KvproxyError
+from kvproxy.base.installed import installed
 from kvproxy.base.settings.decode import POLICY_ALIASES
 from kvproxy.base.settings.paths import spelling_hint
+from kvproxy.cluster.feature import ClusterFeature
+from kvproxy.cluster.routing.admission import Admission
 from kvproxy.cluster.routing.fair_queue import QueueSettings
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.registry import make_policy, policy_types
@@ -43,7 +46,9 @@ PRIORITY_SUFFIX = "+priority"
 BLIND_SUFFIX = "+tier_blind"
 #: ...and with KV copied between engines on demand.
 MOVE_SUFFIX = "+move"
-_SUFFIXES = (QUEUE_SUFFIX, NO_QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX)
+#: ...and without rules of admission to the engines' memory.
+NO_ADMISSION_SUFFIX = "+no_admission"
+_SUFFIXES = (QUEUE_SUFFIX, NO_QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX, NO_ADMISSION_SUFFIX)
 
 
 class UnknownPolicy(KvproxyError):
@@ -61,6 +66,7 @@ class PolicySpec:
     tier_blind: bool = False
     move: bool = False
     sessions: str = ""  # rule that gives places to sessions, and so has the choice; it stands alone
+    no_admission: bool = False
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
@@ -76,7 +82,7 @@ class PolicySpec:
             raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
         if MOVE_SUFFIX in suffixes and name != PolicyName.KV_AWARE:
             raise UnknownPolicy(f"{MOVE_SUFFIX} needs kv_aware, which prices copies")
-        timed = [suffix for suffix in suffixes if suffix not in (BLIND_SUFFIX, NO_QUEUE_SUFFIX)]
+        timed = [suffix for suffix in suffixes if suffix not in (BLIND_SUFFIX, NO_QUEUE_SUFFIX, NO_ADMISSION_SUFFIX)]
         if timed and not policy_types()[PolicyName(name)].learns_speeds:
             raise UnknownPolicy(
                 f"{name} does not know how long a prefill takes; {timed[0]} needs kv_aware or least_ttft"
@@ -88,6 +94,7 @@ class PolicySpec:
             priority=PRIORITY_SUFFIX in suffixes,
             tier_blind=BLIND_SUFFIX in suffixes,
             move=MOVE_SUFFIX in suffixes,
+            no_admission=NO_ADMISSION_SUFFIX in suffixes,
         )
 
     @classmethod
@@ -103,7 +110,7 @@ class PolicySpec:
             return self.sessions
         by_itself = self.name is PolicyName.KV_AWARE
         queue = (self.queue and not by_itself, by_itself and not self.queue)
-        chosen = zip(_SUFFIXES, (*queue, self.priority, self.tier_blind, self.move), strict=True)
+        chosen = zip(_SUFFIXES, (*queue, self.priority, self.tier_blind, self.move, self.no_admission), strict=True)
         return self.name.value + "".join(suffix for suffix, has in chosen if has)
 
     def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:
@@ -129,6 +136,7 @@ def play_policy(
     tier_blind: bool = False,
     move: bool = False,
     sessions: str = "",
+    no_admission: bool = False,
     seed: int = 0,
     streamed: float = 1.0,
     token_gaps: TokenGaps | None = None,
@@ -155,6 +163,7 @@ def play_policy(
         priority=priority,
         reports_cached=fleet.reports_cached,
         transfers=transfers,
+        make_admission=make_admission if queue and not no_admission else lambda: None,
     )
     make_view = partial(IndexView, fleet, blocks.size, tier_blind=tier_blind)
     parts = [(each, make_view(rng=Random(seed + 1))) for each in (policy, *beside)]
@@ -202,6 +211,12 @@ def _make_endpoints(
         for share, index, joins in fleet.changes()
     ]
     return endpoints, changes
+
+
+def make_admission() -> Admission | None:
+    """Return the rule of admission that clusters have by default; None: there is none."""
+    made = (feature.make_admission(ClusterSettings()) for feature in installed(ClusterFeature))
+    return next((one for one in made if one is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +289,7 @@ def play_all(trace: Trace, pace: Pace, plan: ComparisonPlan, bar: ProgressBar) -
                 tier_blind=spec.tier_blind,
                 move=spec.move,
                 sessions=spec.sessions,
+                no_admission=spec.no_admission,
                 seed=seed,
                 streamed=plan.streamed,
                 token_gaps=token_gaps,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.pick import reserve, split_prompt
 from kvproxy.cluster.routing import selector
+from kvproxy.cluster.routing.admission import Admission, RoomWait, Stay
 from kvproxy.cluster.routing.copy_planner import Transfer, landed
 from kvproxy.cluster.routing.costs import least_own_s, wait_s
 from kvproxy.cluster.routing.engine_samples import NOTHING_READ, EndedWork, Reading
@@ -70,6 +72,7 @@ class LiveRequest:
     outcome: ReplayOutcome
     name: str = ""
     streams: bool = True  # its first token is seen when it comes
+    room: RoomWait | None = None  # its wait for room in an engine's memory
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +86,7 @@ class Placement:
     priority: int = 0  # for an engine that schedules by it
     transfer: Transfer | None = None  # of KV that comes with it
     prefill_s: float = 0.0  # as the engine counts it
+    stay: Stay | None = None  # in the engine's memory, by the rule of admission
 
 
 class VirtualRouter:
@@ -98,6 +102,7 @@ class VirtualRouter:
         priority: bool = False,
         reports_cached: bool = True,
         transfers: SimTransfers | None = None,
+        make_admission: Callable[[], Admission | None] = lambda: None,
     ) -> None:
         self.endpoints = list(endpoints)  # those present
         self._policy = policy
@@ -116,6 +121,7 @@ class VirtualRouter:
         )
         self._reports_cached = reports_cached
         self._transfers = transfers
+        self._admission = make_admission()
         for endpoint in endpoints:
             self._connect(endpoint)
 
@@ -123,27 +129,58 @@ class VirtualRouter:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
         refuses it: figures of policies that refuse different requests could not be compared."""
         decision = self._decide(request, now)
-        speeds = self._speeds
-        if speeds is not None and (
-            self._queue.waiting or self._least_wait_s(now) >= self._queue.settings.admit_below_s
-        ):
-            own_s = least_own_s(decision.request.facts, self.endpoints, speeds)
-            if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
-                if self._transfers is not None:
-                    self._transfers.copy_meanwhile(decision, self.endpoints, request.turn.blocks, now)
-                return None
+        if self._speeds is not None and self._waits(decision, now) and self._offer(request, decision, now):
+            if self._transfers is not None:
+                self._transfers.copy_meanwhile(decision, self.endpoints, request.turn.blocks, now)
+            return None
         return self._place(request, decision, now)
+
+    def _waits(self, decision: Decision[SimEndpoint], now: float) -> bool:
+        queue = self._queue
+        return (
+            decision.request.waits_for_room
+            or queue.waiting > queue.waiting_for_room
+            or self._least_wait_s(now) >= queue.settings.admit_below_s
+        )
+
+    def _offer(self, request: LiveRequest, decision: Decision[SimEndpoint], now: float) -> bool:
+        """Queue a request; False: the queue is full."""
+        assert self._speeds is not None
+        has_room = None
+        if decision.request.waits_for_room and self._admission is not None:
+            room = request.room = self._admission.wait(decision.request, now)
+            has_room = lambda at: room.has_room(self.endpoints, at)  # noqa: E731
+        own_s = least_own_s(decision.request.facts, self.endpoints, self._speeds)
+        tenant = request.outcome.tenant
+        return self._queue.offer(request, own_s, now, tenant=tenant, has_room=has_room) is not None
 
     def release(self, now: float) -> Placement | None:
         """Places the next queued request whose time has come; call until None."""
-        if not len(self._queue):
-            return None
-        ticket = self._queue.poll(lambda model: self._least_wait_s(now), now)
-        return None if ticket is None else self._place(ticket.item, self._decide(ticket.item, now), now)
+        while len(self._queue):
+            ticket = self._queue.poll(lambda model: self._least_wait_s(now), now)
+            if ticket is None:
+                return None
+            request = ticket.item
+            if request.room is not None:
+                request.room.over(now)
+                request.room = None
+            decision = self._decide(request, now)
+            if not self._comes_again(decision, now) or not self._offer(request, decision, now):
+                return self._place(request, decision, now)
+        return None
+
+    def _comes_again(self, decision: Decision[SimEndpoint], now: float) -> bool:
+        """Return whether the proxy refuses a request that has waited for too long, whose client tries again."""
+        asked = decision.request
+        admission = self._admission
+        return admission is not None and asked.waits_for_room and admission.retry_after_s(asked, 0.0, now) is not None
 
     def next_release_at(self, now: float) -> float | None:
         """When `release` may have something although no load changes."""
-        return self._queue.next_poll_at(lambda model: self._least_wait_s(now), now) if len(self._queue) else None
+        if not len(self._queue):
+            return None
+        room_at = math.inf if self._admission is None else self._admission.next_change_at(now)
+        return self._queue.next_poll_at(lambda model: self._least_wait_s(now), now, room_at=room_at)
 
     def copied(self, placement: Placement, blocks: int, now: float) -> None:
         """Handle the end of the copy that the request waited for, with `blocks` leading blocks."""
@@ -171,6 +208,8 @@ class VirtualRouter:
         if not placement.request.streams:
             endpoint.load.first_token(placement.reservation, now)
         endpoint.load.release(placement.reservation, now)
+        if placement.stay is not None:
+            placement.stay.end(now, served=True)
         if outcome.first_token_at is not None:
             endpoint.ended.add_request(placement.reservation)
         predicted = outcome.predicted_tokens
@@ -195,7 +234,11 @@ class VirtualRouter:
         self.endpoints.remove(endpoint)
         for placement in lost:
             endpoint.load.release(placement.reservation, now)
+            if placement.stay is not None:
+                placement.stay.end(now, served=False)
         endpoint.load.engine = None
+        if self._admission is not None:
+            self._admission.forget(endpoint.id)
         self._view.forget(endpoint.index)
         self._policy.forget(endpoint.id)
 
@@ -216,6 +259,8 @@ class VirtualRouter:
         )
         if self._transfers is not None and self._policy.speeds is not None:
             pick = self._transfers.offer(pick, self.endpoints, self._policy.speeds, now)
+        if self._admission is not None:
+            pick = self._admission.restrict(pick, self.endpoints, now)
         decision = selector.decide(pick, self.endpoints, self._policy, now)
         assert decision is not None
         return decision
@@ -240,7 +285,8 @@ class VirtualRouter:
         settle = self._view.routed(endpoint.index, turn)
         transfer = None if self._transfers is None else self._transfers.find_transfer(decision)
         priority = self._priority_of(request, facts, endpoint.id, now)
-        return Placement(request, endpoint, reservation, settle, priority, transfer)
+        stay = None if self._admission is None else self._admission.place(pick, endpoint.id, now)
+        return Placement(request, endpoint, reservation, settle, priority, transfer, stay=stay)
 
     def _priority_of(self, request: LiveRequest, facts: OverlapFacts, endpoint: EndpointId, now: float) -> int:
         """Return what the proxy forwards, by its own reckoning; 0 without."""

@@ -1,0 +1,284 @@
+"""Sessions are admitted, not requests: the rule by which a session begins only where an engine's memory has room for
+it until its end.
+
+Once the contexts of all running agents exceed the engines' memory, each turn evicts what the next one needs, and nearly
+everything is computed again. So each engine has residents: sessions whose contexts it is to keep between their turns.
+Turns of residents never wait. Others wait in the router queue until an engine has room for their whole context beside
+those of its residents. Sessions are recognized by their prompts, each of which continues the one before. Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import msgspec
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.policy import Candidate, PickRequest
+from kvproxy.features.sessions.habits import HORIZON_S, Habits
+from kvproxy.features.sessions.resident_set import ResidentSet, Session
+
+#: Share of an engine's memory up to which sessions are admitted, and at which the youngest gives way.
+ADMIT_BELOW = 0.9
+GIVE_WAY_AT = 0.98
+#: Bound on the sessions that are known; the longest idle are forgotten first.
+MAX_SESSIONS = 65_536
+#: Sessions admitted of late, by which the rate is measured at which room becomes free.
+_ADMITTED = 64
+_RATE_KNOWN = 8
+
+
+class _Ledger(Protocol):
+    @property
+    def engine(self) -> EngineState | None: ...
+
+
+class SessionStay:
+    """One turn of a session, from its placement to its end."""
+
+    __slots__ = ("_admission", "_session")
+
+    def __init__(self, admission: SessionAdmission, session: Session) -> None:
+        self._admission = admission
+        self._session = session
+
+    def end(self, now: float, *, served: bool) -> None:
+        """As of Stay."""
+        self._admission.turn_ended(self._session, now, served=served)
+
+
+class SessionWait:
+    """A session that waits for room."""
+
+    __slots__ = ("_admission", "began_at", "request", "reserved", "tokens")
+
+    def __init__(self, admission: SessionAdmission, request: PickRequest, tokens: float, now: float) -> None:
+        self._admission = admission
+        self.request = request
+        self.tokens = tokens
+        self.began_at = now
+        self.reserved: EndpointId | None = None  # endpoint whose room is kept for it
+
+    def has_room(self, candidates: Sequence[Candidate], now: float) -> bool:
+        """As of RoomWait."""
+        return self._admission.has_room(self, candidates, now)
+
+    def over(self, now: float) -> None:
+        """As of RoomWait."""
+        self._admission.wait_over(self)
+
+
+class SessionAdmission:
+    """The rule of one cluster."""
+
+    def __init__(self) -> None:
+        self.habits = Habits()
+        self.sets: dict[EndpointId, ResidentSet] = {}
+        self.waits: dict[SessionWait, None] = {}
+        self.given_way = 0  # residents so far whose room was needed by others
+        self._by_tail: dict[int, Session] = {}
+        self._idle: dict[Session, None] = {}  # residents between turns, the longest idle first
+        self._known: dict[Session, None] = {}  # all between turns, likewise
+        self._reserved: dict[EndpointId, SessionWait] = {}
+        self._admitted: deque[tuple[float, float]] = deque(maxlen=_ADMITTED)  # times and tokens
+
+    @property
+    def sessions(self) -> int:
+        """Sessions known."""
+        return len(self._by_tail)
+
+    def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
+        """As of Admission."""
+        blocks = request.facts.blocks
+        if not blocks or not candidates:
+            return request
+        self.expire(now)
+        session = self._find(blocks)
+        if session is None and not self.habits.comes_back(blocks[0]):
+            return request
+        full = [one.id for one in candidates if self._missing_tokens(one, session, request) > 0.0]
+        if not full:
+            return request
+        if len(full) == len(candidates):
+            return msgspec.structs.replace(request, waits_for_room=True)
+        return msgspec.structs.replace(request, excluded=frozenset(full))
+
+    def place(self, request: PickRequest, endpoint: EndpointId, now: float) -> SessionStay | None:
+        """As of Admission."""
+        facts = request.facts
+        blocks = cast("array[int]", facts.blocks)
+        if not blocks:
+            return None
+        session = self._find(blocks)
+        if session is None:
+            tail = blocks[-1]
+            session = Session(tail, blocks[0], len(blocks), facts.prompt_tokens, now)
+            session.stays = self.habits.comes_back(blocks[0])
+        else:
+            self._return(session, facts.prompt_tokens, now)
+        if session.endpoint is not None and session.endpoint != endpoint:
+            self.sets[session.endpoint].leave(session)
+        residents = self.sets.setdefault(endpoint, ResidentSet())
+        residents.enter(session, endpoint, blocks)
+        session.tail = blocks[-1]
+        session.blocks = len(blocks)
+        session.tokens = facts.prompt_tokens
+        residents.count(session)
+        self._by_tail[session.tail] = session
+        self._make_room(residents)
+        return SessionStay(self, session)
+
+    def turn_ended(self, session: Session, now: float, *, served: bool) -> None:
+        """Keep the session's room until its next turn, or give it up."""
+        session.running = False
+        session.ended_at = now
+        if not served:
+            self._forget(session)
+            return
+        self._known[session] = None
+        if session.endpoint is None:
+            return
+        if session.stays:
+            self._idle[session] = None
+        else:
+            self.sets[session.endpoint].leave(session)
+        if len(self._known) > MAX_SESSIONS:
+            self._forget(next(iter(self._known)))
+
+    def wait(self, request: PickRequest, now: float) -> SessionWait:
+        """As of Admission."""
+        wait = SessionWait(self, request, request.facts.prompt_tokens + self.habits.growth_tokens, now)
+        self.waits[wait] = None
+        return wait
+
+    def has_room(self, wait: SessionWait, candidates: Sequence[Candidate], now: float) -> bool:
+        """Return whether an endpoint has room for the one that waits. If none has, the one that will first have it is
+        kept for it."""
+        self.expire(now)
+        request = wait.request
+        session = self._find(request.facts.blocks)
+        least: tuple[float, EndpointId] | None = None
+        for one in candidates:
+            holder = self._reserved.get(one.id)
+            if holder is not None and holder is not wait:
+                continue
+            missing = self._missing_tokens(one, session, request, holder=wait)
+            if missing <= 0.0:
+                self._admitted.append((now, wait.tokens))
+                return True
+            if least is None or missing < least[0]:
+                least = missing, one.id
+        if least is not None and self._reserved.get(wait.reserved) is not wait:  # type: ignore[arg-type]
+            self._reserved[least[1]] = wait
+            wait.reserved = least[1]
+        return False
+
+    def wait_over(self, wait: SessionWait) -> None:
+        """Forget one that waits no longer."""
+        self.waits.pop(wait, None)
+        if wait.reserved is not None and self._reserved.get(wait.reserved) is wait:
+            del self._reserved[wait.reserved]
+
+    def retry_after_s(self, request: PickRequest, max_wait_s: float, now: float) -> float | None:
+        """As of Admission."""
+        if self._find(request.facts.blocks) is not None:
+            return None
+        wait_s = self.expected_wait_s(now)
+        if max_wait_s > 0.0 and (wait_s is None or wait_s <= max_wait_s):
+            return None
+        return max(1.0, (wait_s or 0.0) - max_wait_s)
+
+    def expected_wait_s(self, now: float) -> float | None:
+        """Seconds until a session that comes now has room, by the rate of late; None: not known."""
+        admitted = self._admitted
+        if len(admitted) < _RATE_KNOWN:
+            return None
+        took_s = max(0.001, now - admitted[0][0])
+        return sum(wait.tokens for wait in self.waits) * took_s / sum(tokens for _, tokens in admitted)
+
+    def next_change_at(self, now: float) -> float:
+        """As of Admission."""
+        first = next(iter(self._idle), None)
+        return now + HORIZON_S if first is None else first.ended_at + self.habits.idle_limit_s
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """As of Admission."""
+        residents = self.sets.pop(endpoint, None)
+        for session in list(residents or ()):
+            assert residents is not None
+            residents.leave(session)
+            self._idle.pop(session, None)
+        wait = self._reserved.pop(endpoint, None)
+        if wait is not None:
+            wait.reserved = None
+
+    def expire(self, now: float) -> None:
+        """Take the room of residents that were idle for too long, and forget sessions that will not come back."""
+        limit_s = self.habits.idle_limit_s
+        while (first := next(iter(self._idle), None)) is not None and now - first.ended_at > limit_s:
+            del self._idle[first]
+            if first.endpoint is not None:
+                self.sets[first.endpoint].leave(first)
+        while (first := next(iter(self._known), None)) is not None and now - first.ended_at > HORIZON_S:
+            if first.turns == 1:
+                self.habits.note_single(first.head)
+            self._forget(first)
+
+    def _find(self, blocks: Sequence[int]) -> Session | None:
+        """Return the session between turns that a prompt with these blocks continues."""
+        by_tail = self._by_tail
+        for block in reversed(blocks):
+            found = by_tail.get(block)
+            if found is not None:
+                return None if found.running else found
+        return None
+
+    def _missing_tokens(
+        self, one: Candidate, session: Session | None, request: PickRequest, *, holder: SessionWait | None = None
+    ) -> float:
+        """Return the tokens by which an endpoint's room falls short of a session; 0 or less: it has room."""
+        engine = cast("_Ledger", one.load).engine
+        residents = self.sets.get(one.id)
+        if engine is None or not engine.capacity_tokens or not residents:
+            return 0.0
+        residents.capacity_tokens = engine.capacity_tokens
+        if session is not None and session.endpoint == one.id:
+            return 0.0
+        if self._reserved.get(one.id, holder) is not holder:
+            return engine.capacity_tokens
+        facts = request.facts
+        growth = self.habits.growth_tokens
+        own = residents.own_share(cast("array[int]", facts.blocks)) * facts.prompt_tokens + growth
+        return residents.tokens(growth) + own - ADMIT_BELOW * engine.capacity_tokens
+
+    def _return(self, session: Session, tokens: int, now: float) -> None:
+        self.habits.note_return(session.head, now - session.ended_at, tokens - session.tokens, first=session.turns == 1)
+        session.turns += 1
+        session.running = session.stays = True
+        self._idle.pop(session, None)
+        self._known.pop(session, None)
+        if self._by_tail.get(session.tail) is session:
+            del self._by_tail[session.tail]
+
+    def _make_room(self, residents: ResidentSet) -> None:
+        """Have the youngest sessions between turns give way, where contexts have outgrown the memory."""
+        limit = GIVE_WAY_AT * residents.capacity_tokens
+        while limit and residents.tokens(self.habits.growth_tokens) > limit:
+            youngest = residents.newest_idle()
+            if youngest is None:
+                return
+            self.given_way += 1
+            self._idle.pop(youngest, None)
+            residents.leave(youngest)
+
+    def _forget(self, session: Session) -> None:
+        self._known.pop(session, None)
+        self._idle.pop(session, None)
+        if session.endpoint is not None:
+            self.sets[session.endpoint].leave(session)
+        if self._by_tail.get(session.tail) is session:
+            del self._by_tail[session.tail]

@@ -1,0 +1,69 @@
+"""Habits of the traffic, learned: which prompts begin sessions that come back, how soon, and how much longer. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+#: Gap between turns after which a session is no longer expected back.
+HORIZON_S = 60.0
+#: Until gaps are known.
+_FIRST_LIMIT_S = 20.0
+_LEAST_LIMIT_S = 2.0
+#: Share of the turns that come within the limit.
+_QUANTILE = 0.95
+_GAPS = 256
+_ENOUGH = 16
+
+#: Until growth is known.
+_FIRST_GROWTH_TOKENS = 2500.0
+_GROWTH_WEIGHT = 0.02
+
+#: Beginnings of prompts that are remembered, and outcomes of each.
+MAX_HEADS = 1024
+_OUTCOMES = 32
+
+
+class Habits:
+    """Updated at every turn of every session."""
+
+    def __init__(self) -> None:
+        self._gaps: deque[float] = deque(maxlen=_GAPS)
+        self._seen = 0
+        #: Seconds without a turn after which a session gives up its room.
+        self.idle_limit_s = _FIRST_LIMIT_S
+        #: Tokens by which a context grows in a turn, on average.
+        self.growth_tokens = _FIRST_GROWTH_TOKENS
+        self._heads: OrderedDict[int, list[int]] = OrderedDict()  # sessions that came back, and those that did not
+
+    def comes_back(self, head: int) -> bool:
+        """Return True if most prompts that began so were the first of several turns."""
+        found = self._heads.get(head)
+        return found is not None and found[0] > found[1]
+
+    def note_return(self, head: int, gap_s: float, growth_tokens: int, *, first: bool) -> None:
+        """Note the next turn of a session, its first return or a later one."""
+        if first:
+            self._note_outcome(head, 0)
+        self.growth_tokens += _GROWTH_WEIGHT * (max(0, growth_tokens) - self.growth_tokens)
+        self._gaps.append(gap_s)
+        self._seen += 1
+        if self._seen >= _ENOUGH and self._seen % _ENOUGH == 0:
+            gaps = sorted(self._gaps)
+            longest_s = gaps[min(len(gaps) - 1, int(_QUANTILE * len(gaps)))]
+            self.idle_limit_s = min(HORIZON_S, max(_LEAST_LIMIT_S, longest_s))
+
+    def note_single(self, head: int) -> None:
+        """Note a session that ended with its first answer."""
+        self._note_outcome(head, 1)
+
+    def _note_outcome(self, head: int, which: int) -> None:
+        heads = self._heads
+        found = heads.get(head)
+        if found is None:
+            found = heads[head] = [0, 0]
+            if len(heads) > MAX_HEADS:
+                heads.popitem(last=False)
+        found[which] += 1
+        heads.move_to_end(head)
+        if sum(found) > _OUTCOMES:
+            found[:] = (found[0] // 2, found[1] // 2)

@@ -1,0 +1,123 @@
+"""Contexts that one engine is to keep for the sessions that will come back, shared prefixes once. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+import msgspec
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.radix import Node, RadixTree
+
+
+class ContextNode(Node):
+    """A run of blocks that is part of some residents' contexts."""
+
+    __slots__ = ("residents",)
+
+    def __init__(self, hashes: array[int]) -> None:
+        super().__init__(hashes)
+        self.residents = 0
+
+
+class Session(msgspec.Struct, eq=False):
+    """A conversation, by its latest prompt."""
+
+    tail: int  # hash of the prompt's last block, which names all of it
+    head: int  # hash of its first block
+    blocks: int
+    tokens: int
+    began_at: float
+    endpoint: EndpointId | None = None  # where it is resident; None: nowhere
+    leaf: ContextNode | None = None  # the end of its context there
+    ended_at: float = 0.0  # end of its latest answer
+    running: bool = True  # between a prompt and the end of its answer
+    turns: int = 1
+    stays: bool = False  # resident between its turns
+
+
+class ResidentSet:
+    """The residents of one engine."""
+
+    def __init__(self) -> None:
+        self._tree: RadixTree[ContextNode] = RadixTree(ContextNode)
+        self._residents: dict[Session, None] = {}  # in the order in which they came
+        self._tokens = 0  # of all contexts, shared prefixes several times
+        self._blocks = 0  # likewise
+        self.capacity_tokens = 0  # of the engine's memory; 0: unknown
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._residents)
+
+    def tokens(self, growth_tokens: float) -> float:
+        """Tokens of the contexts, with `growth_tokens` more for each."""
+        shared = self._tokens / self._blocks if self._blocks else 0.0
+        return self._tree.blocks * shared + len(self._residents) * growth_tokens
+
+    def own_share(self, blocks: array[int]) -> float:
+        """Share of a context that no resident has."""
+        cursor = self._tree.locate(blocks)
+        return 1.0 - (cursor.depth + cursor.inside) / len(blocks)
+
+    def enter(self, session: Session, endpoint: EndpointId, blocks: array[int]) -> None:
+        """Add a session with this context, or set the context of one that is there."""
+        leaf = self._add(blocks)
+        if session.leaf is not None:
+            self._drop(session.leaf)
+            self._tokens -= session.tokens
+            self._blocks -= session.blocks
+            leaf = self._join(leaf)
+        self._residents[session] = None
+        session.endpoint = endpoint
+        session.leaf = leaf
+
+    def count(self, session: Session) -> None:
+        """Count the tokens of a context that was just set."""
+        self._tokens += session.tokens
+        self._blocks += session.blocks
+
+    def leave(self, session: Session) -> None:
+        """Remove a session."""
+        assert session.leaf is not None
+        del self._residents[session]
+        self._drop(session.leaf)
+        self._tokens -= session.tokens
+        self._blocks -= session.blocks
+        session.endpoint = session.leaf = None
+
+    def newest_idle(self) -> Session | None:
+        """The session between turns that became resident last."""
+        return next((one for one in reversed(self._residents) if not one.running), None)
+
+    def _add(self, blocks: array[int]) -> ContextNode:
+        tree = self._tree
+        cursor = tree.locate(blocks)
+        head = None
+        if cursor.partial is not None:
+            head = tree.split(cursor.partial, cursor.inside)
+            head.residents = cursor.partial.residents
+        tree.extend(cursor, head)
+        for node in cursor.path:
+            node.residents += 1
+        return cursor.path[-1]
+
+    def _drop(self, leaf: ContextNode) -> None:
+        node: ContextNode | None = leaf
+        while node is not None:
+            parent: ContextNode | None = node.parent
+            node.residents -= 1
+            if not node.residents:
+                self._tree.remove(node)
+            node = parent
+
+    def _join(self, leaf: ContextNode) -> ContextNode:
+        """Join a leaf with its parent where no other resident has either: contexts stay as few runs as they share."""
+        parent: ContextNode | None = leaf.parent
+        if leaf.residents == 1 and parent is not None and parent.residents == 1:
+            self._tree.absorb(parent, leaf)
+            return parent
+        return leaf
