@@ -20,7 +20,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.endpoint_wait import EndpointWait
 from kvproxy.cluster.metrics import RoutingMetrics
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.cluster.routing.admission import Admission, RoomWait
+from kvproxy.cluster.routing.admission import BEGUN_LEVELS, Admission, RoomWait
 from kvproxy.cluster.routing.costs import least_own_s, own_s, wait_s
 from kvproxy.cluster.routing.fair_queue import FairQueue, LeastWait, QueueSettings
 from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
@@ -151,7 +151,10 @@ class RouterQueue:
         room = self._find_room(request, now)
         queued = _QueuedRequest(decide, take, asyncio.get_running_loop().create_future(), room)
         least_s = least_own_s(request.facts, decision.candidates, self._speeds)
-        has_room = None if room is None else partial(self._has_room, self.admission, room, request.model)
+        has_room = None
+        if room is not None:
+            has_room = partial(self._has_room, self.admission, room, request.model)
+            level += BEGUN_LEVELS if room.begun else 0
         ticket = self._queue.offer(
             queued, least_s, now, model=request.model, level=level, tenant=tenant, has_room=has_room
         )

@@ -9,7 +9,7 @@ needs no keeping up, and every router, restart and engine that is given it agree
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 

@@ -54,14 +54,22 @@ class SessionStay:
 class SessionWait:
     """A session that waits for room."""
 
-    __slots__ = ("_admission", "began_at", "request", "reserved", "tokens")
+    __slots__ = ("_admission", "began_at", "request", "reserved", "session", "tokens")
 
-    def __init__(self, admission: SessionAdmission, request: PickRequest, tokens: float, now: float) -> None:
+    def __init__(
+        self, admission: SessionAdmission, request: PickRequest, session: Session | None, tokens: float, now: float
+    ) -> None:
         self._admission = admission
         self.request = request
+        self.session = session  # None: it begins
         self.tokens = tokens
         self.began_at = now
         self.reserved: EndpointId | None = None  # endpoint whose room is kept for it
+
+    @property
+    def begun(self) -> bool:
+        """As of RoomWait."""
+        return self.session is not None
 
     def has_room(self, candidates: Sequence[Candidate], now: float) -> bool:
         """As of RoomWait."""
@@ -69,7 +77,7 @@ class SessionWait:
 
     def over(self, now: float) -> None:
         """As of RoomWait."""
-        self._admission.wait_over(self)
+        self._admission.wait_over(self, now)
 
 
 class SessionAdmission:
@@ -120,16 +128,19 @@ class SessionAdmission:
             session.stays = self.habits.comes_back(blocks[0])
         else:
             self._return(session, facts.prompt_tokens, now)
-        if session.endpoint is not None and session.endpoint != endpoint:
+        if session.endpoint is not None and (request.waits_for_room or session.endpoint != endpoint):
             self.sets[session.endpoint].leave(session)
-        residents = self.sets.setdefault(endpoint, ResidentSet())
-        residents.enter(session, endpoint, blocks)
+        residents = None
+        if not request.waits_for_room:  # it has waited for too long: this turn passes, and takes nobody's room
+            residents = self.sets.setdefault(endpoint, ResidentSet())
+            residents.enter(session, endpoint, blocks)
         session.tail = blocks[-1]
         session.blocks = len(blocks)
         session.tokens = facts.prompt_tokens
-        residents.count(session)
         self._by_tail[session.tail] = session
-        self._make_room(residents)
+        if residents is not None:
+            residents.count(session)
+            self._make_room(residents)
         return SessionStay(self, session)
 
     def turn_ended(self, session: Session, now: float, *, served: bool) -> None:
@@ -151,8 +162,12 @@ class SessionAdmission:
 
     def wait(self, request: PickRequest, now: float) -> SessionWait:
         """As of Admission."""
-        wait = SessionWait(self, request, request.facts.prompt_tokens + self.habits.growth_tokens, now)
+        session = self._find(request.facts.blocks)
+        tokens = request.facts.prompt_tokens + self.habits.growth_tokens
+        wait = SessionWait(self, request, session, tokens, now)
         self.waits[wait] = None
+        if session is not None:  # its client has come back, so that it is not forgotten meanwhile
+            self._known.pop(session, None)
         return wait
 
     def has_room(self, wait: SessionWait, candidates: Sequence[Candidate], now: float) -> bool:
@@ -160,7 +175,7 @@ class SessionAdmission:
         kept for it."""
         self.expire(now)
         request = wait.request
-        session = self._find(request.facts.blocks)
+        session = wait.session
         least: tuple[float, EndpointId] | None = None
         for one in candidates:
             holder = self._reserved.get(one.id)
@@ -177,9 +192,15 @@ class SessionAdmission:
             wait.reserved = least[1]
         return False
 
-    def wait_over(self, wait: SessionWait) -> None:
+    def wait_over(self, wait: SessionWait, now: float) -> None:
         """Forget one that waits no longer."""
-        self.waits.pop(wait, None)
+        if wait not in self.waits:
+            return
+        del self.waits[wait]
+        session = wait.session
+        if session is not None and not session.running:
+            session.ended_at += now - wait.began_at  # its wait is no part of the gap between its turns
+            self._known[session] = None
         if wait.reserved is not None and self._reserved.get(wait.reserved) is wait:
             del self._reserved[wait.reserved]
 
@@ -268,7 +289,7 @@ class SessionAdmission:
         """Have the youngest sessions between turns give way, where contexts have outgrown the memory."""
         limit = GIVE_WAY_AT * residents.capacity_tokens
         while limit and residents.tokens(self.habits.growth_tokens) > limit:
-            youngest = residents.newest_idle()
+            youngest = residents.youngest_idle()
             if youngest is None:
                 return
             self.given_way += 1

@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 HORIZON_S = 60.0
 #: Until gaps are known.
 _FIRST_LIMIT_S = 20.0
-_LEAST_LIMIT_S = 2.0
+_LEAST_LIMIT_S = 20.0
 #: Share of the turns that come within the limit.
 _QUANTILE = 0.95
 _GAPS = 256

@@ -42,7 +42,7 @@ class ResidentSet:
 
     def __init__(self) -> None:
         self._tree: RadixTree[ContextNode] = RadixTree(ContextNode)
-        self._residents: dict[Session, None] = {}  # in the order in which they came
+        self._residents: dict[Session, None] = {}
         self._tokens = 0  # of all contexts, shared prefixes several times
         self._blocks = 0  # likewise
         self.capacity_tokens = 0  # of the engine's memory; 0: unknown
@@ -89,9 +89,10 @@ class ResidentSet:
         self._blocks -= session.blocks
         session.endpoint = session.leaf = None
 
-    def newest_idle(self) -> Session | None:
-        """The session between turns that became resident last."""
-        return next((one for one in reversed(self._residents) if not one.running), None)
+    def youngest_idle(self) -> Session | None:
+        """Return the session between turns that began last."""
+        idle = (one for one in self._residents if not one.running)
+        return max(idle, key=lambda one: one.began_at, default=None)
 
     def _add(self, blocks: array[int]) -> ContextNode:
         tree = self._tree
