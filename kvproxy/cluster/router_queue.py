@@ -303,9 +303,9 @@ class RouterQueue:
                 self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
             return
         try:
+            verdict = queued.decide(now)
             if queued.room is not None:
                 queued.room.over(now)
-            verdict = queued.decide(now)
             if why is ReleaseReason.MAX_WAIT and not isinstance(verdict, Refusal):
                 self._refuse_late(verdict.request, now)
             pick = queued.take(verdict, now)

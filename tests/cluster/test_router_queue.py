@@ -297,6 +297,7 @@ async def test_who_waits_and_what_became_of_them_is_shown(clock: FakeClock) -> N
     shown = room.status(clock())
     assert shown["released"] == {
         "turn": 1,
+        "room": 0,
         "max_wait": 1,
         "no_endpoint": 0,
         "arrived": 0,
@@ -384,7 +385,15 @@ async def test_a_client_that_left_in_this_very_moment_is_passed_over(clock: Fake
     await placed(lucky)
     await asyncio.gather(gone, return_exceptions=True)
     released = room_of(cluster).status(clock())["released"]
-    assert released == {"turn": 1, "max_wait": 0, "no_endpoint": 0, "arrived": 0, "queue_off": 0, "client_left": 1}
+    assert released == {
+        "turn": 1,
+        "room": 0,
+        "max_wait": 0,
+        "no_endpoint": 0,
+        "arrived": 0,
+        "queue_off": 0,
+        "client_left": 1,
+    }
 
 
 def two_models(clock: FakeClock) -> Cluster:

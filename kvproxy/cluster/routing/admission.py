@@ -12,6 +12,11 @@ from kvproxy.cluster.routing.policy import Candidate, PickRequest
 class Stay(Protocol):
     """One placed request, as the rule counts it until its end."""
 
+    @property
+    def note(self) -> tuple[str, object] | None:
+        """Return its note for the outcome of the request, by name; None: it has none."""
+        ...
+
     def end(self, now: float, *, served: bool) -> None:
         """Note its end; `served` is false where the client left or the engine failed."""
         ...

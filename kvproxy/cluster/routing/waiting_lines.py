@@ -105,7 +105,8 @@ Entry = tuple[float, int, Ticket[ItemT]]
 
 
 class WaitingLines(Generic[ItemT]):
-    """A line for each model and tenant, and one for those of them that wait for room. Released tickets leave theirs when they come to its head, or in a sweep."""
+    """A line for each model and tenant, and one for those of them that wait for room. Released tickets leave theirs
+    when they come to its head, or in a sweep."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str, bool], list[Entry[ItemT]]] = {}

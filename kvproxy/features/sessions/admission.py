@@ -20,6 +20,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.engine_state import EngineState
 from kvproxy.cluster.routing.policy import Candidate, PickRequest
 from kvproxy.features.sessions.habits import HORIZON_S, Habits
+from kvproxy.features.sessions.note import NOTE, SessionTurn
 from kvproxy.features.sessions.resident_set import ResidentSet, Session
 
 #: Share of an engine's memory up to which sessions are admitted, and at which the youngest gives way.
@@ -40,11 +41,21 @@ class _Ledger(Protocol):
 class SessionStay:
     """One turn of a session, from its placement to its end."""
 
-    __slots__ = ("_admission", "_session")
+    __slots__ = ("_admission", "_session", "_turn", "_waited_s")
 
-    def __init__(self, admission: SessionAdmission, session: Session) -> None:
+    def __init__(self, admission: SessionAdmission, session: Session, waited_s: float) -> None:
         self._admission = admission
         self._session = session
+        self._turn = session.turns
+        self._waited_s = waited_s
+
+    @property
+    def note(self) -> tuple[str, SessionTurn] | None:
+        """As of Stay; none of a single request."""
+        session = self._session
+        if not session.stays and not self._waited_s:
+            return None
+        return NOTE, SessionTurn(self._turn, session.endpoint is not None, round(self._waited_s, 3))
 
     def end(self, now: float, *, served: bool) -> None:
         """As of Stay."""
@@ -92,12 +103,21 @@ class SessionAdmission:
         self._idle: dict[Session, None] = {}  # residents between turns, the longest idle first
         self._known: dict[Session, None] = {}  # all between turns, likewise
         self._reserved: dict[EndpointId, SessionWait] = {}
+        self._granted = (0, 0.0)  # last block of the prompt that waited last, and for how many seconds
         self._admitted: deque[tuple[float, float]] = deque(maxlen=_ADMITTED)  # times and tokens
 
     @property
     def sessions(self) -> int:
         """Sessions known."""
         return len(self._by_tail)
+
+    def describe(self, endpoint: EndpointId) -> dict[str, object]:
+        """Return the residents of an endpoint, for people."""
+        residents = self.sets.get(endpoint)
+        if residents is None:
+            return {"residents": 0, "resident_context_tokens": 0}
+        tokens = round(residents.tokens(self.habits.growth_tokens))
+        return {"residents": len(residents), "resident_context_tokens": tokens}
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         """As of Admission."""
@@ -108,6 +128,10 @@ class SessionAdmission:
         session = self._find(blocks)
         if session is None and not self.habits.comes_back(blocks[0]):
             return request
+        if not self.waits:  # all sessions fit: the policy's choice among all endpoints costs less than another one
+            if any(self._missing_tokens(one, session, request) <= 0.0 for one in candidates):
+                return request
+            return msgspec.structs.replace(request, waits_for_room=True)
         full = [one.id for one in candidates if self._missing_tokens(one, session, request) > 0.0]
         if not full:
             return request
@@ -141,7 +165,8 @@ class SessionAdmission:
         if residents is not None:
             residents.count(session)
             self._make_room(residents)
-        return SessionStay(self, session)
+        granted, waited_s = self._granted
+        return SessionStay(self, session, waited_s if granted == session.tail else 0.0)
 
     def turn_ended(self, session: Session, now: float, *, served: bool) -> None:
         """Keep the session's room until its next turn, or give it up."""
@@ -184,10 +209,11 @@ class SessionAdmission:
             missing = self._missing_tokens(one, session, request, holder=wait)
             if missing <= 0.0:
                 self._admitted.append((now, wait.tokens))
+                self._release(wait)
                 return True
             if least is None or missing < least[0]:
                 least = missing, one.id
-        if least is not None and self._reserved.get(wait.reserved) is not wait:  # type: ignore[arg-type]
+        if least is not None and wait.reserved is None:
             self._reserved[least[1]] = wait
             wait.reserved = least[1]
         return False
@@ -197,12 +223,12 @@ class SessionAdmission:
         if wait not in self.waits:
             return
         del self.waits[wait]
+        self._release(wait)
+        self._granted = wait.request.facts.blocks[-1], now - wait.began_at
         session = wait.session
         if session is not None and not session.running:
             session.ended_at += now - wait.began_at  # its wait is no part of the gap between its turns
             self._known[session] = None
-        if wait.reserved is not None and self._reserved.get(wait.reserved) is wait:
-            del self._reserved[wait.reserved]
 
     def retry_after_s(self, request: PickRequest, max_wait_s: float, now: float) -> float | None:
         """As of Admission."""
@@ -248,6 +274,11 @@ class SessionAdmission:
             if first.turns == 1:
                 self.habits.note_single(first.head)
             self._forget(first)
+
+    def _release(self, wait: SessionWait) -> None:
+        if wait.reserved is not None:
+            del self._reserved[wait.reserved]
+            wait.reserved = None
 
     def _find(self, blocks: Sequence[int]) -> Session | None:
         """Return the session between turns that a prompt with these blocks continues."""

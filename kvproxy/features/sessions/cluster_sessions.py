@@ -1,21 +1,143 @@
-"""The rule of admission in a running cluster."""
+"""The rule of admission in a running cluster, and what is shown of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
-from kvproxy.cluster.feature import ClusterObserver, ObservedCluster
+from kvproxy.base.types import Clock
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.endpoint_observer import EndpointObserver
+from kvproxy.cluster.feature import ClusterObserver, ListClusters, ObservedCluster
+from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.features.sessions.admission import SessionAdmission
+from kvproxy.features.sessions.metrics import SessionMetrics
 from kvproxy.features.sessions.settings import SessionsPlace
+from kvproxy.operate.commands.status import plain
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.feature import OFF, ON, Capability, StatusPart
+
+_NAME = "sessions admitted by memory"
 
 
 class ClusterSessions(ClusterObserver):
-    """Observer of one cluster; what it knows of sessions outlives reloads."""
+    """Observer of one cluster; what it learned of sessions outlives reloads."""
 
-    def __init__(self, cluster: ObservedCluster) -> None:
+    def __init__(self, cluster: ObservedCluster, clock: Clock) -> None:
         self._cluster = cluster
+        self._clock = clock
         self.rule = SessionAdmission()
 
     @property
     def admission(self) -> SessionAdmission | None:
         """As of ClusterObserver."""
         return self.rule if part_of(self._cluster.settings, SessionsPlace).admit_sessions else None
+
+    def observe_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> EndpointObserver:
+        """Return the observer that describes its residents."""
+        return EndpointSessions(self, endpoint)
+
+    @property
+    def cluster_name(self) -> str:
+        """Name of its cluster."""
+        return self._cluster.name
+
+    def describe(self) -> dict[str, object]:
+        """Return what runs and waits, for people."""
+        now = self._clock()
+        self.rule.expire(now)
+        habits = self.rule.habits
+        wait_s = self.rule.expected_wait_s(now)
+        return {
+            "known": self.rule.sessions,
+            "residents": sum(map(len, self.rule.sets.values())),
+            "waiting": len(self.rule.waits),
+            "expected_wait_s": None if wait_s is None else round(wait_s, 1),
+            "gave_way": self.rule.given_way,
+            "idle_limit_s": round(habits.idle_limit_s, 1),
+            "growth_tokens": round(habits.growth_tokens),
+            "memory_known": any(memory_of(one) for one in self._cluster.endpoints),
+        }
+
+
+class EndpointSessions(EndpointObserver):
+    """The residents of one endpoint, in its status."""
+
+    __slots__ = ("_endpoint", "_sessions")
+
+    def __init__(self, sessions: ClusterSessions, endpoint: Endpoint) -> None:
+        self._sessions = sessions
+        self._endpoint = endpoint
+
+    def describe(self, now: float) -> Mapping[str, object]:
+        """As of EndpointObserver."""
+        return self._sessions.rule.describe(self._endpoint.id)
+
+
+def memory_of(endpoint: Endpoint) -> int:
+    """Return the tokens of an endpoint's KV memory; 0: it does not report them."""
+    engine = endpoint.load.engine
+    return 0 if engine is None else engine.capacity_tokens or 0
+
+
+def find_sessions(clusters: Iterable[ObservedCluster]) -> Iterator[ClusterSessions]:
+    """Yield the observers of the clusters in which sessions are admitted."""
+    for cluster in clusters:
+        for one in cluster.observers:
+            if isinstance(one, ClusterSessions) and one.admission is not None:
+                yield one
+
+
+def show_sessions(metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> None:
+    """Bind the gauges of all clusters."""
+
+    def by_endpoint(value: Callable[[SessionAdmission, Any], float]) -> Iterator[tuple[tuple[str, ...], float]]:
+        for one in find_sessions(clusters()):
+            one.rule.expire(clock())
+            for endpoint, residents in one.rule.sets.items():
+                yield (one.cluster_name, endpoint), value(one.rule, residents)
+
+    def entries() -> Iterator[tuple[tuple[str, ...], float]]:
+        for one in find_sessions(clusters()):
+            yield (one.cluster_name, "known"), float(one.rule.sessions)
+            yield (one.cluster_name, "waiting"), float(len(one.rule.waits))
+
+    group = metrics.group(SessionMetrics)
+    group.residents.set_source(lambda: by_endpoint(lambda _, residents: float(len(residents))))
+    group.context_tokens.set_source(
+        lambda: by_endpoint(lambda rule, residents: float(residents.tokens(rule.habits.growth_tokens)))
+    )
+    group.entries.set_source(entries)
+    group.gave_way.set_source(
+        lambda: [((one.cluster_name,), float(one.rule.given_way)) for one in find_sessions(clusters())]
+    )
+
+
+def describe_capability(config: Config, clusters: Iterable[ObservedCluster] | None) -> Capability:
+    """Return whether sessions are admitted, and why that has no effect where the memory is not known."""
+    queued = [one for one in config.clusters.values() if one.queues]
+    if not any(part_of(one, SessionsPlace).admit_sessions for one in queued):
+        reason = "`admit_sessions: false`" if queued else "the router queue is off"
+        return Capability(_NAME, OFF, reason, "`admit_sessions: true` keeps agents beyond the engines' memory fast")
+    if clusters is None:
+        return Capability(_NAME, ON, "the default; no effect while all sessions fit")
+    shown = [one.describe() for one in find_sessions(clusters)]
+    if not any(one["memory_known"] for one in shown):
+        return Capability(_NAME, ON, "no effect: no engine reports its KV memory (`engine_metrics_interval`)")
+    total = {key: sum(int(str(one[key])) for one in shown) for key in ("residents", "waiting")}
+    return Capability(_NAME, ON, f"{total['residents']} resident now, {total['waiting']} wait for room")
+
+
+def show_status(live: Mapping[str, Any]) -> StatusPart:
+    """Return a line for each cluster in which sessions wait."""
+    lines = []
+    for cluster, one in (live.get("sessions") or {}).items():
+        if one["waiting"]:
+            expected = one["expected_wait_s"]
+            soon = "" if expected is None else f"; a new one would wait {expected:.0f} s"
+            lines.append(
+                plain(f"{cluster}: {one['waiting']} sessions wait for room beside {one['residents']} residents{soon}")
+            )
+    return StatusPart(blocks=(lines,) if lines else ())

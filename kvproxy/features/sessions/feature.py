@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.cluster.settings import ClusterSettings
@@ -10,8 +11,16 @@ from kvproxy.features.sessions.settings import SessionsPlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
-    from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ObservedCluster
+    from msgspec import Struct
+
+    from kvproxy.base.metrics.groups import MetricGroup, Metrics
+    from kvproxy.base.types import Clock
+    from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
     from kvproxy.cluster.routing.admission import Admission
+    from kvproxy.operate.admin.operated import AdminTarget
+    from kvproxy.operate.config.schema import Config
+    from kvproxy.operate.feature import Capability, StatusPart
+    from kvproxy.operate.receipts.receipt import Receipt
 
 
 class Sessions(Feature):
@@ -19,6 +28,30 @@ class Sessions(Feature):
 
     name = "sessions"
     settings = {ClusterSettings: (SessionsPlace,)}
+    panel = "residents"
+
+    def list_metrics(self) -> Sequence[type[MetricGroup]]:
+        """Return its group."""
+        from kvproxy.features.sessions.metrics import SessionMetrics
+
+        return (SessionMetrics,)
+
+    def list_notes(self) -> Mapping[str, type[Struct]]:
+        """Return the turn of its session, and how long it waited for room."""
+        from kvproxy.features.sessions.note import NOTE, SessionTurn
+
+        return {NOTE: SessionTurn}
+
+    def explain(self, receipt: Receipt) -> Iterator[str]:
+        """Yield the turn, its wait for room, and whether its context is kept."""
+        from kvproxy.features.sessions.note import NOTE, SessionTurn
+        from kvproxy.operate.receipts.explain import format_seconds
+        from kvproxy.operate.receipts.receipt import note_of
+
+        if (turn := note_of(receipt, NOTE, SessionTurn)) is not None:
+            waited = f" after waiting {format_seconds(turn.room_wait_s)} for room in memory" if turn.room_wait_s else ""
+            kept = "kept there for the next one" if turn.resident else "not kept, since it had no room"
+            yield f"turn {turn.turn} of its session{waited}; its context is {kept}"
 
     def make_admission(self, settings: ClusterSettings) -> Admission | None:
         """Return the rule, which needs no more than what a router sees."""
@@ -30,7 +63,32 @@ class Sessions(Feature):
         """Return the rule of one cluster, which the settings may switch at any reload."""
         from kvproxy.features.sessions.cluster_sessions import ClusterSessions
 
-        return ClusterSessions(cluster)
+        return ClusterSessions(cluster, tools.clock)
+
+    def show_clusters(self, metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> None:
+        """Bind the gauges of all clusters."""
+        from kvproxy.features.sessions.cluster_sessions import show_sessions
+
+        show_sessions(metrics, clusters, clock=clock)
+
+    def describe_live(self, operated: AdminTarget) -> Mapping[str, object]:
+        """Return residents and waits by cluster."""
+        from kvproxy.features.sessions.cluster_sessions import find_sessions
+
+        found = find_sessions(operated.clusters.values())
+        return {"sessions": {one.cluster_name: one.describe() for one in found}}
+
+    def show_status(self, live: Mapping[str, Any], *, colour: bool) -> StatusPart:
+        """Return a line for each cluster in which sessions wait."""
+        from kvproxy.features.sessions.cluster_sessions import show_status
+
+        return show_status(live)
+
+    def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
+        """Return one row."""
+        from kvproxy.features.sessions.cluster_sessions import describe_capability
+
+        return (describe_capability(config, None if operated is None else operated.clusters.values()),)
 
 
 FEATURE = Sessions()

@@ -163,10 +163,10 @@ class VirtualRouter:
             if ticket is None:
                 return None
             request = ticket.item
+            decision = self._decide(request, now)
             if request.room is not None:
                 request.room.over(now)
                 request.room = None
-            decision = self._decide(request, now)
             if not self._comes_again(decision, now) or not self._offer(request, decision, now):
                 return self._place(request, decision, now)
         return None

@@ -1,0 +1,364 @@
+"""The rule by which sessions begin: residents of engines, room, waits, and what ends them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
+from kvproxy.features.sessions import admission as rule
+from kvproxy.features.sessions.admission import SessionAdmission, SessionStay
+from kvproxy.features.sessions.habits import HORIZON_S, MAX_HEADS, Habits
+
+CAPACITY = 100_000
+BLOCK = 100  # tokens
+
+
+@dataclass
+class Engine:
+    """A candidate with this much memory."""
+
+    id: EndpointId
+    capacity_tokens: int | None = CAPACITY
+    weight: float = 1.0
+    load: EndpointLoad = field(default_factory=EndpointLoad)
+
+    def __post_init__(self) -> None:
+        if self.capacity_tokens is not None:
+            self.load.engine = EngineState(0.0, self.capacity_tokens)
+
+
+A = Engine(EndpointId("a"))
+B = Engine(EndpointId("b"))
+
+
+def prompt(session: int, blocks: int, *, shared: int = 0) -> PickRequest:
+    """Return the question for a prompt of this session; its first `shared` blocks are everybody's."""
+    common = min(shared, blocks)
+    hashes = array("Q", [*range(1, common + 1), *(1_000_000 * session + index for index in range(common, blocks))])
+    return PickRequest(facts=OverlapFacts(blocks * BLOCK, blocks=hashes, block_tokens=BLOCK))
+
+
+def knows(admission: SessionAdmission, *sessions: int, shared: int = 0) -> None:
+    """Teach it that prompts which begin like those of these sessions come back."""
+    for session in sessions:
+        admission.habits.note_return(prompt(session, 2, shared=shared).facts.blocks[0], 0.5, 0, first=True)
+
+
+def begin(admission: SessionAdmission, request: PickRequest, at: Engine, now: float = 0.0) -> SessionStay:
+    """Place a request there."""
+    stay = admission.place(request, at.id, now)
+    assert stay is not None
+    return stay
+
+
+def turn(admission: SessionAdmission, request: PickRequest, at: Engine, now: float = 0.0) -> None:
+    """Place a request and end it."""
+    begin(admission, request, at, now).end(now, served=True)
+
+
+def waits(admission: SessionAdmission, request: PickRequest, *candidates: Engine, now: float = 0.0) -> bool:
+    """Return whether the request would have to wait."""
+    return admission.restrict(request, candidates, now).waits_for_room
+
+
+@pytest.fixture
+def admission() -> SessionAdmission:
+    """Return a rule that takes contexts as they are, without room for growth."""
+    made = SessionAdmission()
+    made.habits.growth_tokens = 0.0
+    return made
+
+
+def test_a_session_begins_only_where_its_whole_context_has_room(admission: SessionAdmission) -> None:
+    """Beside the residents, below 0.9 of the memory."""
+    knows(admission, 1, 2, 3)
+    turn(admission, prompt(1, 500), A)
+    assert not waits(admission, prompt(2, 400), A)
+    assert waits(admission, prompt(2, 401), A)
+    assert not waits(admission, prompt(2, 401), A, B)
+
+
+def test_turns_of_residents_never_wait(admission: SessionAdmission) -> None:
+    """Whatever their contexts have grown to."""
+    knows(admission, 1, 2)
+    turn(admission, prompt(1, 500), A)
+    turn(admission, prompt(2, 400), A)
+    assert waits(admission, prompt(3, 100), A) is False  # nothing is known of its kind
+    assert not waits(admission, prompt(1, 700), A)
+
+
+def test_what_sessions_share_counts_once(admission: SessionAdmission) -> None:
+    """By the blocks that a resident has already."""
+    knows(admission, 1, shared=400)
+    turn(admission, prompt(1, 500, shared=400), A)
+    assert not waits(admission, prompt(2, 800, shared=400), A)
+    assert waits(admission, prompt(2, 801, shared=400), A)
+
+
+def test_single_requests_never_wait_and_stay_no_longer_than_they_run(admission: SessionAdmission) -> None:
+    """Prompts of whose kind most did not come back."""
+    knows(admission, 1)
+    turn(admission, prompt(1, 800), A)
+    assert not waits(admission, prompt(9, 500), A)
+    running = begin(admission, prompt(9, 100), A)
+    assert len(admission.sets[A.id]) == 2
+    running.end(0.0, served=True)
+    assert len(admission.sets[A.id]) == 1
+
+
+def test_beginnings_are_learned_from_what_came_back() -> None:
+    """A second turn within the horizon counts for it, its absence against it."""
+    admission = SessionAdmission()
+    admission.habits.growth_tokens = 0.0
+    head = prompt(1, 1).facts.blocks[0]
+    turn(admission, prompt(1, 10), A, now=0.0)
+    assert not admission.habits.comes_back(head)
+    turn(admission, prompt(1, 20), A, now=1.0)
+    assert admission.habits.comes_back(head)
+    lonely = prompt(2, 1).facts.blocks[0]
+    turn(admission, prompt(2, 10), A, now=1.0)
+    admission.expire(2.0 + HORIZON_S)
+    assert not admission.habits.comes_back(lonely)
+    assert admission.sessions == 0
+
+
+def test_idle_sessions_give_up_their_room(admission: SessionAdmission) -> None:
+    """After the learned limit, and are told apart from those that still come back in time."""
+    knows(admission, 1, 2)
+    turn(admission, prompt(1, 800), A, now=0.0)
+    assert admission.next_change_at(0.0) == admission.habits.idle_limit_s
+    assert waits(admission, prompt(2, 200), A, now=admission.habits.idle_limit_s)
+    assert not waits(admission, prompt(2, 200), A, now=admission.habits.idle_limit_s + 0.1)
+
+
+def test_a_client_that_left_gives_up_its_room_at_once(admission: SessionAdmission) -> None:
+    """So does an answer that failed."""
+    knows(admission, 1, 2)
+    begin(admission, prompt(1, 800), A).end(0.0, served=False)
+    assert not waits(admission, prompt(2, 800), A)
+    assert admission.sessions == 0
+
+
+def test_the_youngest_between_turns_gives_way_to_growth(admission: SessionAdmission) -> None:
+    """Its next turn waits for room like a new session's."""
+    knows(admission, 1, 2, 3)
+    waits(admission, prompt(1, 300), A)
+    turn(admission, prompt(1, 300), A, now=0.0)
+    waits(admission, prompt(2, 300), A)
+    turn(admission, prompt(2, 300), A, now=1.0)
+    turn(admission, prompt(3, 250), A, now=2.0)
+    begin(admission, prompt(1, 500), A, now=3.0)
+    assert admission.given_way == 1
+    assert not waits(admission, prompt(2, 300), A, now=3.0)
+    assert waits(admission, prompt(3, 250), A, now=3.0)
+
+
+def test_the_first_that_waits_keeps_the_room_that_comes_first(admission: SessionAdmission) -> None:
+    """Smaller ones do not pass it there, and it begins once the room is enough."""
+    knows(admission, 1, 2, 3, 4)
+    first = begin(admission, prompt(1, 600), A)
+    turn(admission, prompt(2, 200), A)
+    assert waits(admission, prompt(3, 500), A)
+    large = admission.wait(prompt(3, 500), 0.0)
+    assert not large.has_room([A], 0.0)
+    assert waits(admission, prompt(4, 50), A)
+    small = admission.wait(prompt(4, 50), 0.0)
+    assert not small.has_room([A], 0.0)
+    first.end(0.0, served=False)
+    assert not small.has_room([A], 0.0)
+    assert large.has_room([A], 0.0)
+    assert not waits(admission, prompt(3, 500), A)
+    large.over(0.0)
+    large.over(0.0)
+    assert list(admission.waits) == [small]
+
+
+def test_one_that_left_the_queue_keeps_no_room(admission: SessionAdmission) -> None:
+    """The next one has it."""
+    knows(admission, 1, 2, 3)
+    turn(admission, prompt(1, 600), A)
+    large = admission.wait(prompt(2, 500), 0.0)
+    assert not large.has_room([A], 0.0)
+    small = admission.wait(prompt(3, 100), 0.0)
+    assert not small.has_room([A], 0.0)
+    large.over(0.0)
+    assert small.has_room([A], 0.0)
+
+
+def test_while_one_waits_others_go_only_where_they_have_room(admission: SessionAdmission) -> None:
+    """Before that the policy chooses among all endpoints."""
+    knows(admission, 1, 2, 3)
+    turn(admission, prompt(1, 800), A)
+    assert admission.restrict(prompt(3, 200), [A, B], 0.0) == prompt(3, 200)
+    admission.wait(prompt(2, 900), 0.0)
+    assert admission.restrict(prompt(3, 200), [A, B], 0.0).excluded == {A.id}
+    assert admission.restrict(prompt(3, 100), [A, B], 0.0) == prompt(3, 100)
+
+
+def test_a_session_that_moves_takes_its_context_along(admission: SessionAdmission) -> None:
+    """The engine that it left has its room back."""
+    knows(admission, 1)
+    turn(admission, prompt(1, 500), A)
+    turn(admission, prompt(1, 600), B)
+    assert not admission.sets[A.id]
+    assert admission.sets[B.id].tokens(0.0) == pytest.approx(600 * BLOCK)
+
+
+def test_a_fork_is_a_session_of_its_own(admission: SessionAdmission) -> None:
+    """It continues a prompt whose answer is still running, and shares that context."""
+    knows(admission, 1)
+    begin(admission, prompt(1, 300), A)
+    child = prompt(1, 300).facts.blocks + array("Q", [77, 78])
+    begin(admission, PickRequest(facts=OverlapFacts(302 * BLOCK, blocks=child)), A)
+    assert len(admission.sets[A.id]) == 2
+    assert admission.sets[A.id].tokens(0.0) == pytest.approx(302 * BLOCK)
+
+
+def test_contexts_that_shrink_and_branch_leave_nothing_behind(admission: SessionAdmission) -> None:
+    """A rewritten context counts as it is now, and an empty set has no tokens."""
+    knows(admission, 1, shared=10)
+    turn(admission, prompt(1, 50, shared=10), A)
+    turn(admission, prompt(2, 60, shared=20), A)
+    turn(admission, prompt(1, 70, shared=10), A)
+    assert admission.sets[A.id].tokens(0.0) == pytest.approx((70 + 50) * BLOCK)
+    admission.forget(A.id)
+    assert A.id not in admission.sets
+    turn(admission, prompt(1, 80, shared=10), A)
+    assert admission.sets[A.id].tokens(0.0) == pytest.approx(80 * BLOCK)
+    admission.forget(A.id)
+    admission.forget(A.id)
+
+
+def test_an_engine_that_left_takes_its_residents_and_reservations_along(admission: SessionAdmission) -> None:
+    """They wait for room elsewhere, and those that waited for its room look for another."""
+    knows(admission, 1, 2, 3)
+    running = begin(admission, prompt(1, 500), A)
+    turn(admission, prompt(2, 600), B)
+    large = admission.wait(prompt(3, 600), 0.0)
+    assert not large.has_room([A], 0.0)
+    assert large.reserved == A.id
+    admission.forget(A.id)
+    assert large.reserved is None
+    assert not large.has_room([B], 0.0)
+    running.end(1.0, served=True)
+    assert waits(admission, prompt(1, 500), B, now=1.0)
+
+
+@pytest.mark.parametrize("capacity", [None, 0], ids=["not reported", "none"])
+def test_engines_of_unknown_memory_have_room(admission: SessionAdmission, capacity: int | None) -> None:
+    """The rule has no effect there."""
+    unknown = Engine(EndpointId("u"), capacity)
+    knows(admission, 1, 2)
+    turn(admission, prompt(1, 10_000), unknown)
+    assert not waits(admission, prompt(2, 10_000), unknown)
+    assert not admission.given_way
+
+
+def test_a_session_larger_than_the_memory_begins_on_an_empty_engine(admission: SessionAdmission) -> None:
+    """It would wait for ever."""
+    knows(admission, 1, 2)
+    assert not waits(admission, prompt(1, 2000), A)
+    turn(admission, prompt(2, 10), A)
+    assert waits(admission, prompt(1, 2000), A)
+
+
+def test_prompts_without_blocks_are_not_counted(admission: SessionAdmission) -> None:
+    """They are shorter than a block, or nothing is known of them."""
+    assert admission.place(PickRequest(), A.id, 0.0) is None
+    assert admission.restrict(PickRequest(), [A], 0.0) == PickRequest()
+    assert admission.restrict(prompt(1, 5), [], 0.0) == prompt(1, 5)
+
+
+def test_a_turn_that_waited_for_too_long_takes_nobodys_room(admission: SessionAdmission) -> None:
+    """It passes once, and its session is resident nowhere."""
+    knows(admission, 1, 2)
+    turn(admission, prompt(1, 800), A, now=0.0)
+    turn(admission, prompt(2, 100), A, now=0.0)
+    admission.forget(A.id)
+    turn(admission, prompt(1, 850), A, now=1.0)
+    late = admission.restrict(prompt(2, 150), [A], 1.0)
+    assert late.waits_for_room
+    begin(admission, late, A, now=1.0).end(2.0, served=True)
+    assert len(admission.sets[A.id]) == 1
+    assert not admission.given_way
+    assert admission.restrict(prompt(2, 200), [A], 2.0).waits_for_room
+
+
+def test_a_resident_that_was_forced_elsewhere_leaves(admission: SessionAdmission) -> None:
+    """Its turn had no room on any endpoint that may serve it."""
+    knows(admission, 1, 2)
+    turn(admission, prompt(1, 800), A)
+    turn(admission, prompt(2, 800), B)
+    late = admission.restrict(prompt(1, 850), [B], 0.0)
+    assert late.waits_for_room
+    turn(admission, late, B)
+    assert not admission.sets[A.id]
+
+
+def test_waiting_is_no_part_of_the_gap_between_turns(admission: SessionAdmission) -> None:
+    """And a session that waits is not forgotten."""
+    knows(admission, 1, 2)
+    turn(admission, prompt(1, 500), A, now=0.0)
+    admission.forget(A.id)
+    turn(admission, prompt(2, 800), A, now=0.0)
+    wait = admission.wait(prompt(1, 510), 1.0)
+    assert wait.begun
+    admission.expire(500.0)
+    wait.over(500.0)
+    turn(admission, prompt(1, 510), A, now=500.0)
+    assert max(admission.habits._gaps) == pytest.approx(1.0)
+
+
+def test_new_sessions_are_refused_where_they_could_not_begin_in_time(admission: SessionAdmission) -> None:
+    """By the rate at which room became free of late; sessions that have begun may always wait."""
+    knows(admission, *range(1, 20))
+    new = prompt(18, 100)
+    assert admission.retry_after_s(new, 300.0, 0.0) is None
+    assert admission.expected_wait_s(0.0) is None
+    assert admission.retry_after_s(new, 0.0, 0.0) == 1.0
+    for number in range(1, 11):
+        wait = admission.wait(prompt(number, 100), float(number))
+        assert wait.has_room([A], float(number))
+        wait.over(float(number))
+    for number in range(11, 16):
+        admission.wait(prompt(number, 100), 11.0)
+    assert admission.expected_wait_s(11.0) == pytest.approx(5.0, rel=0.2)
+    assert admission.retry_after_s(new, 300.0, 11.0) is None
+    later = admission.retry_after_s(new, 2.0, 11.0)
+    assert later == pytest.approx(3.0, rel=0.2)
+    turn(admission, prompt(17, 10), A, now=11.0)
+    assert admission.retry_after_s(prompt(17, 20), 0.0, 11.0) is None
+
+
+def test_what_is_kept_has_bounds(admission: SessionAdmission, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest idle sessions and the beginnings not seen for longest go first."""
+    monkeypatch.setattr(rule, "MAX_SESSIONS", 3)
+    for number in range(1, 6):
+        turn(admission, prompt(number, 2), A)
+    assert admission.sessions == 3
+    habits = Habits()
+    for head in range(MAX_HEADS + 2):
+        habits.note_return(head, 1.0, 0, first=True)
+    assert not habits.comes_back(0)
+    assert habits.comes_back(MAX_HEADS + 1)
+
+
+def test_habits_follow_the_traffic() -> None:
+    """The idle limit covers 95 % of the gaps within its bounds, growth the mean of late, and old outcomes fade."""
+    habits = Habits()
+    for _ in range(300):
+        habits.note_return(7, 40.0, 1000, first=True)
+    assert habits.idle_limit_s == 40.0
+    assert habits.growth_tokens == pytest.approx(1000, rel=0.05)
+    for _ in range(300):
+        habits.note_return(7, 0.2, 1000, first=False)
+    assert habits.idle_limit_s == 20.0
+    for _ in range(40):
+        habits.note_single(7)
+    assert not habits.comes_back(7)

@@ -1,0 +1,143 @@
+"""Sessions admitted by a whole proxy in front of a simulated engine with little memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvproxy import Proxy
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.features.sessions.cluster_sessions import ClusterSessions, describe_capability, show_status
+from kvproxy.features.sessions.feature import FEATURE
+from kvproxy.features.sessions.note import NOTE, SessionTurn
+from kvproxy.operate.config.load import check_config
+from kvproxy.operate.receipts.receipt import decode_receipt, note_of
+from kvproxy.testing import simulated_engines
+from tests.support.until import until
+
+CAPACITY = 16_384
+SYSTEM = "You are an agent with tools. " * 40
+
+
+def chat(session: int, turn: int) -> dict[str, Any]:
+    """Return the body of a session's turn; each adds some 1,500 tokens."""
+    messages = [{"role": "system", "content": SYSTEM}]
+    for number in range(turn):
+        messages += [
+            {"role": "user", "content": f"session {session} turn {number} " + f"data {session} " * 250},
+            {"role": "assistant", "content": f"answer {number}"},
+        ]
+    messages[-1:] = []
+    return {"model": "sim", "messages": messages, "max_tokens": 4}
+
+
+@contextlib.asynccontextmanager
+async def proxied(tmp_path: Path, **more: Any) -> AsyncIterator[tuple[Proxy, httpx.AsyncClient, ClusterSessions]]:
+    """Serve one engine with little memory."""
+    async with simulated_engines(1, capacity_tokens=CAPACITY) as endpoints:
+        config = {
+            "endpoints": [{"id": "only", "url": next(iter(endpoints.values()))}],
+            "receipts": {"path": str(tmp_path / "receipts.jsonl")},
+            **more,
+        }
+        async with Proxy(config) as proxy:
+            cluster = next(iter(proxy.clusters.values()))
+            cluster.endpoints[0].load.engine = EngineState(0.0, CAPACITY)
+            transport = httpx.ASGITransport(app=proxy)
+            async with httpx.AsyncClient(transport=transport, base_url="http://proxy", timeout=60) as client:
+                yield proxy, client, next(one for one in cluster.observers if isinstance(one, ClusterSessions))
+
+
+async def test_a_session_without_room_waits_until_another_is_over(tmp_path: Path) -> None:
+    """Its receipt has the wait, and turns of the residents go on meanwhile."""
+    async with proxied(tmp_path) as (proxy, client, sessions):
+        queue = next(iter(proxy.clusters.values())).queue
+        assert queue is not None
+        rule = sessions.rule
+        rule.habits.growth_tokens = 0.0
+        for turn in range(1, 7):
+            assert (await client.post("/v1/chat/completions", json=chat(1, turn))).status_code == 200
+        assert rule.habits.idle_limit_s >= 20
+        second = asyncio.create_task(client.post("/v1/chat/completions", json=chat(2, 4)))
+        await until(lambda: len(rule.waits) == 1)
+        shown = FEATURE.describe_live(proxy)["sessions"]
+        assert shown["default"]["waiting"] == 1  # type: ignore[index]
+        assert "1 sessions wait for room beside 1 residents" in str(show_status({"sessions": shown}).blocks)
+        described = describe_capability(proxy.config, proxy.clusters.values())
+        assert described.reason == "1 resident now, 1 wait for room"
+        assert (await client.post("/v1/chat/completions", json=chat(1, 7))).status_code == 200
+        third = asyncio.create_task(client.post("/v1/chat/completions", json=chat(3, 5)))
+        await until(lambda: len(rule.waits) == 2)
+        third.cancel()
+        await asyncio.gather(third, return_exceptions=True)
+        assert len(rule.waits) == 1
+        rule.forget(EndpointId("only"))
+        queue.on_load_decrease()
+        assert (await second).status_code == 200
+    receipts = [decode_receipt(line) for line in (tmp_path / "receipts.jsonl").read_bytes().splitlines()]
+    notes = [note for one in receipts if (note := note_of(one, NOTE, SessionTurn)) is not None]
+    assert [note.turn for note in notes if not note.room_wait_s] == [2, 3, 4, 5, 6, 7]
+    waited = next(note for note in notes if note.room_wait_s)
+    assert (waited.turn, waited.resident) == (1, True)
+    explained = [line for one in receipts for line in FEATURE.explain(one)]
+    assert any("after waiting" in line and "kept there" in line for line in explained)
+
+
+async def test_switched_off_no_session_waits(tmp_path: Path) -> None:
+    """Nothing is counted, and the capability says so."""
+    async with proxied(tmp_path, admit_sessions=False) as (proxy, client, sessions):
+        for turn in range(1, 7):
+            await client.post("/v1/chat/completions", json=chat(1, turn))
+        answer = await client.post("/v1/chat/completions", json=chat(2, 5))
+        assert answer.status_code == 200
+        assert sessions.admission is None
+        assert sessions.rule.sessions == 0
+        assert FEATURE.describe_live(proxy) == {"sessions": {}}
+        row = describe_capability(proxy.config, proxy.clusters.values())
+        assert (row.state, row.reason) == ("off", "`admit_sessions: false`")
+
+
+async def test_metrics_and_endpoints_show_residents(tmp_path: Path) -> None:
+    """By endpoint, with the tokens of their contexts."""
+    async with proxied(tmp_path) as (proxy, client, sessions):
+        sessions.rule.habits.growth_tokens = 0.0
+        for turn in (1, 2):
+            await client.post("/v1/chat/completions", json=chat(1, turn))
+        value = proxy.metrics.registry.get_sample_value
+        labels = {"cluster": "default", "endpoint": "only"}
+        assert value("kvproxy_resident_sessions", labels) == 1
+        tokens = value("kvproxy_resident_context_tokens", labels)
+        assert tokens is not None
+        assert 1500 < tokens < 8000
+        assert value("kvproxy_sessions_entries", {"cluster": "default", "kind": "known"}) == 1
+        assert value("kvproxy_sessions_entries", {"cluster": "default", "kind": "waiting"}) == 0
+        assert value("kvproxy_sessions_gave_way", {"cluster": "default"}) == 0
+        endpoint = next(iter(proxy.clusters.values())).endpoints[0]
+        assert endpoint.status(proxy.clock())["residents"] == 1
+        sessions.rule.forget(EndpointId("only"))
+        assert sessions.rule.describe(EndpointId("only")) == {"residents": 0, "resident_context_tokens": 0}
+
+
+def test_the_capability_names_what_it_lacks() -> None:
+    """A queue, or engines that report their memory."""
+    checked, _ = check_config({"endpoints": ["http://127.0.0.1:1"]})
+    assert describe_capability(checked, None).reason == "the default; no effect while all sessions fit"
+    assert "no engine reports" in describe_capability(checked, []).reason
+    off, _ = check_config({"endpoints": ["http://127.0.0.1:1"], "policy": "round_robin"})
+    assert describe_capability(off, None).reason == "the router queue is off"
+    assert json.dumps(show_status({}).blocks) == "[]"
+
+
+def test_a_status_without_a_known_rate_names_no_time() -> None:
+    """Where nothing waits there is no line."""
+    one = {"waiting": 2, "residents": 3, "expected_wait_s": 12.3}
+    assert "a new one would wait 12 s" in str(show_status({"sessions": {"c": one}}).blocks)
+    assert "would wait" not in str(show_status({"sessions": {"c": one | {"expected_wait_s": None}}}).blocks)
+    assert not show_status({"sessions": {"c": one | {"waiting": 0}}}).blocks
