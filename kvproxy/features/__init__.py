@@ -23,5 +23,5 @@ SHIPPED = (
     "ledger",
     "published",
     "shield",
-    "sessions",
+    "residents",
 )

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_POLICIES,
         metavar="P,P...",
         help="policies, side by side; "
-        "kv_aware has the router queue, +no_queue takes it away; behind least_ttft +queue "
+        "kv_aware has the router queue, +no_queue takes it away, +no_admission the rule by which "
+        "sessions wait for room; behind least_ttft +queue "
         "adds it; behind both, +priority has engines "
         "admit in the router's order; behind kv_aware, +move copies KV between engines on demand "
         "(--link); behind any, +tier_blind hides tiers below engine memory; thunderagent and vllm_router are "

@@ -85,10 +85,10 @@ async def test_who_waits_is_shown() -> None:
     """Depth against its bound, how long the first has waited, and what became of the others; None without a queue."""
     async with admin_of(proxy_of(policy="kv_aware", queue={"limit": 5, "max_wait": "9s"})) as client:
         shown = (await client.get("/routing")).json()["clusters"]["default"]["queue"]
-    released = dict.fromkeys(("turn", "max_wait", "no_endpoint", "arrived", "queue_off", "client_left"), 0)
+    released = dict.fromkeys(("turn", "room", "max_wait", "no_endpoint", "arrived", "queue_off", "client_left"), 0)
     assert shown == {
-        "depth": 0, "limit": 5, "without_endpoint": 0, "oldest_wait_s": 0.0, "max_wait_s": 9.0, "released": released,
-        "refused": 0,
+        "depth": 0, "limit": 5, "waiting_for_room": 0, "without_endpoint": 0, "oldest_wait_s": 0.0, "max_wait_s": 9.0,
+        "released": released, "refused": 0,
     }  # fmt: skip
     async with admin_of(proxy_of(policy="kv_aware", queue={"enabled": False})) as client:
         assert (await client.get("/routing")).json()["clusters"]["default"]["queue"] is None

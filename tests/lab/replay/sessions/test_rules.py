@@ -65,7 +65,7 @@ def figures(policy: str, trace: Trace, fleet: ReplayFleet = SHORT) -> BatchFigur
 @pytest.mark.parametrize("policy", EVERY)
 def test_sessions_keep_what_requests_lose(policy: str) -> None:
     """Where memory is short each rule finds more prefixes, and answers every request."""
-    plain, ruled = figures("kv_aware", agents()), figures(policy, agents())
+    plain, ruled = figures("kv_aware+no_admission", agents()), figures(policy, agents())
     assert ruled.ended == plain.ended == 10
     assert ruled.hit_rate > plain.hit_rate
     assert ruled.wait_max_s > 0

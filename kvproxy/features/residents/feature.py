@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.cluster.settings import ClusterSettings
-from kvproxy.features.sessions.settings import SessionsPlace
+from kvproxy.features.residents.settings import SessionsPlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 class Sessions(Feature):
     """Admits sessions instead of requests where the engines' memory is too small for all of them."""
 
-    name = "sessions"
+    name = "residents"
     settings = {ClusterSettings: (SessionsPlace,)}
     panel = "residents"
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
         """Return its group."""
-        from kvproxy.features.sessions.metrics import SessionMetrics
+        from kvproxy.features.residents.metrics import SessionMetrics
 
         return (SessionMetrics,)
 
     def list_notes(self) -> Mapping[str, type[Struct]]:
         """Return the turn of its session, and how long it waited for room."""
-        from kvproxy.features.sessions.note import NOTE, SessionTurn
+        from kvproxy.features.residents.note import NOTE, SessionTurn
 
         return {NOTE: SessionTurn}
 
     def explain(self, receipt: Receipt) -> Iterator[str]:
         """Yield the turn, its wait for room, and whether its context is kept."""
-        from kvproxy.features.sessions.note import NOTE, SessionTurn
+        from kvproxy.features.residents.note import NOTE, SessionTurn
         from kvproxy.operate.receipts.explain import format_seconds
         from kvproxy.operate.receipts.receipt import note_of
 
@@ -55,38 +55,38 @@ class Sessions(Feature):
 
     def make_admission(self, settings: ClusterSettings) -> Admission | None:
         """Return the rule, which needs no more than what a router sees."""
-        from kvproxy.features.sessions.admission import SessionAdmission
+        from kvproxy.features.residents.admission import SessionAdmission
 
         return SessionAdmission() if part_of(settings, SessionsPlace).admit_sessions else None
 
     def observe_cluster(self, cluster: ObservedCluster, tools: ClusterTools) -> ClusterObserver:
         """Return the rule of one cluster, which the settings may switch at any reload."""
-        from kvproxy.features.sessions.cluster_sessions import ClusterSessions
+        from kvproxy.features.residents.cluster_sessions import ClusterSessions
 
         return ClusterSessions(cluster, tools.clock)
 
     def show_clusters(self, metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> None:
         """Bind the gauges of all clusters."""
-        from kvproxy.features.sessions.cluster_sessions import show_sessions
+        from kvproxy.features.residents.cluster_sessions import show_sessions
 
         show_sessions(metrics, clusters, clock=clock)
 
     def describe_live(self, operated: AdminTarget) -> Mapping[str, object]:
         """Return residents and waits by cluster."""
-        from kvproxy.features.sessions.cluster_sessions import find_sessions
+        from kvproxy.features.residents.cluster_sessions import find_sessions
 
         found = find_sessions(operated.clusters.values())
         return {"sessions": {one.cluster_name: one.describe() for one in found}}
 
     def show_status(self, live: Mapping[str, Any], *, colour: bool) -> StatusPart:
         """Return a line for each cluster in which sessions wait."""
-        from kvproxy.features.sessions.cluster_sessions import show_status
+        from kvproxy.features.residents.cluster_sessions import show_status
 
         return show_status(live)
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""
-        from kvproxy.features.sessions.cluster_sessions import describe_capability
+        from kvproxy.features.residents.cluster_sessions import describe_capability
 
         return (describe_capability(config, None if operated is None else operated.clusters.values()),)
 

@@ -12,9 +12,9 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.endpoint_observer import EndpointObserver
 from kvproxy.cluster.feature import ClusterObserver, ListClusters, ObservedCluster
 from kvproxy.cluster.settings import EndpointSettings
-from kvproxy.features.sessions.admission import SessionAdmission
-from kvproxy.features.sessions.metrics import SessionMetrics
-from kvproxy.features.sessions.settings import SessionsPlace
+from kvproxy.features.residents.admission import SessionAdmission
+from kvproxy.features.residents.metrics import SessionMetrics
+from kvproxy.features.residents.settings import SessionsPlace
 from kvproxy.operate.commands.status import plain
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import OFF, ON, Capability, StatusPart

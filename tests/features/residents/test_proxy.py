@@ -14,9 +14,9 @@ import httpx
 from kvproxy import Proxy
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.engine_state import EngineState
-from kvproxy.features.sessions.cluster_sessions import ClusterSessions, describe_capability, show_status
-from kvproxy.features.sessions.feature import FEATURE
-from kvproxy.features.sessions.note import NOTE, SessionTurn
+from kvproxy.features.residents.cluster_sessions import ClusterSessions, describe_capability, show_status
+from kvproxy.features.residents.feature import FEATURE
+from kvproxy.features.residents.note import NOTE, SessionTurn
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.receipts.receipt import decode_receipt, note_of
 from kvproxy.testing import simulated_engines

@@ -8,9 +8,9 @@ from collections import OrderedDict, deque
 HORIZON_S = 60.0
 #: Until gaps are known.
 _FIRST_LIMIT_S = 20.0
-_LEAST_LIMIT_S = 20.0
+_LEAST_LIMIT_S = 2.0
 #: Share of the turns that come within the limit.
-_QUANTILE = 0.95
+_QUANTILE = 0.99
 _GAPS = 256
 _ENOUGH = 16
 
@@ -44,9 +44,10 @@ class Habits:
         """Note the next turn of a session, its first return or a later one."""
         if first:
             self._note_outcome(head, 0)
-        self.growth_tokens += _GROWTH_WEIGHT * (max(0, growth_tokens) - self.growth_tokens)
-        self._gaps.append(gap_s)
         self._seen += 1
+        weight = max(_GROWTH_WEIGHT, 1.0 / self._seen)
+        self.growth_tokens += weight * (max(0, growth_tokens) - self.growth_tokens)
+        self._gaps.append(gap_s)
         if self._seen >= _ENOUGH and self._seen % _ENOUGH == 0:
             gaps = sorted(self._gaps)
             longest_s = gaps[min(len(gaps) - 1, int(_QUANTILE * len(gaps)))]

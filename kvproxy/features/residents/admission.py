@@ -19,9 +19,9 @@ import msgspec
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.engine_state import EngineState
 from kvproxy.cluster.routing.policy import Candidate, PickRequest
-from kvproxy.features.sessions.habits import HORIZON_S, Habits
-from kvproxy.features.sessions.note import NOTE, SessionTurn
-from kvproxy.features.sessions.resident_set import ResidentSet, Session
+from kvproxy.features.residents.habits import HORIZON_S, Habits
+from kvproxy.features.residents.note import NOTE, SessionTurn
+from kvproxy.features.residents.resident_set import ResidentSet, Session
 
 #: Share of an engine's memory up to which sessions are admitted, and at which the youngest gives way.
 ADMIT_BELOW = 0.9

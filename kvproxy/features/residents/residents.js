@@ -15,6 +15,6 @@ const COLUMNS = [
 
 export function show({ sessions }) {
   const rows = Object.entries(sessions || {}).map(([key, one]) => ({ key, ...one }));
-  byId("sessions-card").hidden = !rows.some((one) => one.residents || one.waiting);
-  fill("sessions", rows, COLUMNS);
+  byId("residents-card").hidden = !rows.some((one) => one.residents || one.waiting);
+  fill("residents", rows, COLUMNS);
 }

@@ -11,9 +11,9 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.engine_state import EngineState
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
-from kvproxy.features.sessions import admission as rule
-from kvproxy.features.sessions.admission import SessionAdmission, SessionStay
-from kvproxy.features.sessions.habits import HORIZON_S, MAX_HEADS, Habits
+from kvproxy.features.residents import admission as rule
+from kvproxy.features.residents.admission import SessionAdmission, SessionStay
+from kvproxy.features.residents.habits import HORIZON_S, MAX_HEADS, Habits
 
 CAPACITY = 100_000
 BLOCK = 100  # tokens
@@ -38,7 +38,7 @@ B = Engine(EndpointId("b"))
 
 
 def prompt(session: int, blocks: int, *, shared: int = 0) -> PickRequest:
-    """Return the question for a prompt of this session; its first `shared` blocks are everybody's."""
+    """Return the question for a prompt of this session; its first `shared` blocks are those of all."""
     common = min(shared, blocks)
     hashes = array("Q", [*range(1, common + 1), *(1_000_000 * session + index for index in range(common, blocks))])
     return PickRequest(facts=OverlapFacts(blocks * BLOCK, blocks=hashes, block_tokens=BLOCK))
@@ -350,7 +350,7 @@ def test_what_is_kept_has_bounds(admission: SessionAdmission, monkeypatch: pytes
 
 
 def test_habits_follow_the_traffic() -> None:
-    """The idle limit covers 95 % of the gaps within its bounds, growth the mean of late, and old outcomes fade."""
+    """The idle limit covers 99 % of the gaps within its bounds, growth the mean of late, and old outcomes fade."""
     habits = Habits()
     for _ in range(300):
         habits.note_return(7, 40.0, 1000, first=True)
@@ -358,7 +358,7 @@ def test_habits_follow_the_traffic() -> None:
     assert habits.growth_tokens == pytest.approx(1000, rel=0.05)
     for _ in range(300):
         habits.note_return(7, 0.2, 1000, first=False)
-    assert habits.idle_limit_s == 20.0
+    assert habits.idle_limit_s == 2.0
     for _ in range(40):
         habits.note_single(7)
     assert not habits.comes_back(7)
