@@ -91,7 +91,7 @@ def ruled(clock: FakeClock, metrics: Metrics | None = None, **queue: object) -> 
     """Return a cluster with a fake rule."""
     cluster = cluster_of(clock, metrics=metrics, **queue)
     rule = FakeRule()
-    cluster._admission = room_of(cluster).admission = rule
+    cluster.admission = room_of(cluster).admission = rule
     return cluster, room_of(cluster), rule
 
 
@@ -220,7 +220,7 @@ async def test_a_rule_that_is_switched_off_holds_nothing(clock: FakeClock) -> No
     cluster, queue, _rule = ruled(clock)
     waiting = enter(cluster, LARGE)
     await until(lambda: len(queue) == 1)
-    cluster._admission = queue.admission = None
+    cluster.admission = queue.admission = None
     queue.on_load_decrease()
     await placed(waiting)
 
@@ -242,5 +242,5 @@ async def test_the_rule_learns_how_requests_end_and_which_endpoints_are_gone(clo
     assert picked is not None
     assert picked.endpoint.id == "b"
     cluster.forget_process(cluster.endpoints[0].engine)
-    cluster.remove_endpoint(EndpointId("b"))
+    cluster.members.remove_endpoint(EndpointId("b"))
     assert rule.forgotten[0] == "a"

@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import msgspec
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.load import EngineState
 from kvproxy.cluster.routing.policy import Candidate, PickRequest
 from kvproxy.features.residents.habits import HORIZON_S, Habits
 from kvproxy.features.residents.note import NOTE, SessionTurn

@@ -8,8 +8,7 @@ from typing import Any
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
-from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.endpoint_observer import EndpointObserver
+from kvproxy.cluster.endpoint import Endpoint, EndpointObserver
 from kvproxy.cluster.feature import ClusterObserver, ListClusters, ObservedCluster
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.features.residents.admission import SessionAdmission

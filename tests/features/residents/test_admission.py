@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.engine_state import EngineState
-from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
 from kvproxy.features.residents import admission as rule
 from kvproxy.features.residents.admission import SessionAdmission, SessionStay

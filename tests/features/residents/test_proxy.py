@@ -13,7 +13,7 @@ import httpx
 
 from kvproxy import Proxy
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.load import EngineState
 from kvproxy.features.residents.cluster_sessions import ClusterSessions, describe_capability, show_status
 from kvproxy.features.residents.feature import FEATURE
 from kvproxy.features.residents.note import NOTE, SessionTurn
