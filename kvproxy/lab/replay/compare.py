@@ -151,8 +151,7 @@ def play_policy(
     with `priority` the engines schedule by the policy's numbers; any `seed` but 0 moves the arrivals a little;
     `sessions` is a rule of sessions that chooses in its place; `token_gaps` collects the times between tokens.
     `beside`: policies of further routers, each of which receives the others' reports after `delay_s`."""
-    fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
-    fleet = replace(fleet, index=IndexMode.APPROXIMATE) if sessions else fleet  # no events for nothing
+    fleet = _fleet_of(fleet, priority=priority, sessions=sessions)
     blocks = fleet.blocks_of(trace)
     endpoints, changes = _make_endpoints(fleet, blocks, pace.duration_s(trace))
     link = fleet.link if move else None
@@ -163,7 +162,7 @@ def play_policy(
         priority=priority,
         reports_cached=fleet.reports_cached,
         transfers=transfers,
-        make_admission=make_admission if queue and not no_admission else lambda: None,
+        make_admission=None if no_admission else make_admission,
     )
     make_view = partial(IndexView, fleet, blocks.size, tier_blind=tier_blind)
     parts = [(each, make_view(rng=Random(seed + 1))) for each in (policy, *beside)]
@@ -187,6 +186,12 @@ def play_policy(
         for engine in engines:
             token_gaps.update(engine.counters.token_gaps)
     return outcomes
+
+
+def _fleet_of(fleet: ReplayFleet, *, priority: bool, sessions: str) -> ReplayFleet:
+    """Return the fleet as this run needs it."""
+    fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
+    return replace(fleet, index=IndexMode.APPROXIMATE) if sessions else fleet  # no events for nothing
 
 
 def _find_rule_router(sessions: str, trace: Trace, fleet: ReplayFleet) -> MakeRouter | None:

@@ -102,7 +102,7 @@ class VirtualRouter:
         priority: bool = False,
         reports_cached: bool = True,
         transfers: SimTransfers | None = None,
-        make_admission: Callable[[], Admission | None] = lambda: None,
+        make_admission: Callable[[], Admission | None] | None = None,
     ) -> None:
         self.endpoints = list(endpoints)  # those present
         self._policy = policy
@@ -121,7 +121,7 @@ class VirtualRouter:
         )
         self._reports_cached = reports_cached
         self._transfers = transfers
-        self._admission = make_admission()
+        self._admission = None if make_admission is None or queue is None else make_admission()
         for endpoint in endpoints:
             self._connect(endpoint)
 
