@@ -149,13 +149,12 @@ def play_policy(
 
     The policy is a fresh one that learns during the run; `streamed` is the share of requests whose first token it sees;
     with `priority` the engines schedule by the policy's numbers; any `seed` but 0 moves the arrivals a little;
-    `sessions` is a rule of sessions that chooses in its place; `token_gaps` collects the times between tokens.
-    `beside`: policies of further routers, each of which receives the others' reports after `delay_s`."""
+    `sessions` is a rule of sessions that chooses in its place; `token_gaps` collects times between tokens; `beside` are
+    policies of further routers, each of which receives the others' reports after `delay_s`."""
     fleet = _fleet_of(fleet, priority=priority, sessions=sessions)
     blocks = fleet.blocks_of(trace)
     endpoints, changes = _make_endpoints(fleet, blocks, pace.duration_s(trace))
-    link = fleet.link if move else None
-    transfers = None if link is None else SimTransfers(link, block_size=blocks.size, rng=Random(seed + 4))
+    transfers = SimTransfers(fleet.link, block_size=blocks.size, rng=Random(seed + 4)) if move and fleet.link else None
     make_router = _find_rule_router(sessions, trace, fleet) or partial(
         router_type,
         queue=QueueSettings(limit=100_000) if queue else None,
