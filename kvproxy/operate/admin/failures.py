@@ -66,7 +66,8 @@ def find_failing(clusters: Mapping[str, Cluster], minute: Tally, failures: Failu
         limit = _queue_limit(clusters.get(name))
         why = ", ".join(_describe_cause(cause, engines, limit) for cause, engines in worst)
         fixes = dict.fromkeys(_fix_of(cause) for cause, _ in worst)
-        what = f"{unserved / requests:.0%} of {requests:,} requests failed in the last minute"
+        verb = "were not served" if refused else "failed"
+        what = f"{unserved / requests:.0%} of {requests:,} requests {verb} in the last minute"
         yield Trouble(
             ("failed", name),
             Rank.FAILED,

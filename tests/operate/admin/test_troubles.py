@@ -214,7 +214,7 @@ async def test_causes_are_named_with_their_fix(clock: FakeClock) -> None:
     place.fail(3, "no_endpoints", status=503)
     [finding] = (await place.live())["findings"]
     assert finding["what"] == (
-        "33% of 120 requests failed in the last minute: 20 refused, as the router queue is full (limit 4), "
+        "33% of 120 requests were not served in the last minute: 20 refused, as the router queue is full (limit 4), "
         "17 got no connection (a 12, c 5), 3 found no endpoint"
     )
     assert finding["fix"].startswith("add engines, or raise `queue.limit`; are these engines up")
