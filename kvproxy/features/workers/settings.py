@@ -18,4 +18,5 @@ class WorkersPlace(Model):
     worker_timeout: Duration = Field(default=30, ge=0, le=3600)
     """A worker whose event loop stands still for so long (at least 2 s) is killed and started again; 0: never."""
     worker_start_timeout: Duration = Field(default=120, ge=0, le=3600)
-    """So is one that does not serve so long after its start (at least 2 s); 0: never."""
+    """So is one that does not serve so long after its start (at least 2 s; twice as long after each failed start in a
+    row); 0: never."""

@@ -194,7 +194,8 @@ class Supervisor:
         watching: list[asyncio.Task[None]] = []
         try:
             await process.begin()
-            watching += (asyncio.create_task(watch(process)) for watch in (self._end_hung, self._end_late))
+            watching.append(asyncio.create_task(self._end_hung(process, slot.failures)))
+            watching.append(asyncio.create_task(self._end_late(process)))
             served = await process.until_ready()
             if served:
                 log.info("worker %d serves (pid %d)", slot.index, process.pid)
@@ -232,10 +233,13 @@ class Supervisor:
         log.error("worker %d is killed: it outlived the drain", process.assignment.index)
         process.kill()
 
-    async def _end_hung(self, process: WorkerProcess) -> None:
+    async def _end_hung(self, process: WorkerProcess, failures: int) -> None:
+        """Kill a process that hangs. Each start has twice the time of the failed one before, since a machine may be
+        slow."""
         served = self.served
+        factor = 2 ** min(failures, GIVE_UP_AFTER)
         await process.until_hung(
-            start_s=lambda: part_of(served.config, WorkersPlace).worker_start_timeout,
+            start_s=lambda: factor * part_of(served.config, WorkersPlace).worker_start_timeout,
             silent_s=lambda: part_of(served.config, WorkersPlace).worker_timeout,
         )
         hangs = "hangs" if process.ready else "does not come to serve"

@@ -153,6 +153,22 @@ async def test_workers_that_always_hang_before_they_serve_end_the_start(
         await asyncio.wait_for(late.run(), 60)
 
 
+async def test_each_start_has_twice_the_time_of_the_failed_one_before(
+    late: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow machine workers come to serve in the end."""
+    limits: list[float] = []
+
+    async def hang_at_once(_: object, *, start_s: Callable[[], float], silent_s: object) -> None:
+        limits.append(start_s())
+
+    monkeypatch.setattr(process_module.WorkerProcess, "until_hung", hang_at_once)
+    monkeypatch.setattr(module, "GIVE_UP_AFTER", 3)
+    with pytest.raises(WorkersFailed):
+        await asyncio.wait_for(late.run(), 60)
+    assert set(limits) == {0.2, 0.4, 0.8}
+
+
 async def test_a_worker_whose_end_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended by itself, and all are ended while it is being cleared away."""
     clearing, over = asyncio.Event(), []
