@@ -74,7 +74,6 @@ class Simulation:
         self._traffic = traffic
         self._clock = clock
         self._deadline = clock() + budget_s
-        self._budget_s = budget_s
         self._requests: Sequence[RecordedRequest] = _latest(traffic.requests)
         self._traces: dict[int, Trace] = {}
         self._err = err

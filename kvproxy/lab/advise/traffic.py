@@ -170,7 +170,6 @@ class EngineOccupancy:
     endpoint: EndpointId
     answering: int  # requests past their first token, the most at a time
     waiting_share: float  # of the time in which two or more had none yet
-    mean_waiting: float  # of them, in that time
     held_tokens: int  # by answering requests in that time, on average
     begun: tuple[int, ...]  # how many answered after each first token that left others waiting
 
@@ -234,7 +233,6 @@ def _measure_engine(endpoint: EndpointId, requests: Sequence[RecordedRequest]) -
     waiting = answering = held = most = 0
     begun = []
     queued_s = 0.0
-    waited_s = 0.0
     held_s = 0.0
     for (at, _, more_waiting, more_answering, more_held), (until, *_) in pairwise([*changes, changes[-1]]):
         waiting = waiting + more_waiting
@@ -245,14 +243,12 @@ def _measure_engine(endpoint: EndpointId, requests: Sequence[RecordedRequest]) -
             begun.append(answering)
         if waiting >= 2:
             queued_s += until - at
-            waited_s += waiting * (until - at)
             held_s += held * (until - at)
     total_s = changes[-1][0] - changes[0][0]
     return EngineOccupancy(
         endpoint,
         answering=most,
         waiting_share=queued_s / total_s if total_s else 0.0,
-        mean_waiting=waited_s / queued_s if queued_s else 0.0,
         held_tokens=round(held_s / queued_s) if queued_s else 0,
         begun=tuple(begun),
     )
