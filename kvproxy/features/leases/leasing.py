@@ -15,8 +15,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.work import prefill_s
-from kvproxy.features.leases.conversations import IdleConversation, ToolCallDetector
-from kvproxy.features.leases.leases import Lease, LeaseState, choose_duration
+from kvproxy.features.leases.leases import IdleConversation, Lease, LeaseState, ToolCallDetector, choose_duration
 from kvproxy.features.leases.metrics import LeaseMetrics
 from kvproxy.features.leases.note import LeaseResult
 from kvproxy.features.leases.settings import LeasePlace

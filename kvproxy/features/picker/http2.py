@@ -14,8 +14,7 @@ from typing import cast
 
 from kvproxy.features.picker import http2_frames as wire
 from kvproxy.features.picker.http2_frames import Code, ConnectionFault, Fields, FrameReader
-from kvproxy.features.picker.http2_stream import PeerOutput, Stream, StreamHandler
-from kvproxy.features.picker.http2_streams import Streams
+from kvproxy.features.picker.http2_streams import PeerOutput, Stream, StreamHandler, Streams
 
 log = logging.getLogger("kvproxy.picker")
 

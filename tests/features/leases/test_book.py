@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.features.leases.conversations import HORIZON_S, MAX_WAITING, IdleConversation
-from kvproxy.features.leases.leases import MAX_RELEASED, Lease, LeaseBook, LeaseReason, LeaseState, choose_duration
+from kvproxy.features.leases.leases import (
+    HORIZON_S,
+    MAX_RELEASED,
+    MAX_WAITING,
+    IdleConversation,
+    Lease,
+    LeaseBook,
+    LeaseReason,
+    LeaseState,
+    choose_duration,
+)
 from kvproxy.features.leases.settings import LeaseSettings
 
 A = EndpointId("a")

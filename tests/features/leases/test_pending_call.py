@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.base.types import Prompt, RequestKind
 from kvproxy.cache.prefix.cache_marks import read_ttl_s
-from kvproxy.features.leases.conversations import ToolCallDetector
+from kvproxy.features.leases.leases import ToolCallDetector
 from kvproxy.proxy.request.parse import parse_body
 
 CHAT_STREAM = (
