@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Fraction, Model, Name, Port, Secret, Size
-from kvproxy.base.tls.files import ServerTls
 from kvproxy.cluster.settings import ClusterSettings, RouteSettings
+
+if TYPE_CHECKING:
+    from kvproxy.base.tls.files import ServerTls
 
 
 class LimitSettings(Model):
@@ -155,6 +157,8 @@ class ListenerTls(Model):
     @property
     def files(self) -> ServerTls:
         """The files, to be loaded."""
+        from kvproxy.base.tls.files import ServerTls
+
         return ServerTls(self.certificate, self.private_key, self.client_ca)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
-from kvproxy.base.tls.files import ClientTls, verify_client_tls, verify_server_tls
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.settings import (
     OPTIONAL_POLICIES,
     ClusterSettings,
+    DnsDiscoverySettings,
     EndpointSettings,
     EnginePriorityMode,
     PolicyName,
@@ -59,6 +59,8 @@ def _listeners(config: Config) -> Iterator[Finding]:
 
 def _tls(config: Config) -> Iterator[Finding]:
     if config.listen.tls is not None:
+        from kvproxy.base.tls.files import verify_server_tls
+
         yield from verify_server_tls(("listen", "tls"), config.listen.tls.files)
 
 
@@ -349,8 +351,7 @@ def find_cluster_faults(config: Config) -> Iterator[Finding]:
         if file is not None and not FilePath(file.path).is_file():
             yield warning_at((*at, "discovery", "file", "path"), "the file does not exist yet")
         if (dns := cluster.discovery.dns) is not None:
-            tls = ClientTls(dns.ca_file, cert_file=dns.cert_file, key_file=dns.key_file)
-            yield from verify_client_tls((*at, "discovery", "dns"), tls)
+            yield from _verify_certificates((*at, "discovery", "dns"), dns)
 
 
 def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
@@ -391,8 +392,7 @@ def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
                 f"the instance id {instance!r} also belongs to {instances[instance]!r}",
                 "right only if both share one LMCache",
             )
-        tls = ClientTls(endpoint.ca_file, cert_file=endpoint.cert_file, key_file=endpoint.key_file)
-        yield from verify_client_tls(here, tls)
+        yield from _verify_certificates(here, endpoint)
         if endpoint.insecure:
             yield warning_at((*here, "insecure"), "the endpoint's certificate is not verified")
         fault = url_fault(endpoint.url)
@@ -428,3 +428,12 @@ def own_address_fault(config: Config, endpoint: EndpointSettings) -> str:
 
 def _local(url: str) -> bool:
     return is_loopback(same_origin(url)[1])
+
+
+def _verify_certificates(at: Path, settings: DnsDiscoverySettings | EndpointSettings) -> Iterator[Finding]:
+    """Yield what is wrong with the files for connections to engines, if any are named."""
+    if settings.ca_file or settings.cert_file or settings.key_file:
+        from kvproxy.base.tls.files import ClientTls, verify_client_tls
+
+        tls = ClientTls(settings.ca_file, cert_file=settings.cert_file, key_file=settings.key_file)
+        yield from verify_client_tls(at, tls)
