@@ -227,19 +227,21 @@ def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
     Only whole values in an array or the whole value of a member are cut out and replaced: the second quote of the
     searched text ends a name (a text would go on behind it, and a quote within one has a backslash before it), so a
     value begins right behind it. No other member is lost with it."""
-    for separator in _SEPARATORS:
-        values = separator.join(messages)
-        for name in _PROMPT_NAMES:
-            if (at := body.find(name)) < 0:
-                continue
-            at += len(name)
-            at += body.startswith(b" ", at)
-            if body.startswith(b"[", at):
-                at += 1
-            elif len(messages) > 1:
-                continue
-            if values and body.startswith(values, at):
-                return body[:at] + b"0" + body[at + len(values) :]
+    if not messages:
+        return body
+    for name in _PROMPT_NAMES:
+        if (at := body.find(name)) < 0:
+            continue
+        at += len(name)
+        at += body.startswith(b" ", at)
+        if body.startswith(b"[", at):
+            at += 1
+        elif len(messages) > 1:
+            continue
+        spaced = body.startswith(b" ", at + len(messages[0]) + 1)
+        values = _SEPARATORS[spaced].join(messages)
+        if values and body.startswith(values, at):
+            return body[:at] + b"0" + body[at + len(values) :]
     return body
 
 
