@@ -1,16 +1,17 @@
 """kv_aware: the endpoint where this request costs all requests least, in seconds of prefill.
 
     cost  = wait + own * (slowness + kappa + stall * stalled) + foresight * usual_wait
-    kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
+    kappa = crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait / (1 - rho)
 
 Costs are divided by the endpoint's weight, and each of kappa's two terms counts up to MAX_KAPPA.
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
 behind them, and bringing up what is on lower tiers. A greedy router stops at wait + slowness * own and is myopic by it:
 
-- Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), for as long as its
-  backlog then takes to be over; a long prompt weighs more than its length.
-- Where every endpoint has a backlog, it delays all that come, wherever they go (mean_wait).
+- Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), while its backlog and
+  half of the work last; a long prompt weighs more than its length. Those who then still wait are no more: sessions that
+  wait send nothing, and others go elsewhere.
+- Where every endpoint has a backlog, it delays all that come, wherever they go (mean_wait), the longer the busier.
 - It stalls the sequences decoding there (stall), up to 60 of them: in a large batch decoding is slow already, and what
   a request saves by waiting for one endpoint is soon less than it waits. Where there are as many on every endpoint, up
   to 15 count that are more here.
@@ -120,9 +121,7 @@ class KvAware(Policy):
             crowding = 0.0
         else:
             rho, arrivals_per_s = self.utilisation.estimate_rates(now)
-            idle = 1.0 - rho
-            crowding /= idle
-            delayed = congestion * arrivals_per_s / idle * sum(waits) / len(waits)
+            delayed = congestion * arrivals_per_s / (1.0 - rho) * sum(waits) / len(waits)
             if delayed > MAX_KAPPA:
                 delayed = MAX_KAPPA
         columns = zip(waits, owns, slowness, pool.loads, arrivals, pool.weights, strict=True)

@@ -30,7 +30,7 @@ def plain_costs(
     settings, prompt, hot = policy.settings, facts.prompt_tokens, min(facts.hot_tokens, facts.prompt_tokens)
     request_s, token_s, attention_s, _ = policy.speeds.seconds
     rho, arrivals_per_s = policy.utilisation.estimate_rates(now)
-    crowding, congestion = settings.crowding / (1.0 - rho), settings.congestion * arrivals_per_s / (1.0 - rho)
+    crowding, congestion = settings.crowding, settings.congestion * arrivals_per_s / (1.0 - rho)
     if settings.kappa is not None:
         crowding = congestion = 0.0
     slowness = [policy.speeds.slowness(one.id, now) for one in candidates]
