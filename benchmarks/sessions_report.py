@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.markdown import table
 
-Rows = Sequence[Mapping[str, Any]]
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
 
 HEAD = """# Sessions beyond the engines' memory
 
@@ -43,10 +44,68 @@ COLUMNS = (
 CHAT = (("chat mean", "chat_mean_s", "{:.2f}"), ("chat 99 %", "chat_p99_s", "{:.2f}"))
 
 
+#: Names of runs with and without admission of sessions, once there are such.
+ON, OFF = "kv_aware", "kv_aware+no_sessions"
+PEERS = ("thunderagent", "vllm_router")
+
+
+class Wanted(NamedTuple):
+    """A figure that is wanted in every cell; by the policies' rows, means over seeds."""
+
+    title: str
+    value: Callable[[Mapping[str, Row]], float | None]
+    holds: Callable[[float], bool]
+
+
+def _against(
+    figure: str, *others: str, best: Callable[..., float] = max
+) -> Callable[[Mapping[str, Row]], float | None]:
+    def value(policies: Mapping[str, Row]) -> float | None:
+        theirs = [policies[name][figure] for name in others if figure in policies.get(name, {})]
+        return policies[ON][figure] / best(theirs) if theirs and figure in policies[ON] else None
+
+    return value
+
+
+WANTED = (
+    Wanted("sessions/h over places", _against("sessions_per_hour", "places"), lambda value: value >= 0.95),
+    Wanted("hit", lambda policies: policies[ON]["hit_rate"], lambda value: value >= 0.9),
+    Wanted("session over off", _against("session_mean_s", OFF), lambda value: value <= 0.45),
+    Wanted("sessions/h over peers", _against("sessions_per_hour", *PEERS), lambda value: value >= 1.0),
+    Wanted("session over peers", _against("session_mean_s", *PEERS, best=min), lambda value: value <= 1.0),
+    Wanted("90 % over peers", _against("session_p90_s", *PEERS, best=min), lambda value: value <= 1.0),
+    Wanted("fair", lambda policies: policies[ON]["fairness"], lambda value: value >= 0.9),
+    Wanted("wait~len", lambda policies: policies[ON]["wait_by_length"], lambda value: value < 0.2),
+    Wanted("chat 99 % over off", _against("chat_p99_s", OFF), lambda value: value <= 1.0),
+)
+
+
+def _wanted(rows: Rows) -> list[str]:
+    """Return what is wanted of sessions that are admitted, cell by cell; what is missed in bold."""
+    cells: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        cells.setdefault(row["cell"], {}).setdefault(row["policy"].partition("=")[0], []).append(row)
+    body = []
+    for cell, policies in cells.items():
+        if ON in policies and OFF in policies:
+            means = {name: _mean(runs) for name, runs in policies.items()}
+            found = [(wanted, wanted.value(means)) for wanted in WANTED]
+            body.append([cell, *("" if value is None else _judge(wanted, value) for wanted, value in found)])
+    return ["## Wanted", *table(["cell", *(wanted.title for wanted in WANTED)], body), ""] if body else []
+
+
+def _judge(wanted: Wanted, value: float) -> str:
+    return f"{value:.2f}" if wanted.holds(value) else f"**{value:.2f}**"
+
+
+def _mean(rows: Rows) -> Row:
+    return {name: fmean(row[name] for row in rows) for name, first in rows[0].items() if isinstance(first, float | int)}
+
+
 def as_markdown(rows: Rows) -> str:
     """Return the report: a table of each shape."""
     shapes = dict.fromkeys(row["cell"].partition("-")[0] for row in rows)
-    lines = [HEAD]
+    lines = [HEAD, *_wanted(rows)]
     for shape in shapes:
         of_shape = [row for row in rows if row["cell"].partition("-")[0] == shape]
         lines += [f"## {shape}", *_table(of_shape), ""]
@@ -55,7 +114,7 @@ def as_markdown(rows: Rows) -> str:
 
 def _table(rows: Rows) -> list[str]:
     columns = COLUMNS + (CHAT if any("chat_p99_s" in row for row in rows) else ())
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["cell"], row["policy"].partition("=")[0]), []).append(row)
     body = []
