@@ -13,7 +13,7 @@ from kvproxy.operate.feature import Feature
 if TYPE_CHECKING:
     from msgspec import Struct
 
-    from kvproxy.base.metrics.groups import MetricGroup, Metrics
+    from kvproxy.base.metrics.groups import Metrics
     from kvproxy.base.types import Clock
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
     from kvproxy.cluster.routing.admission import Admission
@@ -27,14 +27,9 @@ class Sessions(Feature):
     """Admits sessions instead of requests where the engines' memory is too small for all of them."""
 
     name = "residents"
+    metric_group = "SessionMetrics"
     settings = {ClusterSettings: (SessionsPlace,)}
     panel = "residents"
-
-    def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Return its group."""
-        from kvproxy.features.residents.metrics import SessionMetrics
-
-        return (SessionMetrics,)
 
     def list_notes(self) -> Mapping[str, type[Struct]]:
         """Return the turn of its session, and how long it waited for room."""
