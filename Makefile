@@ -12,7 +12,7 @@ ARGS   ?=
 # Tests start kvproxy hundreds of times: without bytecode each process compiles all of it anew, and so does each collection.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo docs test test-loaded test-real test-compat test-services test-hosts check format lock bench coverage test-browser test-removal dist binary test-packaging clean
+.PHONY: help demo docs test test-loaded test-real test-compat test-services test-hosts test-ray check format lock bench coverage test-browser test-removal dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -44,6 +44,10 @@ test-services: $(DEV) ## against real servers (redis, nats, etcd, Envoy), which 
 test-hosts: $(DEV) ## the embedded forms in other frameworks and servers, in LiteLLM and in Ray Serve, which it installs
 	@$(PIP) --group hosts
 	$(BIN)/python -m pytest -m hosts -p no:xdist -rs tests/hosts $(ARGS)
+
+test-ray: $(DEV) ## the router of Ray Serve alone and with a real Ray on two cores (a minute), which it installs
+	@$(PIP) --group hosts
+	$(BIN)/python -m pytest -m hosts -p no:xdist -rs tests/hosts/test_ray_router.py tests/hosts/test_ray.py $(ARGS)
 
 test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
 	@$(PIP) --group browser

@@ -3,8 +3,10 @@
 httpx clients go straight to one engine, through `kvproxy serve`, and by a transport that routes over two engines.
 
     python -m benchmarks.embedded [--requests N] [--rounds N] [--cycles N] > benchmarks/reports/embedded.md
+    python -m benchmarks.embedded --traces >> benchmarks/reports/embedded.md
 
-The three take turns in one process, round by round; stub engines and the proxy have processes of their own.
+The three take turns in one process, round by round; stub engines and the proxy have processes of their own. Traces
+(benchmarks/small_traces.py) are played to simulated engines in virtual time, through the proxy and by the transport.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +30,11 @@ import psutil
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kvproxy
+from benchmarks import virtual
 from benchmarks.markdown import table
 from benchmarks.processes import Process, free_ports
+from benchmarks.small_traces import MODEL, TRACES, Ask, play, serve_engines, summarize
+from kvproxy.proxy.listener.server import Server
 
 STRAIGHT = "httpx to one engine"
 SERVED = "through kvproxy serve"
@@ -150,6 +156,65 @@ async def measure_cycles(engines: Mapping[str, str], *, cycles: int) -> list[tup
     return seen
 
 
+async def play_trace(name: str, *, served: bool) -> dict[str, float]:
+    """Play a small trace through a proxy that listens, or by the transport."""
+    small = TRACES[name]
+    async with AsyncExitStack() as stack:
+        engines = await stack.enter_async_context(serve_engines(small))
+        transport = None if served else kvproxy.AsyncTransport(endpoints=engines)
+        base_url = "http://engines"
+        if served:
+            proxy = kvproxy.Proxy({"endpoints": engines})
+            await stack.enter_async_context(proxy)
+            base_url = (await stack.enter_async_context(Server(proxy, drain_s=0.5))).url
+        http = httpx.AsyncClient(
+            transport=transport, base_url=base_url, timeout=600, limits=httpx.Limits(max_connections=None)
+        )
+        client = await stack.enter_async_context(http)
+
+        async def send(ask: Ask) -> None:
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": ask.prompt}],
+                "max_tokens": ask.output_tokens,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            async with client.stream("POST", PATH, json=body) as answer:
+                answer.raise_for_status()
+                async for line in answer.aiter_lines():
+                    _read_event(line, ask)
+
+        return summarize(await play(small.read(), send))
+
+
+def _read_event(line: str, ask: Ask) -> None:
+    if not line.startswith("data: {"):
+        return
+    event = json.loads(line.removeprefix("data: "))
+    if event["choices"] and event["choices"][0]["delta"].get("content"):
+        ask.first_token()
+    if event.get("usage"):
+        ask.read_usage(event["usage"])
+
+
+def play_traces() -> list[str]:
+    """Return the table of all of them; each is played in a process of its own, in virtual time."""
+    rows = []
+    for name in TRACES:
+        found = {}
+        for how in ("served", "inside"):
+            command = [sys.executable, "-m", "benchmarks.virtual", "benchmarks.embedded", "--play", name, how]
+            answer = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+            found[how] = json.loads(answer.stdout.splitlines()[-1])
+        for how, label in (("served", SERVED), ("inside", INSIDE)):
+            one = found[how]
+            ratio = one["ttft_s"] / found["served"]["ttft_s"]
+            rows.append([name, label, f"{one['ttft_s']:.3f}", f"{ratio:.3f}", f"{one['hits']:.4f}", one["failed"]])
+    heads = ["trace", "client", "mean TTFT, s", "of served", "prompt tokens cached", "failed"]
+    return ["", "## Decisions", "", "Four simulated engines, in virtual time:", *table(heads, rows), ""]
+
+
 def as_markdown(
     found: Mapping[str, Mapping[str, Taken]],
     added: Mapping[str, float],
@@ -202,7 +267,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cycles", type=int, default=1000)
+    parser.add_argument("--traces", action="store_true", help="only what is decided on traces")
+    parser.add_argument("--play", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.play:
+        print(json.dumps(virtual.run(play_trace(args.play[0], served=args.play[1] == "served"))))
+        return
+    if args.traces:
+        print("\n".join(play_traces()))
+        return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         one, two, public = free_ports(3)

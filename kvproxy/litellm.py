@@ -7,6 +7,7 @@ or, for LiteLLM's proxy, `litellm_settings: {callbacks: kvproxy.litellm.routing}
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ Deployment = dict[str, Any]
 #: Requests whose end was not reported yet, and for how long one is waited for.
 _MAX_OPEN = 10_000
 _OPEN_S = 3600.0
+#: Between two looks at streams whose first token is awaited: LiteLLM notes its time, and calls nobody.
+_LOOK_S = 0.02
 #: Members of a call that are the prompt, or shape it, and the path that has them.
 _PROMPT = ("messages", "prompt", "input", "tools", "stream", "max_tokens", "chat_template_kwargs")
 #: In a call's metadata: its place, and deployments that failed it.
@@ -47,6 +50,8 @@ class KVCacheRouting(CustomLogger):
         self._router: Router | None = None
         self._urls: dict[str, str] = {}
         self._open: TTLCache[str, PlacedRequest] = TTLCache(_MAX_OPEN, _OPEN_S)
+        self._streams: dict[str, Mapping[str, Any]] = {}  # LiteLLM's notes on streams without a first token yet
+        self._watch: asyncio.Task[None] | None = None
 
     async def async_filter_deployments(
         self,
@@ -72,6 +77,12 @@ class KVCacheRouting(CustomLogger):
             return healthy_deployments
         return [by_id[placed.endpoint]]
 
+    def log_pre_api_call(self, model: str, messages: Any, kwargs: Mapping[str, Any]) -> None:
+        """Keep LiteLLM's notes on a stream, in which the time of its first token will be. Called in any thread."""
+        name = _metadata_of(kwargs.get("litellm_params") or {}).get(_KEY, "")
+        if name in self._streams:
+            self._streams[name] = kwargs
+
     async def async_log_success_event(self, kwargs: Mapping[str, Any], response_obj: Any, *args: Any, **_: Any) -> None:
         """As of LiteLLM: the answer, or a whole stream of it, and its usage."""
         placed = self._ended(kwargs)
@@ -91,6 +102,22 @@ class KVCacheRouting(CustomLogger):
         else:
             placed.failed()
         await placed.__aexit__(None, None, None)
+
+    def _await_first_token(self, name: str) -> None:
+        self._streams[name] = {}
+        loop = asyncio.get_running_loop()
+        if self._watch is None or self._watch.done() or self._watch.get_loop() is not loop:
+            self._watch = loop.create_task(self._watch_streams(), name="first tokens of LiteLLM")
+
+    async def _watch_streams(self) -> None:
+        while self._streams:
+            await asyncio.sleep(_LOOK_S)
+            for name, notes in list(self._streams.items()):
+                placed = self._open.get(name)
+                if placed is None or notes.get("completion_start_time") is not None:
+                    del self._streams[name]
+                if placed is not None and name not in self._streams:
+                    placed.first_token()
 
     async def _place(self, call: Mapping[str, Any], deployments: Mapping[str, Deployment]) -> PlacedRequest:
         router = await self._router_for(deployments)
@@ -113,12 +140,13 @@ class KVCacheRouting(CustomLogger):
             session=str(call.get("litellm_session_id") or metadata.get("session_id") or ""),
             tenant=str(metadata.get("user_api_key_hash") or ""),
             exclude=self._urls.keys() - others,
-            sees_first_token=False,
         )
         await placed.__aenter__()
         metadata[_KEY] = name = uuid.uuid4().hex
         metadata[_TRIED] = sorted(tried)
         self._open[name] = placed
+        if call.get("stream"):
+            self._await_first_token(name)
         return placed
 
     async def _router_for(self, deployments: Mapping[str, Deployment]) -> Router:

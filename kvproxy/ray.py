@@ -7,13 +7,17 @@ For Ray Serve LLM: `LLMConfig(deployment_config={"request_router_config": {...}}
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import socket
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from cachetools import TTLCache
-from ray.serve.request_router import FIFOMixin, MultiplexMixin, PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import MultiplexMixin, PendingRequest, RequestRouter, RunningReplica
 
 from kvproxy.embed.no_endpoint import NoEndpoint
 from kvproxy.embed.router import PlacedRequest, Router
@@ -22,36 +26,45 @@ log = logging.getLogger("kvproxy")
 
 _MAX_OPEN = 10_000
 _OPEN_S = 3600.0
-#: No replica has an address that the router could ask: what it knows it learns from what it placed.
-_NO_QUESTIONS = {
+#: How long a request counts whose end Ray does not report: with direct streaming it asks for a replica, no more.
+_PICKED_S = 10.0
+_SETTINGS = {
     "health": {"active": False},
     "queue": {"enabled": False},  # Ray has one
-    "filters": {"kvcache": {"kv_events": False}},
 }
 _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
+#: Prompt of Ray Serve LLM, tokenized.
+_TOKEN_IDS = "request_token_ids"
 
 
-class KVCacheRouter(FIFOMixin, MultiplexMixin, RequestRouter):
+class KVCacheRouter(MultiplexMixin, RequestRouter):
     """Router of Ray Serve by the prefixes sent to replicas and by their load.
 
     A request's prompt is its first argument that has `messages`, `prompt` or `input`: a mapping, or an object of Ray
     Serve LLM. Others go by the shortest queue. With `request_router_kwargs={"settings": {...}}` a configuration of the
-    policy. Each ingress replica decides by what it placed itself, and by the queue lengths that Ray reports.
+    policy. Each ingress replica decides by what it placed itself, or with `sync` in its settings by what all did. Of a
+    replica whose `record_routing_stats` returns its engine's `engine_url`, and of those of Ray Serve LLM with direct
+    streaming, it follows KV events and metrics.
     """
 
     def initialize_state(self, settings: Mapping[str, Any] | None = None, **_: Any) -> None:
         """As of Ray Serve."""
-        self._settings = {**_NO_QUESTIONS, **(settings or {})}
+        self._settings = {**_SETTINGS, **(settings or {})}
+        if sync := self._settings.get("sync"):
+            self._settings["sync"] = {"replica": f"{socket.gethostname()}-{uuid.uuid4().hex}", **sync}
         self._router: Router | None = None
-        self._known: set[str] = set()
+        self._known: dict[str, dict[str, Any]] = {}
         self._open: TTLCache[str, PlacedRequest] = TTLCache(_MAX_OPEN, _OPEN_S)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """As of Ray Serve: the replica to take, then the others."""
-        body = None if pending_request is None else _body_of(pending_request)
-        if body is None or pending_request is None or not candidate_replicas:
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # else Ray asks again at once while all are full
+        body = _body_of(pending_request)
+        if body is None:
             return [candidate_replicas]
         try:
             placed = await self._place(body, pending_request, candidate_replicas)
@@ -66,14 +79,22 @@ class KVCacheRouter(FIFOMixin, MultiplexMixin, RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         """As of Ray Serve: the load follows where a request went elsewhere."""
         placed = self._open.get(pending_request.metadata.internal_request_id)
-        if placed is not None:
-            placed.move_to(replica_id.unique_id)
+        if placed is None:
+            return
+        placed.move_to(replica_id.unique_id)
+        if pending_request.metadata.is_streaming:
+            _await_first_piece(result, placed)
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """As of Ray Serve: the answer is over, well or not."""
-        placed = self._open.pop(internal_request_id, None)
-        if placed is not None:
+        """As of Ray Serve: the answer is over, well or not; or this replica had no room."""
+        placed = self._open.get(internal_request_id)
+        if placed is None or placed.endpoint != replica_id.unique_id:
+            return
+        del self._open[internal_request_id]
+        if replica_id.unique_id in self._known:
             placed.finish()
+        else:
+            placed.leave()
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """As of Ray Serve."""
@@ -85,54 +106,106 @@ class KVCacheRouter(FIFOMixin, MultiplexMixin, RequestRouter):
     ) -> PlacedRequest:
         metadata = pending.metadata
         allowed = {one.replica_id.unique_id: one for one in candidates}
-        router = await self._router_for(allowed.keys())
-        model = getattr(metadata, "multiplexed_model_id", "")
+        router = await self._router_for(candidates)
+        model = metadata.multiplexed_model_id
         having = {name for name, one in allowed.items() if model and model in one.multiplexed_model_ids}
         earlier = self._open.pop(metadata.internal_request_id, None)
         if earlier is not None:  # no replica took it: Ray asks again
             earlier.leave()
         placed = router.place(
-            body,
+            {**body, "model": model} if model else body,
             path=next(path for name, path in _PATHS.items() if name in body),
             session=str(getattr(metadata, "session_id", "") or ""),
-            exclude=self._known - (having or allowed.keys()),
-            sees_first_token=False,
+            exclude=self._known.keys() - (having or allowed.keys()),
+            sees_first_token=metadata.is_streaming,
         )
         await placed.__aenter__()
         self._open[metadata.internal_request_id] = placed
+        if metadata.internal_request_id in self._pending_requests_by_id:
+            pending.future.add_done_callback(lambda future: self._given_up(future, metadata.internal_request_id))
+        else:
+            asyncio.get_running_loop().call_later(_PICKED_S, self._leave, metadata.internal_request_id)
         return placed
 
-    async def _router_for(self, names: Any) -> Router:
+    def _given_up(self, future: asyncio.Future[Any], request: str) -> None:
+        if future.cancelled():
+            self._leave(request)
+
+    def _leave(self, request: str) -> None:
+        placed = self._open.pop(request, None)
+        if placed is not None:
+            placed.leave()
+
+    async def _router_for(self, replicas: list[RunningReplica]) -> Router:
         """Return the router, with these replicas as its endpoints besides those it had."""
+        found = {one.replica_id.unique_id: _engine_of(one) for one in replicas}
         router = self._router
         if router is None:
-            urls = {name: f"http://{name}.invalid" for name in names}
-            router = self._router = Router({**self._settings, "endpoints": urls})
-            self._known = set(urls)
+            endpoints = [{"id": name, **engine} for name, engine in found.items()]
+            router = self._router = Router({**self._settings, "endpoints": endpoints})
+            self._known = found
             await router.__aenter__()
-        for name in names - self._known:
-            router.add_endpoint(name, f"http://{name}.invalid")
-            self._known.add(name)
-        for name in self._known - {each.unique_id for each in self._replica_id_set}:
+        for name, engine in found.items():
+            if self._known.get(name) != engine:
+                router.add_endpoint(name, **engine)
+                self._known[name] = engine
+        for name in self._known.keys() - {each.unique_id for each in self._replica_id_set}:
             self._forget(name)
         return router
 
     def _forget(self, name: str) -> None:
-        if self._router is not None and name in self._known:
-            self._known.discard(name)
+        if self._router is not None and self._known.pop(name, None) is not None:
             self._router.remove_endpoint(name)
+
+
+def _engine_of(replica: RunningReplica) -> dict[str, Any]:
+    """Return the settings of a replica as an endpoint: where its engine answers, and publishes KV events."""
+    stats = replica.routing_stats or {}
+    events = stats.get("kv_event_metadata") or {}
+    sources = {name: events[name] for name in ("endpoint", "replay_endpoint") if events.get(name)}
+    served = replica.backend_http_endpoint
+    unreachable = f"http://127.0.0.1:1/{replica.replica_id.unique_id}"
+    url = stats.get("engine_url") or (unreachable if served is None else f"http://{served[0]}:{served[1]}")
+    return {"url": url, "kv_event_sources": sources} if sources else {"url": url}
+
+
+def _await_first_piece(result: Any, placed: PlacedRequest) -> None:
+    """Report the first piece of a stream when Ray's response generator takes it, which it does by this member."""
+    loop = asyncio.get_running_loop()
+    take = result.__anext__
+
+    async def take_first() -> Any:
+        result.__dict__.pop("__anext__", None)
+        piece = await take()
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(placed.first_token)
+        return piece
+
+    result.__anext__ = take_first
 
 
 def _body_of(pending: PendingRequest) -> Mapping[str, Any] | None:
     """Return the request's body; None if it has no prompt."""
+    streams = pending.metadata.is_streaming
+    if token_ids := pending.kwargs.get(_TOKEN_IDS):
+        return {"model": "", "prompt": token_ids, "stream": streams}
     for given in (*pending.args, *pending.kwargs.values()):
-        dump = getattr(given, "model_dump", None)
-        data = dump(mode="json", exclude_none=True) if callable(dump) else given
-        if isinstance(data, bytes | str):
-            try:
-                data = msgspec.json.decode(data)
-            except msgspec.DecodeError:
-                continue
-        if isinstance(data, Mapping) and not data.keys().isdisjoint(_PATHS):
-            return {"model": "", **data}
+        data = _data_of(given)
+        if data is not None and not data.keys().isdisjoint(_PATHS):
+            return {"model": "", **data, "stream": streams and data.get("stream", True)}
     return None
+
+
+def _data_of(given: Any) -> Mapping[str, Any] | None:
+    """Return an argument as data, if it may be a body."""
+    if isinstance(given, bytes | str):
+        try:
+            given = msgspec.json.decode(given)
+        except msgspec.DecodeError:
+            return None
+    if isinstance(given, Mapping):
+        return given
+    if callable(dump := getattr(given, "model_dump", None)):
+        dumped: Mapping[str, Any] = dump(mode="json", exclude_none=True)
+        return dumped
+    return vars(given) if any(hasattr(given, name) for name in _PATHS) else None

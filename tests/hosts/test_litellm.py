@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from kvproxy.testing import simulated_engines
@@ -13,9 +14,10 @@ pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("default")]
 litellm = pytest.importorskip("litellm", reason="make test-hosts installs it", exc_type=ImportError)
 
 
-def router_of(endpoints: dict[str, str]) -> Any:
+def router_of(endpoints: dict[str, str], **options: Any) -> Any:
     """One group of deployments."""
     return litellm.Router(
+        **options,
         model_list=[
             {
                 "model_name": "m",
@@ -23,7 +25,7 @@ def router_of(endpoints: dict[str, str]) -> Any:
                 "model_info": {"id": name},
             }
             for name, url in endpoints.items()
-        ]
+        ],
     )
 
 
@@ -41,10 +43,21 @@ def in_flight(routing: Any) -> int:
     return sum(each.load.in_flight for each in routing._router.proxy.clusters["default"].endpoints)
 
 
+def awaiting_first_token(routing: Any) -> int:
+    return sum(each.load.pending_requests for each in routing._router.proxy.clusters["default"].endpoints)
+
+
+def counted(routing: Any, name: str, **labels: str) -> float:
+    return routing._router.proxy.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
 async def test_deployments_are_chosen_by_cache(routing: Any) -> None:
     """In one event loop: LiteLLM reports the end of requests from the first loop it ran in."""
     await later_turns_find_their_prefix(routing)
     await a_stream_gives_its_place_back_at_its_end(routing)
+    await the_first_token_of_a_stream_is_seen_when_it_comes(routing)
+    await usage_of_streams_is_learned(routing)
+    await a_deployment_that_cools_down_is_not_chosen(routing)
     await a_deployment_that_fails_is_left_to_litellms_retries(routing)
 
 
@@ -76,6 +89,52 @@ async def a_stream_gives_its_place_back_at_its_end(routing: Any) -> None:
         async for _ in stream:
             pass
         await until(lambda: in_flight(routing) == 0, within_s=20)
+
+
+async def the_first_token_of_a_stream_is_seen_when_it_comes(routing: Any) -> None:
+    """Count a request whose prompt is computed no longer as work, though its answer goes on."""
+    async with simulated_engines(2) as endpoints:
+        router = router_of(endpoints)
+        messages = [{"role": "user", "content": "long beginning " * 100}]
+        stream = await router.acompletion(model="m", messages=messages, max_tokens=400, stream=True)
+        await anext(stream)
+        await until(lambda: awaiting_first_token(routing) == 0, within_s=20)
+        assert in_flight(routing) == 1
+        await stream.aclose()
+    assert not routing._streams
+
+
+async def usage_of_streams_is_learned(routing: Any) -> None:
+    """Tokens that the engine found in its cache."""
+    async with simulated_engines(2) as endpoints:
+        router = router_of(endpoints)
+        messages = [{"role": "user", "content": "another long beginning " * 100}]
+        before = counted(routing, "kvproxy_cached_tokens_total", cluster="default")
+        for _ in range(2):
+            options = {"include_usage": True}
+            stream = await router.acompletion(
+                model="m", messages=messages, max_tokens=4, stream=True, stream_options=options
+            )
+            async for _ in stream:
+                pass
+        await until(lambda: counted(routing, "kvproxy_cached_tokens_total", cluster="default") > before, within_s=20)
+
+
+async def a_deployment_that_cools_down_is_not_chosen(routing: Any) -> None:
+    """Not even for the session that it holds."""
+    async with simulated_engines(2) as endpoints, httpx.AsyncClient() as http:
+        router = router_of(endpoints, allowed_fails=0, cooldown_time=60, num_retries=1)
+        messages = [{"role": "user", "content": "a third long beginning " * 100}]
+
+        async def ask() -> str:
+            answer = await router.acompletion(model="m", messages=messages, max_tokens=2)
+            return str(answer._hidden_params["model_id"])
+
+        first = await ask()
+        assert await ask() == first
+        await http.post(f"{endpoints[first]}/sim/faults", json={"fail_next": 1})
+        assert await ask() != first
+        assert await ask() != first
 
 
 async def a_deployment_that_fails_is_left_to_litellms_retries(routing: Any) -> None:
