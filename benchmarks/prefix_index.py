@@ -30,7 +30,7 @@ from benchmarks.prefix_steady import steady
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.approximate import ApproximateIndex
 from kvproxy.cache.indexes.precise import PreciseIndex, precise_root
-from kvproxy.cache.kv_events.events import Skipped, decode_batch
+from kvproxy.cache.kv_events.events import decode_batch
 from kvproxy.cache.prefix.hashing import root_seed, token_blocks
 
 PEER = "NVIDIA RadixTree"
@@ -154,7 +154,7 @@ def _precise(shape: data.Shape) -> dict[str, float]:
             prompts += tokens
         frames = _frames(hashes[known:].tolist(), parent, tokens[known * _BLOCK_TOKENS :].tolist())
         start = time.process_time()
-        events = [*decode_batch(frames).events(Skipped())]
+        events = [*decode_batch(frames).events({})]
         read = time.process_time()
         index.apply_events(_NAMES[endpoint], 0, events)
         spent += time.process_time() - read

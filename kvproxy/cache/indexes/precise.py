@@ -433,7 +433,7 @@ def reported_blocks(event: BlockStored, tier: int) -> ReportedBlocks:
     """Return the event's contents, in keys."""
     parent = event.parent
     if parent is not None:
-        parent = parent & _KEY if isinstance(parent, int) else xxh3_64_intdigest(parent)
+        parent = (parent if isinstance(parent, int) else xxh3_64_intdigest(parent)) & _KEY
     lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
     return ReportedBlocks(parent, keys_of(event.block_hashes), event.token_ids, event.extra, lora, tier)
 
