@@ -5,6 +5,8 @@ The forwarder, requests that others carry and `/pick` all place by it.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 import msgspec
 
 from kvproxy.base.types import Clock, EndpointId, Headers
@@ -63,10 +65,15 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
             pick = self.take(verdict, now)
         else:
             notify(RequestObserver.queued, exchange, verdict, now)
-            pick = await queue.wait(verdict, self._decide_again, self.take, tenant=exchange.tenant, level=self.level())
+            turn = queue.wait(verdict, self._decide_again, self.take, tenant=exchange.tenant, level=self.level())
+            pick = await self.wait_turn(turn)
         if pick is not None:
             self.note_attempt(pick)
         return pick
+
+    async def wait_turn(self, turn: Awaitable[Pick | None]) -> Pick | None:
+        """Wait in the router queue."""
+        return await turn
 
     def decide(self, now: float) -> Decision[Endpoint] | Refusal:
         """Return where the request would go; nothing changes."""

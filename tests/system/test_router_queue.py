@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from starlette.types import Send
 
+from kvproxy.base.errors import QueueFull
+from kvproxy.proxy.forward import forwarder
 from kvproxy.proxy.listener.server import serve
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import Call, FakeEngine, answer_ok, reply
+from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, reply, start_stream
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.until import until
 
@@ -161,3 +164,86 @@ def ask(proxy: RunningProxy, content: str, *, priority: str = "0") -> asyncio.Ta
     """Send a streamed chat, so that its first byte is its first token."""
     body, headers = chat(content, stream=True), {"x-priority": priority}
     return asyncio.create_task(proxy.client.post("/v1/chat/completions", json=body, headers=headers))
+
+
+@pytest.fixture
+def chatty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send comments often."""
+    monkeypatch.setattr(forwarder, "COMMENT_S", 0.01)
+
+
+@pytest.mark.usefixtures("chatty")
+async def test_a_stream_that_waits_gets_comments_and_then_its_answer() -> None:
+    """With one head, so that nothing between gives up; an answer that is not streamed gets nothing before its own."""
+    go_on = asyncio.Event()
+    commented = asyncio.Event()
+
+    async def busy(engine: FakeEngine, call: Call, send: Send) -> None:
+        await go_on.wait()
+        if b'"stream":true' not in call.body:
+            await answer_ok(engine, call, send)
+            return
+        await start_stream(send)
+        await event(send, b"[DONE]")
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serve(FakeEngine("a", busy)) as url, running_proxy({"a": url}, policy="kv_aware", queue={}) as proxy:
+        first = ask(proxy, LONG)
+        queue = proxy.proxy.clusters["default"].queue
+        assert queue is not None
+        await until(lambda: proxy.proxy.clusters["default"].endpoints[0].load.in_flight == 1)
+
+        async def stream() -> tuple[int, list[str]]:
+            lines = []
+            body = chat(SHORT, stream=True)
+            async with proxy.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+                async for line in answer.aiter_lines():
+                    lines.append(line)
+                    commented.set()
+            return answer.status_code, lines
+
+        streamed = asyncio.create_task(stream())
+        await commented.wait()
+        plain = asyncio.create_task(proxy.client.post("/v1/chat/completions", json=chat(SHORT)))
+        await until(lambda: len(queue) == 2)
+        go_on.set()
+        status, lines = await streamed
+        assert status == 200
+        assert lines[0] == ": waiting for an engine"
+        assert [line for line in lines if line and not line.startswith(":")] == ["data: [DONE]"]
+        assert (await first).status_code == (await plain).status_code == 200
+        assert (await plain).json()["served_by"] == "a"
+
+
+@pytest.mark.usefixtures("chatty")
+async def test_a_refusal_after_comments_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has the head of a stream already."""
+    go_on = asyncio.Event()
+
+    async def busy(engine: FakeEngine, call: Call, send: Send) -> None:
+        await go_on.wait()
+        await answer_ok(engine, call, send)
+
+    async with serve(FakeEngine("a", busy)) as url, running_proxy({"a": url}, policy="kv_aware", queue={}) as proxy:
+        first = ask(proxy, LONG)
+        queue = proxy.proxy.clusters["default"].queue
+        assert queue is not None
+        await until(lambda: proxy.proxy.clusters["default"].endpoints[0].load.in_flight == 1)
+        late = asyncio.get_running_loop().create_future()
+
+        async def refuse(*_: object, **__: object) -> None:
+            await late
+
+        monkeypatch.setattr(queue, "wait", refuse)
+        lines = []
+        body = chat(SHORT, stream=True)
+        async with proxy.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if not late.done():
+                    late.set_exception(QueueFull(7.0))
+        assert answer.status_code == 200
+        assert '"code":"queue_full"' in next(line for line in lines if line.startswith("data: {"))
+        go_on.set()
+        await first

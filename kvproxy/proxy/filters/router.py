@@ -282,7 +282,7 @@ class RouterFilter:
         if isinstance(error, GaveUp):
             await self._give_up(exchange, error, downstream)
         elif isinstance(error, QueueFull):
-            await self._refuse(_queue_full(error), downstream)
+            await self._refuse_full(_queue_full(error), exchange, downstream)
         elif isinstance(error, UnsafeRequest):
             message = f"This request cannot be forwarded safely: {error}"
             await self._refuse(LocalReply(400, "unsafe_request", message), downstream)
@@ -321,6 +321,18 @@ class RouterFilter:
         else:
             event = error_event(kind, message=f"The engine answered {why.status}.", reason=f"status_{why.status}")
         await downstream.write(event, more=False)
+
+    async def _refuse_full(self, why: LocalReply, exchange: Exchange, downstream: Downstream) -> None:
+        """Refuse a request that waited, by an event if it got comments meanwhile."""
+        if not downstream.status:
+            await self._refuse(why, downstream)
+            return
+        outcome = exchange.outcome
+        outcome.status = downstream.status
+        outcome.end = "local_reply"
+        outcome.local_reason = why.reason
+        kind = exchange.inference.kind if exchange.inference else None
+        await downstream.write(error_event(kind, message=str(why), reason=why.reason), more=False)
 
     async def _refuse(self, why: LocalReply, downstream: Downstream) -> None:
         metrics = self._parts.metrics.catalog

@@ -7,6 +7,7 @@ import contextlib
 import enum
 import functools
 import random
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -43,6 +44,11 @@ from kvproxy.proxy.settings import RetrySettings
 
 _IDEMPOTENT = frozenset({b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"})
 _NOT_FOUND = 404
+
+#: Seconds between comments in a stream whose request waits at the proxy: less than most idle limits on the way.
+COMMENT_S = 15.0
+_COMMENT = b": waiting for an engine\n\n"
+_STREAM_HEAD: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class Delivery(msgspec.Struct, eq=False):
     #: The response whose head was passed on before its first event, and the fields that the client got.
     passed: UpstreamResponse | None = None
     passed_headers: Headers = []
+    timer: asyncio.TimerHandle | None = None  # of the next comment, while the request waits
 
     def headers_of(self, pick: Pick, response: UpstreamResponse) -> Headers:
         """Return the fields of this engine's response as the client gets them."""
@@ -115,6 +122,31 @@ class Delivery(msgspec.Struct, eq=False):
                 downstream.start_now(200, headers)
                 self.passed = response
                 self.passed_headers = headers
+
+    @contextlib.contextmanager
+    def commenting(self) -> Iterator[None]:
+        """Send a client that wants a stream comments from time to time, so that nothing between gives up."""
+        inference = self.exchange.inference
+        if self.downstream.connection is None or inference is None or not inference.stream:
+            yield
+            return
+        self._comment_later()
+        try:
+            yield
+        finally:
+            if self.timer is not None:
+                self.timer.cancel()
+
+    def _comment_later(self) -> None:
+        self.timer = asyncio.get_running_loop().call_later(COMMENT_S, self._comment)
+
+    def _comment(self) -> None:
+        self._comment_later()
+        downstream = self.downstream
+        if downstream.connection is not None and downstream.connection.writable:
+            if not downstream.status:
+                downstream.start_now(200, [*_STREAM_HEAD])
+            downstream.write_now(_COMMENT)
 
 
 class Forwarding(Placement, kw_only=True):
@@ -208,6 +240,11 @@ class Forwarding(Placement, kw_only=True):
     def level(self) -> int:
         """As of Placement."""
         return self._asking.level
+
+    async def wait_turn(self, turn: Awaitable[Pick | None]) -> Pick | None:
+        """As of Placement."""
+        with self._delivery.commenting():
+            return await turn
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:
