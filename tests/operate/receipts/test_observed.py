@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,11 +90,11 @@ def test_loads_are_those_before_the_reservation(clock: FakeClock) -> None:
 
 def test_live_blocks_are_noted_where_they_are_counted(clock: FakeClock) -> None:
     """Those in flight, and how many of this prompt's are among them; nothing where no policy asks."""
-    facts = OverlapFacts(64, blocks=(1, 2, 3), block_tokens=16.0)
+    facts = OverlapFacts(64, blocks=array("Q", (1, 2, 3)), block_tokens=16.0)
     for policy, noted in (("dynamo", (3, 2)), ("kv_aware", (None, 0))):
         pool, observed = cluster(clock, 1, policy), AttemptLog()
         pool.pick(PickRequest(facts=facts), now=clock())
-        Told(observed).pick(pool, clock(), facts=OverlapFacts(64, blocks=(1, 2, 9), block_tokens=16.0))
+        Told(observed).pick(pool, clock(), facts=OverlapFacts(64, blocks=array("Q", (1, 2, 9)), block_tokens=16.0))
         (candidate,) = observed.decisions[0].candidates
         assert (candidate.live_blocks, candidate.shared_blocks) == noted
 
