@@ -39,7 +39,7 @@ async def test_a_call_that_hangs_is_left_to_itself() -> None:
 
 
 async def test_a_cancelled_caller_leaves_nothing_behind() -> None:
-    """What the thread then answers is dropped."""
+    """The thread's later answer is dropped."""
     thread, go_on = TimedThread("t"), threading.Event()
     task = asyncio.create_task(thread.call(go_on.wait, timeout_s=60), name="caller")
     await asyncio.sleep(0)

@@ -25,7 +25,7 @@ class Place:
 
     @property
     def calls(self) -> Any:
-        """What the LMCache service was asked, by method and route."""
+        """Requests to the LMCache service, by method and route."""
         app = self.fleet.controller or self.fleet.coordinator
         assert app is not None
         return app.calls

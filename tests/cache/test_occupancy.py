@@ -24,7 +24,7 @@ def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
 
 
 def test_engines_that_were_read_lately_show_their_figures(clock: FakeClock) -> None:
-    """What a version does not say has no series, and a reading goes when it is old."""
+    """A figure that a version does not report has no series, and an old reading is dropped."""
     metrics = Metrics()
     service = service_of(clock, metrics=metrics)
     a, b = service.clusters["c"].endpoints

@@ -96,7 +96,7 @@ async def test_what_is_stated_of_events_counts_for_engines_that_cannot_tell(size
 
 
 async def test_an_engine_that_does_not_answer_is_asked_again() -> None:
-    """What it says next counts."""
+    """Its next answer counts."""
     page = b"".join(b'vllm:num_requests_running{engine="%d"} 0\n' % rank for rank in (0, 1))
     source = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}
     answers: list[Any] = [(500, {"error": "no"}), {"0": source, "1": source}]
@@ -138,7 +138,7 @@ async def test_what_is_configured_is_not_asked_for(steer: bool) -> None:
 
 
 async def test_every_rank_is_followed_by_its_own_events() -> None:
-    """What one stored the other does not hold."""
+    """Blocks that one stored are missing at the other."""
     async with ranked(kv_events=True) as (service, _, client):
         await service.kv.scraper.scrape_all()
         streams = service.kv.overlap.streams
@@ -157,7 +157,7 @@ async def test_every_rank_is_followed_by_its_own_events() -> None:
 
 
 async def test_another_process_is_another_process_on_every_rank() -> None:
-    """What any of them held is forgotten, and a rank it refused may be asked for again."""
+    """The blocks of all ranks are forgotten, and a rank it refused may be requested again."""
     async with ranked() as (service, engine, _):
         await service.kv.scraper.scrape_all()
         await service.kv.scraper.scrape_all()

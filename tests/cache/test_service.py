@@ -1,4 +1,4 @@
-"""What one request teaches about the next."""
+"""Lessons of one request for the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service has learned outlives it, as far as the settings of the next one still fit."""
+"""State that a service has learned outlives it, as far as the settings of the next one still fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TURN = long_text("w")
 
 
 async def test_a_service_with_an_earlier_ones_state_goes_on_where_it_is() -> None:
-    """What was routed where, prompt lengths and the score."""
+    """Routed prefixes, prompt lengths and the score."""
     cluster = cluster_of({"a": NOWHERE})
     async with running(settings(), cluster) as before:
         await before.serve(chat(TURN), A)

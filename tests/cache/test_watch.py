@@ -222,7 +222,7 @@ async def test_an_engine_whose_counters_begin_anew_holds_nothing(counters: tuple
 
 
 async def test_a_reading_that_breaks_spares_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    """What an engine's answer leads to may fail in unforeseen ways: it is logged, and the round is finished."""
+    """An engine's answer may lead to unforeseen failures: they are logged, and the round is finished."""
     async with world({"a": engine(tokens=25_600), "b": engine(tokens=25_600)}) as service:
         first, _ = service.cluster.engines
         first.adapters = None  # type: ignore[assignment]

@@ -216,7 +216,7 @@ async def test_room_that_appears_with_time_alone_is_found(clock: FakeClock) -> N
 
 
 async def test_a_rule_that_is_switched_off_holds_nothing(clock: FakeClock) -> None:
-    """What waited by it is placed."""
+    """Requests that waited by it are placed."""
     cluster, queue, _rule = ruled(clock)
     waiting = enter(cluster, LARGE)
     await until(lambda: len(queue) == 1)

@@ -375,7 +375,7 @@ async def test_a_cluster_follows_its_file(tmp_path: Path, make_cluster: MakeClus
 
 
 def test_many_that_come_and_leave_do_so_in_steps() -> None:
-    """What changes of those that stay comes with the first; when all are there some leave in each."""
+    """Changes of those that stay come with the first step; when all are there some leave in each."""
     known = configs(*(f"old-{number}" for number in range(50)), "stays")
     wanted = (*configs(*(f"new-{number}" for number in range(49))), *configs("stays", weight=2))
     sizes: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""What other proxies have in flight counts against an endpoint's bound, at once and no longer than they say so."""
+"""Requests that other proxies have in flight count against an endpoint's bound, at once and as long as reported."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_ejections_stay_bounded_after_very_many() -> None:
 
 
 def test_requests_failing_late_do_not_prolong_an_ejection() -> None:
-    """What was in flight at the ejection fails after it; that is no new evidence."""
+    """Requests in flight at the ejection fail after it; that is no new evidence."""
     subject = health(eject_after=1, eject_for=10)
     subject.eject(0.0)
     assert not any(subject.record_failure(5.0) for _ in range(50))

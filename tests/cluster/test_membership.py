@@ -96,7 +96,7 @@ def test_an_endpoint_that_comes_back_before_it_left_is_the_same(make_cluster: Ma
 
 
 def test_another_address_is_another_endpoint(make_cluster: MakeCluster) -> None:
-    """What was learned about the old engine does not hold for the new one; its series start over."""
+    """Lessons about the old engine do not hold for the new one; its series start over."""
     bench = make_cluster("a", "b")
     running = bench.picked(preferred=A, facts=OverlapFacts(10))
     bench.cluster.apply_endpoints((MOVED, *configs("b")))

@@ -1,4 +1,4 @@
-"""What an operator adds and takes out while the proxy runs, against what the sources say."""
+"""Endpoints that an operator adds and removes while the proxy runs, against those of the sources."""
 
 from __future__ import annotations
 

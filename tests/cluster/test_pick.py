@@ -160,7 +160,7 @@ def test_saturated_endpoints_are_passed_over(make_cluster: MakeCluster) -> None:
 
 
 def test_draining_endpoints_get_nothing_new(make_cluster: MakeCluster) -> None:
-    """What they have goes on."""
+    """Their running requests go on."""
     bench = make_cluster("a", "b")
     running = bench.picked(preferred=A)
     assert bench.cluster.members.drain_endpoint(A)

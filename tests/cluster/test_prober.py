@@ -53,7 +53,7 @@ async def turns(count: int = 20) -> None:
 
 
 class Results:
-    """What a prober said."""
+    """A prober's results."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, ProbeOutcome]] = []

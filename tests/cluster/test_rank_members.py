@@ -48,7 +48,7 @@ def test_each_rank_is_a_member_of_its_own(make_cluster: MakeCluster) -> None:
 
 
 def test_ranks_are_well_or_not_together(make_cluster: MakeCluster) -> None:
-    """What one failed the others would have; each of them counts as taken out."""
+    """A failure of one would be one of the others; each of them counts as taken out."""
     bench = ranked(make_cluster, health={"eject_after": 2})
     bench.outcomes("a@0", AttemptOutcome.FAILURE)
     bench.outcomes("a@1", AttemptOutcome.FAILURE)
@@ -137,7 +137,7 @@ def test_what_stays_the_same_changes_nothing(make_cluster: MakeCluster) -> None:
 
 
 def test_an_engine_at_another_address_is_to_be_asked_again(make_cluster: MakeCluster) -> None:
-    """What was found of the one before says nothing."""
+    """Findings about the one before prove nothing."""
     bench = make_cluster("a")
     engine = bench.cluster.engines[0]
     bench.cluster.ranks.observe_ranks(engine, (0, 1), (0, 1))

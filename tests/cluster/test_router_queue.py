@@ -239,7 +239,7 @@ async def test_a_client_that_leaves_while_it_waits_leaves_no_trace(clock: FakeCl
 
 
 async def test_the_request_is_asked_again_when_its_turn_comes(clock: FakeClock) -> None:
-    """What was cached where may have changed while it waited."""
+    """Caches may have changed while it waited."""
     cluster = cluster_of(clock)
     picks = await fill(cluster)
     asked: list[float] = []

@@ -1,4 +1,4 @@
-"""What a PromQL query names: metrics, matchers, groupings, functions. Enough to hold queries against the catalogue."""
+"""Names in a PromQL query: metrics, matchers, groupings, functions. Enough to hold queries against the catalogue."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_command_lines_parse(words: list[str]) -> None:
 
 
 def test_files_and_folders_exist() -> None:
-    """What a command reads is in the repository, or made by a command above it."""
+    """Files that a command reads are in the repository, or made by a command above it."""
     named = {
         word
         for line in COMMANDS

@@ -25,7 +25,7 @@ _INLINE = re.compile(r"`([^`\n]+)`")
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences; `where` is page and line for people."""
+    """Text between two fences; `where` is page and line for people."""
 
     page: str
     line: int

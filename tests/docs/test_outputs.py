@@ -1,4 +1,4 @@
-"""What the documentation shows as output is what the programs print."""
+"""Output on the pages is that of the programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages promise of themselves: links that lead somewhere, tables that name everything."""
+"""Promises of the pages about themselves: links that lead somewhere, tables that name everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader has when they try a command: engines, LMCache, a proxy in front of them, and its files."""
+"""A reader's surroundings for a command: engines, LMCache, a proxy in front of them, and its files."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ async def test_strategies_run_after_the_response(caplog: pytest.LogCaptureFixtur
 
 
 async def test_the_proxys_own_decision_spreads_what_begins_alike() -> None:
-    """What is in flight counts until its response ends: equal prompts at once do not all go to one engine."""
+    """A request in flight counts until its response ends: equal prompts at once do not all go to one engine."""
     go_on, engines = asyncio.Event(), list[str | None]()
 
     async def forward(request: Request) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""What is on and why, in the check of a file, in the terminal and on the admin listener."""
+"""Capabilities that are on, and why, in the check of a file, in the terminal and on the admin listener."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ async def test_a_partition_between_replicas(store: Store) -> None:
 
 
 async def test_a_store_that_answers_nothing_holds_no_request_up(store: Store) -> None:
-    """What is meant for it waits within a bound; later it is asked for."""
+    """Messages for it wait within a bound; later its state is requested."""
     async with (
         serve(FakeEngine("a")) as engine,
         replica(store, "one", engine) as one,
@@ -401,7 +401,7 @@ async def test_a_replica_that_dies_in_the_middle_of_an_action(store: Store) -> N
 
 
 async def test_a_way_back_that_is_gone_is_noticed(store: Store) -> None:
-    """What is said is taken, and nothing comes: the connection is made again, as often as it takes."""
+    """Writes are taken, and no answer comes: the connection is made again, as often as it takes."""
     async with (
         serve(FakeEngine("a")) as engine,
         Wire(store) as wire,

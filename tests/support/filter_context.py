@@ -1,4 +1,4 @@
-"""What a filter is built from, on a fake clock and without clusters."""
+"""The context that a filter is built from, on a fake clock and without clusters."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ async def test_placement_spares_loading() -> None:
 
 
 async def test_adapters_in_use_are_read_from_the_engines_metrics() -> None:
-    """What others run there counts as well."""
+    """Adapters of other clients' requests count as well."""
     async with fleet({"a": with_loras("x", "y", max_loras=2)}) as (made, proxy):
         async with serve(made.engines["a"]) as url, httpx.AsyncClient(base_url=url) as stranger:
             assert (await ask(stranger, "y")).status_code == 200

@@ -1,4 +1,4 @@
-"""What is to blame for a failure: an engine, all of them, or the request."""
+"""Blame for a failure: an engine, all of them, or the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines really reuse, through a whole proxy: sources that are wrong lose trust, and it is said."""
+"""Reuse by engines through a whole proxy: sources that are wrong lose trust, and that is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator sees of a running proxy beyond single rooms: learned speeds, lag, process, places with a bound."""
+"""An operator's view of a running proxy beyond single rooms: learned speeds, lag, process, places with a bound."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_a_policy_that_learns_nothing_shows_no_speeds() -> None:
 
 
 async def test_the_process_and_its_connections() -> None:
-    """What `kvproxy serve` adds to the catalogue."""
+    """Metrics that `kvproxy serve` adds to the catalogue."""
     metrics = Metrics()
     async with Server(Inner(), drain_s=1.0) as server:
         _show_process(metrics, server, limit=77)

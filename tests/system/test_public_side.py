@@ -1,4 +1,4 @@
-"""What the public listener exposes: paths, headers, fields, and nothing of one tenant's cache to another."""
+"""Exposure of the public listener: paths, headers, fields, and nothing of one tenant's cache to another."""
 
 from __future__ import annotations
 

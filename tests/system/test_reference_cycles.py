@@ -1,8 +1,7 @@
-"""What a request leaves behind: nothing that only the garbage collector can free, since that holds bodies for long.
+"""Remains of a request: nothing that only the garbage collector can free, since that holds bodies for long.
 
 They run in a process of their own (`python -m tests.system.test_reference_cycles`): the collector finds the whole
-process's garbage, and here that is one proxy's alone.
-"""
+process's garbage, and here that is one proxy's alone."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ async def test_a_prompt_follows_one_that_went_while_it_waited() -> None:
 
 
 async def test_a_retry_does_not_queue_again() -> None:
-    """What was let in once and failed goes on at the other engine at once, before what came later and waits."""
+    """A request let in once that failed goes on at the other engine at once, before later ones that wait."""
     fail, go_on, asked = asyncio.Event(), asyncio.Event(), list[str]()
 
     async def behave(engine: FakeEngine, call: Call, send: Send) -> None:

@@ -260,7 +260,7 @@ async def test_a_stream_given_up_gives_its_place_back() -> None:
 
 
 async def test_the_engine_s_time_is_not_the_client_s() -> None:
-    """What passes between two pieces because the engine is slow to take them is no reason for a 408."""
+    """Time that passes between two pieces because the engine is slow to take them is no reason for a 408."""
     shared = uploads(timeout_s=20.0)
     body = body_of(Pieces(BIG, b"a", b"b", b"c"), shared)
     await body.read_beginning()

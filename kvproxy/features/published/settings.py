@@ -13,12 +13,12 @@ class DynamoSettings(Model):
     prefill_load_scale: float = Field(default=1.0, ge=0, le=100)
     """Weight of blocks to prefill against live blocks; once called the overlap weight."""
     device_credit: float = Field(default=1.0, ge=0, le=10)
-    """What a block in engine memory saves of those to prefill (`overlap_score_credit`)."""
+    """Saving of a block in engine memory, in blocks to prefill (`overlap_score_credit`)."""
     credit_decay: float = Field(default=0.0, ge=0, le=100)
     """How fast that credit shrinks with the prefill an endpoint has pending beyond the least of all, measured in
     prompts like this one: 1 halves it at one of them (`overlap_score_credit_decay`)."""
     lower_tier_credit: float = Field(default=0.75, ge=0, le=1)
-    """What a block on a lower tier saves."""
+    """Saving of a block on a lower tier."""
     active_request_weight: float = Field(default=0.0, ge=0, le=10_000)
     """Blocks that each request in flight counts as, besides its own (`decode_active_request_weight`)."""
     temperature: float = Field(default=0.0, ge=0, le=10)
@@ -33,7 +33,7 @@ class DynamoAgenticSettings(DynamoSettings):
     prefill_load_scale: float = Field(default=4.0, ge=0, le=100)
     """Weight of blocks to prefill against live blocks."""
     device_credit: float = Field(default=2.0, ge=0, le=10)
-    """What a block in engine memory saves of those to prefill."""
+    """Saving of a block in engine memory, in blocks to prefill."""
     active_request_weight: float = Field(default=64.0, ge=0, le=10_000)
     """Blocks that each request in flight counts as, besides its own."""
 

@@ -28,7 +28,7 @@ class WarmingSettings(Model):
     tokens_per_minute: int = Field(default=200_000, ge=1)
     """Budget of all endpoints together."""
     export: PrefixExport = PrefixExport.OFF
-    """What `GET /warm` tells of the hot prefixes: token ids, by which `kvproxy warm` computes them again after the
+    """Content of `GET /warm` for the hot prefixes: token ids, by which `kvproxy warm` computes them again after the
     engines' restart (and from which their text can be read), or hashes alone."""
     uses_per_replica: int = Field(default=50, ge=1)
     """One more endpoint should hold a prefix for each so many uses within `hot_window`."""

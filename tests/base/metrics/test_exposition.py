@@ -58,7 +58,7 @@ async def test_the_whole_catalogue_is_on_the_page() -> None:
 
 
 async def test_the_next_page_has_the_next_values() -> None:
-    """What is kept is text without values; what was removed is gone, what came back starts over."""
+    """Kept text has no values; removed series are gone, and those that return start over."""
     registry = Registry()
     counter = Counter("x_requests", "Requests", ["endpoint"], registry=registry)
     counter.labels("a").inc()

@@ -32,7 +32,7 @@ def test_allows_the_share_and_the_floor(requests: int, share: float, per_second:
 
 
 def test_requests_leave_the_window() -> None:
-    """What happened ten seconds ago earns nothing any more."""
+    """Requests of ten seconds ago earn nothing any more."""
     budget = RetryBudget(share=0.5, min_per_second=0)
     for _ in range(10):
         budget.count_request(100.0)

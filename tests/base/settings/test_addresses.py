@@ -1,4 +1,4 @@
-"""What people copy from a client, made the address of an engine."""
+"""URLs that people copy from a client, made the address of an engine."""
 
 from __future__ import annotations
 

@@ -512,7 +512,7 @@ async def say_and_reset(peer: Peer) -> None:
 
 
 async def test_an_error_of_the_body_is_the_requests_error() -> None:
-    """What the caller's own iterator raises comes back to the caller; the engine sees a closed connection."""
+    """An exception of the caller's own iterator comes back to the caller; the engine sees a closed connection."""
 
     class ClientLeft(Exception):
         pass

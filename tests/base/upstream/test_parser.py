@@ -113,7 +113,7 @@ INVALID: dict[str, bytes] = {
 @pytest.mark.parametrize("raw", INVALID.values(), ids=INVALID.keys())
 @pytest.mark.parametrize("step", [1, 1 << 20], ids=["byte by byte", "at once"])
 def test_broken_framing_is_refused(raw: bytes, step: int) -> None:
-    """What could be read in two ways is an error, never a response, and never reusable."""
+    """An ambiguous frame is an error, never a response, and its connection is never reused."""
     with pytest.raises(UpstreamProtocolError):
         read(*[raw[i : i + step] for i in range(0, len(raw), step)])
 

@@ -40,7 +40,7 @@ async def test_the_connection_used_last_is_taken_first() -> None:
 
 
 async def test_a_response_is_returned_to_the_pool_before_it_is_read() -> None:
-    """What has arrived whole needs its connection no longer."""
+    """A response that has arrived whole no longer needs its connection."""
     async with scripted(answer(OK)) as upstream, UpstreamPool() as pool:
         response = await post(pool, upstream.origin)
         assert response.complete
@@ -174,7 +174,7 @@ async def test_a_replacement_waits_no_longer_for_a_connection_than_any_other_req
 
 
 async def test_a_long_body_goes_up_in_slices_and_can_be_sent_again() -> None:
-    """What is there whole is no stream: a dead kept connection costs it nothing."""
+    """A body that is there whole is no stream: a dead kept connection costs it nothing."""
 
     async def dies_on_the_second(peer: Peer) -> None:
         await peer.request()

@@ -134,7 +134,7 @@ async def test_shutdown_drains_what_can_be_done() -> None:
 
 
 async def test_shutdown_with_a_full_queue_ends_within_its_bound(caplog: pytest.LogCaptureFixture) -> None:
-    """What hangs is cancelled, what waits is dropped, and both are counted."""
+    """Hanging jobs are cancelled, waiting ones dropped, and both are counted."""
     metrics, work = Metrics(), Work()
     async with asyncio.timeout(60):
         async with background(metrics, max_workers=2, max_queue=10) as under_test:

@@ -66,7 +66,7 @@ def test_records_per_prefix_are_bounded() -> None:
 
 
 def test_keys_at_their_bound_drop_the_longest_unused() -> None:
-    """What keeps coming stays, however many others pass by."""
+    """A key that keeps coming stays, however many others pass by."""
     under_test = hotness(max_keys=10)
     for number in range(1000):
         use(under_test, [number + 10])

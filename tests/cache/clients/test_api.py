@@ -175,7 +175,7 @@ async def test_a_compressed_answer_is_refused_unread(coding: str) -> None:
 
 
 async def test_a_compressed_error_is_its_status_alone() -> None:
-    """What it says is not worth unpacking."""
+    """Its body is not worth unpacking."""
     packed = Endless(gzip.compress(b'{"error": "no"}'))
     client, _ = api(httpx.Response(500, headers={"content-encoding": "gzip"}, stream=packed))
     with pytest.raises(Refused, match="500"):

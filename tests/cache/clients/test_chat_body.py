@@ -1,4 +1,4 @@
-"""What of a chat request reaches `/tokenize`."""
+"""Parts of a chat request that reach `/tokenize`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def raw(body: Any) -> bytes:
 
 @given(messages_bodies())
 def test_messages_have_the_tokens_of_their_chat(body: dict[str, Any]) -> None:
-    """What `/tokenize` makes of the chat is what the engine computes."""
+    """The tokens of `/tokenize` for the chat are those that the engine computes."""
     asked = json.loads(tokenize_body("", chat_of_messages(raw(body))))
     assert PROMPTS.encode_tokenize(asked) == PROMPTS.encode_anthropic(body)
 
@@ -210,7 +210,7 @@ def test_messages_that_no_chat_can_say_are_refused(messages: Any) -> None:
     ids=str,
 )
 def test_responses_that_no_chat_can_say_are_refused(body: dict[str, Any]) -> None:
-    """What only the engine knows or renders by other rules."""
+    """Only the engine has the content, or renders it by other rules."""
     with pytest.raises(ValueError, match=r".+"):
         chat_of_responses(raw(body))
 

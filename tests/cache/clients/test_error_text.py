@@ -1,4 +1,4 @@
-"""What may be said about a failure."""
+"""Quotes from an engine that an error may show."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_blamed_field() -> None:
 
 
 def test_an_sglang_error_is_flat() -> None:
-    """What echoes a request and has a `message` of its own is still not quoted."""
+    """A body that echoes the request and has a `message` of its own is still not quoted."""
     body = {"object": "error", "message": "The request queue is full.", "type": "x", "param": "model", "code": 503}
     raw = json.dumps(body).encode()
     assert (error_text(raw), error_param(raw)) == ("The request queue is full.", "model")

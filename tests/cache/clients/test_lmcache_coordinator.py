@@ -168,7 +168,7 @@ async def test_refusals_by_kind(status: int, detail: str, kind: type[Refused]) -
 
 
 async def test_a_plain_text_500() -> None:
-    """What the real one sends for a request it chokes on."""
+    """The real one sends it for a request that it cannot handle."""
     client, _ = coordinator(httpx.Response(500, text="Internal Server Error"))
     with pytest.raises(Refused, match="500"):
         await client.directory_lookup(SCOPE, TOKENS)

@@ -1,4 +1,4 @@
-"""What SGLang says of itself; the answers are shaped after its documentation's own captures and its sources."""
+"""SGLang's server info; the answers are shaped after its documentation's own captures and its sources."""
 
 from __future__ import annotations
 

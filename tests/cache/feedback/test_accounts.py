@@ -21,7 +21,7 @@ def served(accounts: HitRatioStats, prompt: int, cached: int, predicted: int) ->
 
 
 def test_the_shares_between_two_readings() -> None:
-    """What went before does not count, and a quarter of what the engine looked up was sent by others."""
+    """Earlier counts are left out, and a quarter of the engine's lookups were sent by others."""
     accounts = HitRatioStats()
     served(accounts, 99_999, 0, 0)
     scraped(accounts, 1_000_000, 0)

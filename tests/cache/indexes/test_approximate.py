@@ -16,7 +16,7 @@ def test_a_request_in_flight_counts_as_cached_soon() -> None:
 
 
 def test_a_failed_request_takes_back_what_it_alone_inserted() -> None:
-    """What was there before, or what another request in flight counts on, stays."""
+    """Blocks that were there before, or that another request in flight counts on, stay."""
     index = ApproximateIndex()
     index.insert(A, index.locate(chained(PROMPT[:3])))
     first = index.route(A, index.locate(chained(PROMPT[:6])))

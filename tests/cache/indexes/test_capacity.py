@@ -109,7 +109,7 @@ def test_it_never_grows_beyond_what_memory_is_for() -> None:
 
 
 def test_an_engine_that_lost_everything_is_noticed_and_its_capacity_kept() -> None:
-    """What was asked for a moment ago is gone as well: no capacity explains that."""
+    """Blocks requested a moment ago are gone as well: no capacity explains that."""
     under_test = LearnedCapacity(1000)
     for age in (400, 500, 700):
         kept(under_test, age, 10)

@@ -43,7 +43,7 @@ def test_a_shared_system_prompt_becomes_hot() -> None:
 
 
 def test_heat_decays_with_requests() -> None:
-    """What nothing asked for in a while is no longer worth replicas."""
+    """Prefixes without requests for a while are no longer worth replicas."""
     index = index_of(1)
     for _ in range(3):
         ask(index, SYSTEM)
@@ -119,7 +119,7 @@ def test_what_no_endpoint_holds_is_cold() -> None:
 
 
 def test_a_contradicted_prompt_begins_again() -> None:
-    """What the only holder had lost counts from the request that computed it once more."""
+    """Blocks that the only holder had lost count from the request that computed them once more."""
     index = index_of(1)
     for _ in range(4):
         ask(index, SYSTEM)

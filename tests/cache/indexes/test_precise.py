@@ -61,7 +61,7 @@ def test_lower_tiers_extend_each_other() -> None:
 
 
 def test_a_gap_ends_the_match_until_it_is_filled() -> None:
-    """What hangs below a removed block stays known and counts again once the block is back."""
+    """Blocks below a removed one stay known and count again once it is back."""
     index = PreciseIndex()
     index.apply_events(A, 0, [stored(PATH), removed(PATH[:2])])
     assert device(index) == {A: 2}
@@ -80,7 +80,7 @@ def test_a_child_of_a_removed_block_is_placed() -> None:
 
 
 def test_a_removed_parent_is_forgotten_in_the_end() -> None:
-    """What removed blocks were is kept for a bounded number of them."""
+    """The names of removed blocks are kept for a bounded number of them."""
     index = PreciseIndex(max_ghosts=1)
     index.apply_events(A, 0, [stored(PATH[:3]), removed(PATH[:3]), stored((8,)), removed((8,)), stored(PATH, 3)])
     assert index.counts.buffered == 1
@@ -245,7 +245,7 @@ def test_malformed_events_are_counted_not_believed(wrong: str) -> None:
 
 
 def test_rows_are_bounded() -> None:
-    """What is over the bound is not stored and counted; the beginning of a run is worth most."""
+    """Rows over the bound are not stored and counted; the beginning of a run is worth most."""
     index = PreciseIndex(max_blocks=3)
     index.apply_events(A, 0, [stored(PATH)])
     assert (device(index), index.counts.over_bound, index.count_rows(A)) == ({A: 6}, 1, 3)
@@ -319,7 +319,7 @@ def test_a_name_of_several_given_to_another_block_leaves_the_others(first: int) 
 
 
 def test_a_parent_by_a_former_name_is_the_same_block() -> None:
-    """What is stored below a name that was removed joins what is there under another, and is one block with it."""
+    """Blocks stored below a removed name join those under the other name, and are one block with them."""
     index = PreciseIndex()
     index.apply_events(A, 0, [stored(PATH, engine=1), removed(*(PATH[:n] for n in range(4, 0, -1)), engine=1)])
     index.apply_events(A, 0, [stored(PATH), stored(PATH, 2, engine=1)])

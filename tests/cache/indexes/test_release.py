@@ -1,4 +1,4 @@
-"""What an index no longer needs is given back at once: a table may hold a hundred megabytes."""
+"""Memory that an index no longer needs is freed at once: a table may hold a hundred megabytes."""
 
 from __future__ import annotations
 

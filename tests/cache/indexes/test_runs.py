@@ -164,7 +164,7 @@ def test_a_guess_changes_nothing_about_a_match(guess: int) -> None:
 
 
 def test_a_chain_is_swept_in_steps() -> None:
-    """What many blocks took is given back a part at a time, and what is left over says that it is done."""
+    """The memory of many blocks is freed a part at a time; the remainder shows when it is done."""
     runs, _, _ = filled(20 * SPAN)
     steps = 1
     while runs.sweep_rows(1000) <= 0:

@@ -144,7 +144,7 @@ async def test_a_late_start_replays_the_whole_history() -> None:
 
 
 async def test_a_buffer_that_starts_later_is_partial_history() -> None:
-    """What the engine has forgotten to tell may still be in its cache."""
+    """Blocks whose events the engine has dropped may still be in its cache."""
     engine = Engine()
     for n in range(5):
         engine.publish(stored(n))
@@ -156,7 +156,7 @@ async def test_a_buffer_that_starts_later_is_partial_history() -> None:
 
 
 async def test_a_clear_makes_partial_history_whole() -> None:
-    """What was missing is gone from the engine as well; live or within the replay."""
+    """The missing blocks are gone from the engine as well; live or within the replay."""
     engine = Engine()
     for n in range(5):
         engine.publish(stored(n))
@@ -592,7 +592,7 @@ async def test_after_a_reconnection_an_empty_replay_proves_nothing_either() -> N
 
 
 async def test_a_replay_that_ends_too_early_is_not_asked_again_for_each_batch() -> None:
-    """What it leaves out is lost, and what was known before it may be wrong."""
+    """Events that it leaves out are lost, and earlier state may be wrong."""
     stream = Stream(Engine())
     await stream.connect()
     await stream.live(stored(1))

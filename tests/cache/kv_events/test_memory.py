@@ -1,4 +1,4 @@
-"""What a stream of large batches can make the proxy hold: bytes are counted, at both ends."""
+"""Bytes that a stream of large batches can make the proxy hold, counted at both ends."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_a_replay_that_is_not_read_holds_few_batches(context: zmq.asyncio.
 
 
 async def test_replays_read_ahead_within_their_share(context: zmq.asyncio.Context) -> None:
-    """What two streams hold together stays below the bound, a message and a read each; all arrives in order."""
+    """Two streams together stay below the bound, a message and a read each; all arrives in order."""
     size = 100_000
     memory = ReceiveMemory(limit_bytes=10 * size, connection_bytes=8 * size)
     async with Publisher(context) as engine:

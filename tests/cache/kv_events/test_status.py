@@ -72,7 +72,7 @@ def test_an_engine_that_prefills_without_a_word_is_silent(clock: FakeClock) -> N
 
 
 def test_a_word_restarts_the_wait(clock: FakeClock) -> None:
-    """What was unanswered before it is answered, and its 30 s are over too."""
+    """Earlier pings are answered by it, and their 30 s are over too."""
     stream, seen = following(clock)
     stream.record_traffic(128)
     clock.advance(29.0)
@@ -123,7 +123,7 @@ def test_silence_outweighs_everything_else(clock: FakeClock) -> None:
 
 
 def test_a_lost_connection_ends_the_backlog_with_it(clock: FakeClock) -> None:
-    """What was behind on the old connection says nothing of the next one."""
+    """A backlog of the old connection means nothing for the next one."""
     stream, seen = following(clock)
     assert stream.fell_behind(True)
     stream.mark_disconnected()

@@ -109,7 +109,7 @@ async def test_an_engine_that_restarts(engine: Publisher) -> None:
 
 
 async def test_a_cut_connection_to_the_same_process(engine: Publisher) -> None:
-    """What was published meanwhile is there after the reconnection, nothing was wiped."""
+    """Batches published meanwhile are there after the reconnection, and nothing was wiped."""
     async with following(engine) as (_, index):
         await engine.publish(stored(1))
         await until(lambda: 1 in index.blocks)

@@ -63,7 +63,7 @@ async def test_both_layout_shapes_lead_to_the_holder_of_most(layout: Any) -> Non
 
 @pytest.mark.parametrize(("reused", "believed"), [(0, 0), (601, 4000)])
 async def test_a_hint_is_distrusted_where_an_engine_denied_one(reused: int, believed: int) -> None:
-    """What goes the same way is believed only as far as the engine had it; a hint that was right costs nothing."""
+    """Hints that go the same way are trusted only as far as the engine had the blocks; a right one costs nothing."""
     async with world({"a": engine(), "b": engine()}, controller(whole_at_a)) as service:
         assert (await service.ask(PROMPT)).preferred == A
         facts = await service.serve(PROMPT, A, cached=reused)
@@ -132,7 +132,7 @@ async def test_a_deadline_hit_opens_no_breaker_and_what_comes_late_still_teaches
 
 
 async def test_the_deadline_runs_from_the_receipt_of_a_request() -> None:
-    """What was spent before the question is gone: past the deadline no lookup is waited for, however fast."""
+    """Time spent before the lookup is gone: past the deadline no lookup is waited for, however fast."""
     clock = FakeClock()
     async with world({"a": engine()}, controller(whole_at_a), clock=clock, lookup_routing_timeout=60.0) as service:
         in_time, late = (service.kv.gather(*chat(long_text(name)), cluster=service.cluster) for name in ("x", "y"))
@@ -295,7 +295,7 @@ async def test_shutdown_ends_lookups_under_way() -> None:
 
 
 async def test_the_same_short_prompt_for_two_models_is_two_questions() -> None:
-    """What one model's cache holds says nothing about the other's, however few tokens they share."""
+    """One model's cache proves nothing about the other's, however few tokens they share."""
     answer, asked_for = asyncio.Event(), []
 
     async def slow(asked: dict[str, Any]) -> dict[str, Any]:

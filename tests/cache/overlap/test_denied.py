@@ -1,4 +1,4 @@
-"""What engines denied: found by one look at a prompt's blocks, for a while, within a bound."""
+"""Blocks that engines denied: found by one look at a prompt's blocks, for a while, within a bound."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_ends_between_two_looks_at_the_clock() -> None:
-    """What is believed again while it is read is no denial, and no error."""
+    """A block that is trusted again while it is read is no denial, and no error."""
     clock = FakeClock()
 
     def ticking() -> float:

@@ -54,7 +54,7 @@ def test_a_claim_is_capped_by_the_prompt() -> None:
 
 
 def test_what_only_a_lookup_says_counts_for_what_it_proved_worth() -> None:
-    """What is known otherwise stands; other endpoints are believed as before."""
+    """Facts of other sources stand; other endpoints are trusted as before."""
     trust = Trust()
     for _ in range(2):
         trust.observe_claim(A, 1000, 0, 0)

@@ -1,4 +1,4 @@
-"""What an answer of the lookup service is worth."""
+"""The value of the lookup service's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was routed and what KV events say: one merge, in the proxy and in a replay."""
+"""Routed requests and KV events: one merge, in the proxy and in a replay."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def overlaps(local: LocalIndexes) -> dict[str, Overlap]:
 
 
 def test_an_unrelated_request_in_flight_brings_nothing_back(local: LocalIndexes) -> None:
-    """What was evicted is gone, however busy the engine is with other prompts."""
+    """Evicted blocks are gone, however busy the engine is with other prompts."""
     assert overlaps(local) == {}
     local.route(A, local.approximate.locate(OTHER))
     assert overlaps(local) == {}
@@ -95,7 +95,7 @@ def test_a_promise_survives_a_reload(local: LocalIndexes) -> None:
 
 @pytest.mark.parametrize("gone", [LocalIndexes.forget_endpoint, LocalIndexes.reset_endpoint], ids=["left", "restarted"])
 def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalIndexes, gone: object) -> None:
-    """What was under way there died with it."""
+    """Requests under way there died with it."""
     claim = local.route(A, local.approximate.locate(HASHES))
     gone(local, A)  # type: ignore[operator]
     assert overlaps(local) == {}
@@ -167,7 +167,7 @@ def test_a_promise_counts_over_announcements_that_are_not_trusted() -> None:
 
 
 def test_lower_tiers_follow_what_is_on_the_device() -> None:
-    """What trust takes off is taken off the end."""
+    """A lower trust shortens the prefix at its end."""
     announced = {A: PreciseMatch(96, ((Tier.HOST, 64),), 0)}
     found = merge_overlaps(routed={}, in_flight={}, announced=announced, exact={A}, trust=Trust(), lookup_trust=Trust())
     assert (found[A].device_tokens, found[A].lower_tokens) == (96, 64)

@@ -237,7 +237,7 @@ async def test_tokens_that_the_engine_did_not_count_are_not_kept() -> None:
 
 
 async def test_tokens_of_before_the_answer_are_held_against_its_count() -> None:
-    """What was asked to look it up was no part of the answer yet."""
+    """The lookup's own tokens were no part of the answer yet."""
     async with world({"a": engine()}, controller(nobody)) as service:
         facts = await service.serve(chat(TURN), A)
         assert facts.tokens_exact

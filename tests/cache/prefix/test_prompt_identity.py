@@ -342,7 +342,7 @@ def test_a_hostile_body_is_read_as_it_was_sent(body: bytes) -> None:
 
 @pytest.mark.parametrize("kind", sorted(RULED))
 def test_a_text_with_quotes_is_the_same_in_a_part_and_as_a_string(kind: RequestKind) -> None:
-    """What is quoted in a text is no field of its message, whatever it is called; a field beside the text is."""
+    """A quotation in a text is no field of its message, whatever its name; a field beside the text is one."""
     text = 'say "hi", "cache_control": "tool_calls", \\"'
     part = {"type": "text", "text": text}
     contents: list[Any] = [text, [part], [part | {"cache_control": MARK}], [part | {"citations": [text]}]]
@@ -393,7 +393,7 @@ def test_a_mark_in_an_argument_of_a_last_tool_call_is_prompt() -> None:
 
 
 def test_a_header_known_from_messages_is_left_out_of_the_same_chat() -> None:
-    """What is known by the bytes that were sent may be named by them for one API and not for another."""
+    """Content known by the bytes that were sent may be named by them for one API and not for another."""
     system = {"role": "system", "content": HEADER.format(1) + "\nYou are."}
     memo = SessionHashes()
     for kind in (MESSAGES, CHAT, MESSAGES):

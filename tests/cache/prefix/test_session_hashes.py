@@ -34,7 +34,7 @@ def test_a_growing_chat_hashes_like_whole_prompts(parts: list[bytes], shape: byt
 
 
 def test_only_the_new_messages_are_hashed() -> None:
-    """What a known turn covers is not looked at any more: its text may be anything (its key cannot)."""
+    """Text that a known turn covers is not examined again: it may be anything (its key cannot)."""
     memo = SessionHashes()
     blocks(memo, turns(SYSTEM, LONG), 8)
     kept = next(iter(memo._known.values()))

@@ -153,7 +153,7 @@ def test_a_prompt_over_the_bound_is_not_kept(clock: FakeClock) -> None:
 
 
 def test_a_prompt_that_nothing_went_on_from_can_be_forgotten(memory: TokenMemory) -> None:
-    """What a fork begins with stays."""
+    """The beginning of a fork stays."""
     first, second = keys(chat(SYSTEM, HELLO)), keys(chat(SYSTEM, HELLO, REPLY, MORE))
     memory.remember(first, TOKENS)
     memory.remember(second, TOKENS + TOKENS)

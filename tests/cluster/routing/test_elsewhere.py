@@ -60,7 +60,7 @@ class Routers:
 
 @pytest.mark.parametrize("router", [0, 1])
 def test_a_long_prefill_that_another_router_placed_is_believed_to_go_on(router: int) -> None:
-    """What is done of it counts in every router alike."""
+    """Its progress counts in every router alike."""
     routers = Routers()
     routers.begin(0, 100_000)
     routers.begin(1, 1000)

@@ -1,4 +1,4 @@
-"""What an engine counts, beside what ended there."""
+"""An engine's counters, beside the requests that ended there."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_an_engine_that_began_anew_is_counted_anew(world: World) -> None:
 
 
 def test_the_first_reading_is_only_where_counting_starts(world: World) -> None:
-    """What the engine did before this proxy is not ours."""
+    """The engine's work before this proxy started is not ours."""
     fresh = EndedWork(world.load)
     fresh.add_request(world.load.reserve(1000, 0, 0.0, hidden=True))
     fresh.read_counters(Reading(1, 0.5), 1.0)

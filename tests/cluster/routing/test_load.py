@@ -14,7 +14,7 @@ SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)
 
 
 class Samples(list[tuple[Features, float, float]]):
-    """What a learner would receive."""
+    """Samples that a learner would receive."""
 
     def __call__(
         self, work: Features, busy_s: float, now: float, *, lower: LowerTokens = (), scraped: bool = False

@@ -83,7 +83,7 @@ def test_one_idle_model_does_not_let_go_what_waits_for_another() -> None:
 
 
 def test_tenants_take_turns_over_all_models() -> None:
-    """What a tenant was granted with one model counts with the other, too."""
+    """Seconds granted to a tenant with one model count with the other, too."""
     world = World()
     world.hold("a0", 5.0, tenant="a", model="x")
     world.hold("a1", 0.1, tenant="a", model="y")

@@ -108,7 +108,7 @@ def test_a_due_request_is_no_wait_to_a_decision() -> None:
 
 @pytest.mark.parametrize("name", policy_types())
 def test_every_policy_is_declared(name: PolicyName) -> None:
-    """What others ask of a policy's name holds for its objects: speeds, parameters, reasons with a meaning."""
+    """The declarations of a policy's name hold for its objects: speeds, parameters, reasons with a meaning."""
     kind, policy = policy_types()[name], make_policy(name, ClusterSettings(policy=name), rng=Random(1))
     assert (policy.speeds is not None) == kind.learns_speeds
     assert policy.choose(ask(100), fleet(2), 0.0).reason in kind.reasons

@@ -210,7 +210,7 @@ def test_another_life_goes_on_from_what_was_learned() -> None:
 
 
 def test_time_away_counts_as_time_without_samples() -> None:
-    """What an endpoint was like fades; what the pool is like stays."""
+    """Samples of an endpoint fade; those of the pool stay."""
     model, now = learned()
     again = resumed(model.state(now), 5.0, away_s=120.0)
     assert again.slowness(SLOW, 5.0) == pytest.approx(model.slowness(SLOW, now) ** 0.5)

@@ -1,4 +1,4 @@
-"""What tenants were granted, as seconds by which they come later."""
+"""Grants of tenants, as seconds by which they come later."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_a_policy_begins_with_what_the_configuration_gives_it() -> None:
 
 
 def test_only_what_an_operator_changed_is_an_override() -> None:
-    """What the configuration gives is not."""
+    """Values of the configuration are none."""
     cluster = ClusterSettings(parameters=PolicyParameters(kv_aware=KvAwareSettings(stall=0.5)))
     policy: Any = make_policy(PolicyName.KV_AWARE, cluster, rng=random.Random(1))
     given = configured(cluster, PolicyName.KV_AWARE)

@@ -16,7 +16,7 @@ TOKENIZER = os.environ["KVPROXY_COMPAT_TOKENIZER"]
 
 
 class RemoteServer:
-    """What vLLM's tests use of a server they start, for one that runs already."""
+    """The members of a server that vLLM's tests use, for one that runs already."""
 
     DUMMY_API_KEY = "token-abc123"
 

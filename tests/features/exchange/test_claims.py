@@ -1,4 +1,4 @@
-"""What is to be done once: granted by its owner, for as long as was asked."""
+"""Actions to be done once: granted by their owner for a requested time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_an_owner_is_asked_once_by_all_who_wait_for_its_answer() -> None:
 
 
 async def test_an_owner_that_does_not_answer_grants_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was to be done is thought of again; an answer that comes too late is no answer to the next question."""
+    """The action is considered again; an answer that comes too late is no answer to the next request."""
     bus, one, two = pair()
     what = next(what for what in WHATS if owner_of(what, (one.origin, two.origin)) == two.origin)
     monkeypatch.setattr(claims, "ANSWER_S", 0.001)

@@ -1,4 +1,4 @@
-"""What one proxy decides the others know: in order, once, and again after losses."""
+"""Decisions of one proxy reach the others: in order, once, and again after losses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_is_routed_in_one_is_held_in_all() -> None:
 
 
 def test_a_failed_request_leaves_nothing() -> None:
-    """What was rolled back here is rolled back there."""
+    """A rollback here is a rollback there."""
     bus, one, two = pair()
     request = one.begin(A, 1, 2)
     one.flush()
@@ -417,7 +417,7 @@ def test_what_comes_while_a_new_one_joins_waits_within_a_bound(monkeypatch: pyte
 
 
 def test_what_waited_is_taken_in_steps_and_in_its_order() -> None:
-    """What comes between two steps waits behind it; until the last one it still joins."""
+    """A batch that comes between two steps waits behind it; until the last one it still joins."""
     bus, one, _ = pair()
     three = Node(bus, "three")
     begun: list[Generator[None, None, None]] = []
@@ -484,7 +484,7 @@ def stubborn_pair() -> tuple[Bus, Node, Node, _Stubborn]:
 
 
 def test_a_delta_that_cannot_be_applied_is_left_out_alone() -> None:
-    """What comes behind it in the same batch counts, and nothing is asked for again."""
+    """Deltas behind it in the same batch count, and nothing is requested again."""
     bus, one, two, _ = stubborn_pair()
     one.cluster.draining[A] = True
     one.journal.look()

@@ -1,4 +1,4 @@
-"""What another proxy says, done in a running one; what is not known here is left out and counted."""
+"""Another proxy's messages, applied in a running one; unknown names are left out and counted."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ async def test_what_was_done_to_caches_elsewhere(hearing: Hearing) -> None:
 
 
 async def test_siblings_are_heard_by_their_own_way_alone(hearing: Hearing) -> None:
-    """What they tell a store comes back from it, and would count twice."""
+    """Their messages to a store come back from it, and would count twice."""
     one = hearing.one
     sibling = Origin(one.sync.origin.host, 1, 1)
     one.sync._heard(encode(Batch(sibling, 1, 0.0, [Entered("default", "a", BLOCKS)], [])), store=True)

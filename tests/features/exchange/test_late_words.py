@@ -1,4 +1,4 @@
-"""What comes too late, from a life that is over or behind what is newer, and what is kept of the silent."""
+"""Late messages, from a life that is over or behind newer ones, and the state kept of silent peers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_who_was_silent_for_long_is_forgotten() -> None:
 
 
 def test_who_dies_while_another_joins_takes_its_load_along() -> None:
-    """What it said meanwhile was kept for later, and does not bring it back then: nothing would ever end it."""
+    """Its messages were kept for later, and do not bring it back then: nothing would ever end it."""
     bus, one, two = pair()
     three = join_third(bus)
     two.begin(B, 7)

@@ -103,7 +103,7 @@ async def test_a_new_worker_knows_what_the_others_do(tmp_path: Path) -> None:
 
 
 async def test_limits_hold_for_all_workers_together(tmp_path: Path) -> None:
-    """What one lets in the others count, and tokens that were charged at the end of a request as well."""
+    """Each counts the requests that the others let in, and tokens charged at the end of a request as well."""
     chain = ["inference_request", {"rate_limit": {"requests_per_minute": 4, "burst": 1}}, "router"]
     async with two_workers(tmp_path, filters=chain, policy="round_robin") as (one, two):
         statuses: list[int] = []
@@ -156,7 +156,7 @@ async def test_what_cannot_be_told_holds_nothing_else_up(tmp_path: Path) -> None
 
 
 async def test_a_worker_that_does_not_read_holds_no_other_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it cannot take waits within a bound, and is dropped from then on, oldest first, and counted."""
+    """Messages that it cannot take wait within a bound; beyond it the oldest are dropped and counted."""
     monkeypatch.setattr(datagrams, "MAX_WAITING_BYTES", 20_000)
     heard: list[bytes] = []
     async with (
@@ -332,7 +332,7 @@ async def test_what_a_store_keeps_is_known_when_nobody_is_left_to_ask(
 
 
 async def test_one_that_was_told_does_not_ask_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it charged would count twice. Of two only one writes."""
+    """Its own charges would count twice. Of two only one writes."""
     first, second = Memory(), Memory()
     async with serve(FakeEngine("a")) as engine, worker(tmp_path, 0, engine, **LIMITED) as one:
         await one.ask(session="s")

@@ -1,4 +1,4 @@
-"""What breaks prefixes, with the engine's own count: named, priced, counted; what the engine reused is no break."""
+"""Causes of broken prefixes, with the engine's own count: named, priced, counted; reused blocks are no break."""
 
 from __future__ import annotations
 

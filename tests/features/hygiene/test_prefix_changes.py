@@ -1,4 +1,4 @@
-"""What changed between a session's last prompt and the one it returned with, by digests alone."""
+"""Changes between a session's last prompt and the one it returned with, by digests alone."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_the_first_part_that_changed_is_named(case: str) -> None:
 
 
 def test_every_cause_has_its_advice() -> None:
-    """What happened, and what helps."""
+    """The event, and its remedy."""
     assert set(ADVICE) == set(Cause)
 
 
@@ -369,7 +369,7 @@ def test_more_conversations_than_are_kept_are_no_breaks() -> None:
 
 
 def test_a_client_that_breaks_every_turn_is_one_conversation() -> None:
-    """What broke takes the place of what it broke."""
+    """A broken turn takes the place of the one that it broke."""
     conversations = Conversations()
     for turn in range(20):
         change = conversations.send(edited(agent(turn), "system.0.text", dated(f"2026-09-01 12:{turn:02}")))

@@ -63,7 +63,7 @@ async def test_a_lookup_finds_the_pod_that_holds_the_prefix() -> None:
 
 @pytest.mark.parametrize("annotations", [{"kvproxy.io/instance-id": "elsewhere"}])
 async def test_another_id_is_counted_as_unknown(annotations: dict[str, str]) -> None:
-    """What goes wrong when the names differ, and where it shows."""
+    """Faults where the names differ, and where they show."""
     async with two_pods(**annotations) as (proxy, second):
         await chat(proxy.client, url=second)
         await chat(proxy.client)

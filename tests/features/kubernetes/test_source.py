@@ -294,7 +294,7 @@ async def test_a_version_that_is_gone_is_listed_again(follow: Follow, api: Api, 
 async def test_an_api_server_that_goes_away_takes_no_endpoint_along(
     follow: Follow, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it said last stands; that is said once, with pauses that grow between the attempts, and taken back."""
+    """Its last answer stands; this is logged once, with pauses that grow between the attempts, and taken back."""
     fake = FakeKubernetes()
     fake.put(SLICES, slice_of("s1", member("a", "10.0.0.1")))
     async with serve(fake) as url, follow(**service({"url": url})) as one:
@@ -396,7 +396,7 @@ async def test_absurd_lists_change_nothing(follow: Follow, api: Api, raw: bytes,
 async def test_absurd_events_are_said_and_the_list_is_read_again(
     follow: Follow, api: Api, line: bytes, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is known stays."""
+    """Known endpoints stay."""
     fake, where = api
     fake.put(SLICES, slice_of("s1", member("a", "10.0.0.1")))
     async with follow(**service(where)) as one:

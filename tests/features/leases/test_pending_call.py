@@ -71,7 +71,7 @@ def test_an_answer_that_waits_for_a_tool(pieces: tuple[bytes, ...], found: bool)
 def test_a_body_says_how_long_it_wants_to_be_kept(
     kind: RequestKind, fields: dict[str, object], asked_s: object
 ) -> None:
-    """What makes no sense is no wish, and no error: the engine answers for it."""
+    """Nonsense is no wish, and no error: the engine answers for it."""
     request = parse_body(kind, json.dumps({"model": "m", "messages": [], **fields}).encode())
     assert request is not None
     assert request.retention_s == asked_s

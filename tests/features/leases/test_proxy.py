@@ -276,7 +276,7 @@ def test_leases_need_lmcache() -> None:
 
 
 async def test_switched_off_by_a_reload_nothing_stays_pinned() -> None:
-    """What the coordinator was told to keep is taken back by the service that ends."""
+    """Pins of the coordinator are taken back by the service that ends."""
     async with (
         simulated(names=("a",), controller=None, coordinator=CoordinatorSettings()) as place,
         world(place.engines["a"], lmcache=place.lmcache) as proxy,
@@ -294,7 +294,7 @@ async def test_switched_off_by_a_reload_nothing_stays_pinned() -> None:
 
 
 async def test_at_another_lmcache_nothing_is_held_yet() -> None:
-    """What the first one was told to keep is taken back there, and not at the next one."""
+    """Pins of the first one are taken back there, and not at the next one."""
     settings = CoordinatorSettings()
     async with (
         simulated(names=("a",), controller=None, coordinator=settings) as place,

@@ -1,4 +1,4 @@
-"""What Envoy is answered, message by message: where to, refusals, and what may not come when."""
+"""Answers to Envoy, message by message: destinations, refusals, and messages that may not come when they do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the answers teach: times, token counts, ends, and where a request really went."""
+"""Lessons of the answers: times, token counts, ends, and where a request really went."""
 
 from __future__ import annotations
 

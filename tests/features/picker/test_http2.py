@@ -149,7 +149,7 @@ async def test_what_the_windows_do_not_take_waits() -> None:
 
 
 async def test_a_peer_that_takes_nothing_back_may_send_no_more() -> None:
-    """What waits for it is bounded, since its own window is not opened again."""
+    """The data that waits for it is bounded, since its own window is not opened again."""
     async with connected(hello=PREFACE + frame(SETTINGS, 0, 0, struct.pack("!HI", 4, 0))) as peer:
         peer.say(frame(HEADERS, END_HEADERS, 1, block()))
         for _ in range(64):

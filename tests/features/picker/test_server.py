@@ -119,7 +119,7 @@ async def test_compressed_messages_are_refused() -> None:
 
 
 async def test_half_a_message_of_a_stream_that_is_gone_is_not_held() -> None:
-    """What Envoy sent of it counts among all bodies until then."""
+    """Envoy's bytes of it count among all bodies until then."""
     named = {":scheme": "http", ":authority": "x", "content-type": "application/grpc", "te": "trailers"}
     head: bytes = Encoder().encode({":method": "POST", ":path": PROCESS, **named})
     async with running_picker() as picker:

@@ -1,4 +1,4 @@
-"""What is known of an endpoint's engine."""
+"""Facts about an endpoint's engine."""
 
 from __future__ import annotations
 

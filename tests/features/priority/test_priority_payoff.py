@@ -43,7 +43,7 @@ def test_until_it_is_known_every_other_window_is_without() -> None:
 
 
 def test_the_beginning_of_a_window_does_not_count() -> None:
-    """What waits there was placed in the other kind."""
+    """Requests that wait there were placed in the other kind."""
     payoff = PriorityPayoff()
     payoff.observe_wait(SETTLING_S - 1.0, 1.0)
     assert payoff.counted == (0, 0)

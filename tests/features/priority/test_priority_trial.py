@@ -71,7 +71,7 @@ def test_an_engine_that_orders_by_the_number_is_found_out(seed: int) -> None:
     ],
 )
 def test_an_engine_with_an_order_of_its_own_is_found_out(order: Order, seed: int) -> None:
-    """What lengths and arrival do to the order is nothing the coin knows of."""
+    """The coin does not affect how lengths and arrival change the order."""
     assert play(order, seed, requests=12_000).verdict is Verdict.IGNORES
 
 

@@ -153,7 +153,7 @@ async def test_the_priority_header_moves_the_number() -> None:
 
 
 async def test_a_greedy_tenant_comes_later() -> None:
-    """What it was granted above the others counts as seconds."""
+    """Its grants beyond the others' count as seconds."""
     engine = FakeEngine("a")
     keys = [{"key": f"key-of-{name}", "name": name} for name in ("greedy", "polite")]
     filters = [{"auth": {"keys": keys}}, "inference_request", {"kvcache": {}}, "router"]

@@ -1,4 +1,4 @@
-"""What people are shown of it: findings, explanations, and whether it is on."""
+"""Displays of it for people: findings, explanations, and whether it is on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_engines_that_pay_no_heed_to_their_priority_are_named() -> None:
 
 @pytest.mark.parametrize(("priority", "order"), [(8_434_715_315, "lowest"), (-8_434_715_315, "highest")])
 def test_the_number_an_engine_was_told_is_explained(priority: int, order: str) -> None:
-    """What it is made of, and which one comes first there."""
+    """Its terms, and which request comes first there."""
     plain = {"time": "t", "request_id": "r", "end": "completed", "duration_s": 1.0}
     text = explain_receipt(decode_receipt(msgspec.json.encode({**plain, "engine_priority": priority})))
     assert f"sent with priority {priority} (" in text

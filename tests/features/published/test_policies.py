@@ -85,7 +85,7 @@ def test_dynamo_counts_a_shared_live_block_once() -> None:
 
 
 def test_dynamo_adds_the_blocks_of_live_prompts_to_those_it_adds() -> None:
-    """What other prompts share with each other counts once, and what they do not share with this one besides."""
+    """Blocks that other prompts share count once, and those not shared with this one are added."""
     candidates = fleet(2)
     live(candidates[0], [1, 2, 30, 31])
     live(candidates[0], [1, 2, 40])
@@ -109,7 +109,7 @@ def test_dynamo_credit_above_one_can_prefer_the_holder() -> None:
 
 
 def test_dynamo_never_credits_more_than_there_is_to_prefill() -> None:
-    """What is held beyond that buys nothing off the live blocks: the rule of its test of the clamp."""
+    """Blocks held beyond that take nothing off the live ones: the rule of its test of the clamp."""
     candidates = fleet(1)
     live(candidates[0], [1, 2])
     assert dynamo_costs(ask(64, {"e0": 64}, blocks=[1, 2, 3, 4, 5]), candidates, device_credit=2.0) == [5.0]

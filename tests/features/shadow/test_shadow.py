@@ -90,7 +90,7 @@ def test_the_shadow_changes_nothing_and_its_differences_are_counted(make_cluster
 
 
 def test_the_live_policy_judges_the_shadow_too(make_cluster: MakeCluster) -> None:
-    """What the shadow's choice would cost by the live policy's costs."""
+    """The cost of the shadow's choice by the live policy."""
     bench = make_cluster("a", "b", policy="kv_aware", shadow_policy="round_robin")
     for _ in range(4):
         bench.picked(facts=OverlapFacts(4000, {A: Overlap(4000)})).settle(AttemptOutcome.CANCELLED, bench.clock())
@@ -173,7 +173,7 @@ def test_an_index_out_of_range_is_an_error(make_cluster: MakeCluster) -> None:
 
 
 def test_beyond_so_many_a_second_it_sits_out(make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a shadow may cost is bounded; it goes on in the next second."""
+    """The cost of a shadow is bounded; it goes on in the next second."""
     monkeypatch.setattr(shadow, "MAX_DECISIONS_PER_S", 3)
     bench = make_cluster("a", shadow_policy="random")
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""What operators are shown of the engines' known faults."""
+"""Displays of the engines' known faults for operators."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_shapes_that_meet_a_fault(path: str, fields: dict[str, Any], rule: Rule)
     ],
 )  # fmt: skip
 def test_shapes_that_every_engine_bears(path: str, fields: dict[str, Any]) -> None:
-    """What clients send every day passes."""
+    """Clients' everyday requests pass."""
     assert found(path, **fields) == set()
 
 

@@ -75,7 +75,7 @@ async def test_the_next_life_knows_who_holds_what(tmp_path: Path, caplog: pytest
 
 
 async def test_lengths_and_speeds_come_along(tmp_path: Path) -> None:
-    """What engines taught: tokens a prompt has, seconds a prefill takes."""
+    """Lessons from engines: tokens of a prompt, seconds of a prefill."""
     async with life(tmp_path) as service:
         service.kv.state.bytes_per_token.observe_prompt("m", 6000, 1000)
         speeds = service.cluster.speeds
@@ -124,7 +124,7 @@ async def test_where_sessions_and_responses_were_served_comes_along(tmp_path: Pa
 
 
 async def test_an_engine_that_restarted_meanwhile_has_no_histories(tmp_path: Path) -> None:
-    """What it said of its start in the life before is known."""
+    """The start of its life before is known from the events."""
     async with life(tmp_path) as service:
         service.kv.overlap.indexes["default"].process_started(A, 100.0)
         served(service, request_of("s"), A, tokens=3000)

@@ -77,7 +77,7 @@ async def test_a_chats_next_turn_goes_to_the_same_endpoint(tmp_path: Path) -> No
 
 
 async def test_without_a_snapshot_nothing_is_known(tmp_path: Path) -> None:
-    """What the test above would see otherwise."""
+    """The test above would see this otherwise."""
     async with simulated() as place:
         async with life(place, None) as before:
             await ask(before.client, SAID)

@@ -175,7 +175,7 @@ async def test_a_copy_that_fails_is_computed(caplog: pytest.LogCaptureFixture) -
 
 
 async def test_a_copy_that_brings_nothing_is_not_believed() -> None:
-    """What the source has lost meanwhile."""
+    """The source has lost the blocks meanwhile."""
     service = controller(held_by_a, move=lambda _: {"event_id": "x", "num_tokens": 0})
     async with stage(service) as staged:
         await staged.ask(TEXT)

@@ -143,7 +143,7 @@ async def test_a_stale_placement_is_no_success(clock: FakeClock) -> None:
 
 
 async def test_half_of_it_counts_for_half(clock: FakeClock) -> None:
-    """What was found is what is believed."""
+    """The blocks that were found are those that are trusted."""
     app = coordinator(clock)
     known = iter(range(3))
     readable = app.directory.readable

@@ -121,7 +121,8 @@ async def test_an_engine_that_lost_its_cache_gets_back_what_is_hot() -> None:
 
 
 async def test_an_engine_that_has_back_what_was_hot_is_as_any_other() -> None:
-    """What becomes hot later is not missing there for the loss, and goes to as many as its traffic is worth."""
+    """Prefixes that become hot later are not missing there for the loss, and go to as many as their traffic is
+    worth."""
     a, b = Engine(), Engine()
     async with warming(a, b, FakeClock(), warming={"uses_per_replica": 100}) as service:
         service.kv.state.losses.note_loss("default", A, LossReason.RESTARTED)
@@ -253,7 +254,7 @@ async def test_the_budget_bounds_what_is_sent() -> None:
 
 
 async def test_the_budget_fills_in_a_minute() -> None:
-    """What was sent is missing until then: an engine that loses its cache again and again has its share of it."""
+    """A transfer takes its share until then: an engine that loses its cache again and again has a bounded one."""
     clock, a, b = FakeClock(), Engine(), Engine()
     async with warming(a, b, clock, warming={"uses_per_replica": 100, "tokens_per_minute": 600}) as service:
         for after_s, sent in ((0.0, 2), (20.0, 2), (60.0, 4)):

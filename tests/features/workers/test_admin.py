@@ -65,7 +65,7 @@ async def test_the_page_shows_the_sums() -> None:
 
 
 async def test_metrics_never_fall_when_a_worker_is_gone() -> None:
-    """What it had counted at the last scrape still counts, its gauges do not; nothing is counted twice."""
+    """Its counts at the last scrape still count, its gauges do not; nothing is counted twice."""
     async with served_together() as both:
         for client in both.clients:
             await client.post(CHAT, json=chat())

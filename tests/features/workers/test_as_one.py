@@ -1,4 +1,4 @@
-"""What one worker decides is known in the others: over real datagrams, in one process."""
+"""Decisions of one worker reach the others: over real datagrams, in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 
 
 async def test_a_rate_limit_holds_for_all_workers_together() -> None:
-    """What one let through counts in the other, in its headers and for its refusal."""
+    """A request let through by one counts in the other, in its headers and for its refusal."""
     filters = ["request_id", {"rate_limit": {"requests_per_minute": 4}}, "router"]
     async with serve(FakeEngine("a")) as url, together({"a": url}, filters=filters) as both:
         await both.synced()
@@ -39,7 +39,7 @@ async def test_a_rate_limit_holds_for_all_workers_together() -> None:
 
 
 async def test_what_one_worker_routed_the_other_knows() -> None:
-    """What the next turn finds cached is known through whichever worker it comes."""
+    """A turn's cached prefix is known through whichever worker the next one comes."""
     async with serve(FakeEngine("a")) as a, serve(FakeEngine("b")) as b:
         filters = ["request_id", "inference_request", "kvcache", "router"]
         async with together({"a": a, "b": b}, policy="kv_aware", filters=filters) as both:
@@ -121,7 +121,7 @@ async def test_an_engine_is_probed_by_one_worker_for_all(monkeypatch: pytest.Mon
 
 
 async def test_replicas_probe_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one machine cannot reach another one may."""
+    """One machine may reach what another one cannot."""
     monkeypatch.setattr("kvproxy.cluster.prober.FIRST_PROBES_S", 3600.0)
     async with serve(FakeEngine("a")) as url, together({"a": url}, health={"interval": "1h"}) as both:
         await both.synced()

@@ -1,4 +1,4 @@
-"""What one of several workers gets of a configuration."""
+"""The configuration that one of several workers gets."""
 
 from __future__ import annotations
 

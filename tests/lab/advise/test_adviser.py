@@ -178,7 +178,7 @@ def test_engines_of_two_kinds_get_their_own_flags(recorded: Path) -> None:
 
 
 def test_models_that_share_no_engine_are_pools_of_their_own(tmp_path: Path) -> None:
-    """What waits for one does not wait for the other."""
+    """A request that waits for one does not wait for the other."""
     path = tmp_path / "receipts.jsonl"
     one = record(path, CHATS.trace(), replace(FLEET, instances=1))
     other = [

@@ -89,7 +89,7 @@ async def test_flags_that_are_missing_are_named(tmp_path: Path, *, good: bool) -
 
 
 async def test_engines_that_are_down_do_not_end_it(tmp_path: Path) -> None:
-    """What the receipts say remains."""
+    """Advice from the receipts remains."""
     async with fleet(BAD, tmp_path / "receipts.jsonl") as (proxy, config):
         await talk(proxy)
     status, text = await run_adviser(config, tmp_path)

@@ -1,4 +1,4 @@
-"""What engines say of themselves, vLLM by its metrics and SGLang by its server info."""
+"""Settings that engines report, vLLM by its metrics and SGLang by its server info."""
 
 from __future__ import annotations
 

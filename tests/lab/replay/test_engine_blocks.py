@@ -1,4 +1,4 @@
-"""What engines see of a trace: their own blocks, and what answers leave behind."""
+"""Engines' view of a trace: their own blocks, and those that answers leave behind."""
 
 from __future__ import annotations
 

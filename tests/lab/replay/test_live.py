@@ -112,7 +112,7 @@ async def test_what_fails_is_counted_and_the_rest_goes_on(trouble: str, reason: 
 
 
 async def test_requests_under_way_are_bounded() -> None:
-    """What comes earlier than a place is free waits here, and that is said."""
+    """A request that comes before a place is free waits here, and the output shows it."""
     server = FakeServer()
     replay = LiveReplay(chat_trace(sessions=5, turns=1), Pace(scale=0.0), LiveSettings("http://proxy", concurrency=2),
                         transport=server)  # fmt: skip

@@ -61,7 +61,7 @@ def test_slow_sessions_are_paced_until_their_arrivals_are_right() -> None:
 
 
 def test_no_router_beats_the_pool() -> None:
-    """What every engine holds for every other cannot be matched by any placement."""
+    """No placement can match every engine holding the blocks of every other."""
     bound = measure_bound(shared_prefix_trace(requests=400), FLEET, 0.8)
     for name in (PolicyName.KV_AWARE, PolicyName.LMETRIC, PolicyName.ROUND_ROBIN):
         summary = summarize_outcomes(

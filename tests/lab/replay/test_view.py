@@ -1,4 +1,4 @@
-"""What a replay's router knows: in flight at once, by events when they come, corrected by responses."""
+"""The information of a replay's router: in flight at once, by events when they come, corrected by responses."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_asking_is_not_arriving() -> None:
 
 
 def test_tiers_are_told_apart_or_unheard() -> None:
-    """What left the engine's memory is on its host tier; to a tier-blind router it is nowhere."""
+    """Blocks that left the engine's memory are on its host tier; to a tier-blind router they are nowhere."""
     events = [BlockStored(BLOCKS, None), BlockStored(BLOCKS, None, medium="CPU"), BlockRemoved(BLOCKS[2])]
     aware, fleet = view(), ReplayFleet(instances=2)
     aware.observe(1, events)

@@ -97,7 +97,7 @@ def test_the_approximate_index_knows_what_was_routed() -> None:
 
 
 def test_late_events_cost_little() -> None:
-    """What is in flight is known without them."""
+    """Requests in flight are known without them."""
     trace = shared_prefix_trace()
     late = figures(trace, replace(FLEET, index_delay_s=0.5))
     assert late.hit_rate == pytest.approx(figures(trace).hit_rate, abs=0.05)
@@ -338,7 +338,7 @@ def test_any_seed_but_none_moves_the_arrivals() -> None:
 
 
 def test_an_outcome_says_when_it_was_placed_and_admitted_and_how_often_it_started_over() -> None:
-    """What waited in the router, what in the engine, and what the engine gave up for want of memory."""
+    """Waits in the router, waits in the engine, and restarts for want of memory are apart."""
     rows = [{"timestamp": 0, "input_length": 600, "output_length": 900, "hash_ids": [number]} for number in range(9)]
     trace, fleet = parse_trace(lines(*rows), name="tight"), replace(FLEET, instances=1, capacity_tokens=7 * 512)
     outcomes = outcomes_of(trace, Pace(), fleet, PolicySpec(PolicyName.KV_AWARE, queue=True))

@@ -52,7 +52,7 @@ async def coordinator(clock: FakeClock | None = None, **settings: Any) -> AsyncI
 
 
 async def test_all_holders_of_every_chunk() -> None:
-    """What was seen on the real one: A on mp-1, its first 600 tokens on mp-2 too."""
+    """A capture of the real one: A on mp-1, its first 600 tokens on mp-2 too."""
     async with coordinator() as running:
         running.app.admit("mp-1", TOKENS, model_name="m")
         running.app.admit("mp-2", TOKENS[:600], model_name="m")
@@ -180,8 +180,8 @@ async def test_prefetch_warms_a_server_from_the_others() -> None:
 
 
 async def test_a_store_that_all_servers_read() -> None:
-    """What one stored is in its memory and, under its id, in the store; a prefetch takes it from there, in its time,
-    and only its beginning; the store goes on without the memory."""
+    """Chunks stored by one are in its memory and, under its id, in the store; a prefetch takes them from there, in its
+    time, and only the beginning; the store goes on without the memory."""
     clock = FakeClock()
     async with coordinator(clock, shared_chunks=3, prefetch_s=1.0) as running:
         running.app.admit("mp-1", TOKENS[:768], model_name="m")

@@ -1,4 +1,4 @@
-"""What stands below an engine's memory: what it keeps, what reading it takes, and what is announced of it."""
+"""Tiers below an engine's memory: the blocks they keep, the time of a read, and their events."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_disk_that_bypasses_host_memory_is_written_by_the_engine() -> None:
 
 
 def test_a_disk_keeps_what_is_offered_to_it_twice() -> None:
-    """What is used once is not worth the write."""
+    """Blocks that are used once are not worth the write."""
     subject = engine(TierSettings("DISK", 100, READ_S, min_uses=2))
     for turn, found in enumerate((0, 0, 3)):
         first, events = ask(subject, 1, 2, 3, now=400.0 * turn)

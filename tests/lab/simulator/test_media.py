@@ -38,7 +38,7 @@ async def count(client: httpx.AsyncClient, *pictures: bytes) -> tuple[int, int, 
 
 
 async def test_a_picture_is_counted_by_its_size_and_reused_as_itself() -> None:
-    """What is behind another picture is computed again."""
+    """Tokens behind another picture are computed again."""
     async with engine() as running:
         text, _, none = await count(running.client)
         whole, _, media = await count(running.client, FIRST)

@@ -74,7 +74,7 @@ async def test_without_the_flag_usage_has_no_details() -> None:
 
 
 async def test_the_next_turn_finds_prompt_and_answer_in_the_cache() -> None:
-    """What the model said is cached too, and tokenizes back to the same ids."""
+    """The model's answer is cached too, and tokenizes back to the same ids."""
     async with engine() as running:
         first = await chat(running, max_tokens=100)
         answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}

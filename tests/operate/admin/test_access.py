@@ -109,7 +109,7 @@ async def test_any_name_with_the_token() -> None:
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 async def test_changes_must_be_json(kind: str) -> None:
-    """What a form of a foreign page can send is refused."""
+    """Content types that a form of a foreign page can send are refused."""
     proxy = proxy_of()
     async with admin_of(proxy, **{"content-type": kind}) as client:
         answer = await client.post("/endpoints/default/a/drain", content=b"{}")

@@ -1,4 +1,4 @@
-"""What the cache knows: sources, indexes, hot prefixes, leases."""
+"""State of the cache: sources, indexes, hot prefixes, leases."""
 
 from __future__ import annotations
 

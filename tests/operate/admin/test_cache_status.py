@@ -1,4 +1,4 @@
-"""What status says of event streams, leases and hot prefixes."""
+"""Event streams, leases and hot prefixes in the status."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ async def test_everything_the_page_shows(clock: FakeClock) -> None:
 
 
 async def test_the_last_minute_ends(clock: FakeClock) -> None:
-    """What is older does not count as where requests go."""
+    """Older requests do not count in the shares."""
     proxy = proxy_of(clock=clock)
     history = History(proxy)
     ended(proxy, clock)
@@ -221,7 +221,7 @@ async def test_prefill_saved_is_not_invented(clock: FakeClock) -> None:
 
 
 async def test_one_decision_with_its_candidates() -> None:
-    """What each would have cost and held, the cheapest first; what is not kept any more is 404."""
+    """Each candidate's cost and cached tokens, the cheapest first; a decision that is no longer kept is 404."""
     engines = {name: FakeEngine(name) for name in ("a", "b")}
     async with (
         serve(engines["a"]) as a,

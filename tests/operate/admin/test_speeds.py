@@ -36,7 +36,7 @@ def test_many_requests_without_a_sample_are_a_finding(policy: str) -> None:
 
 
 def test_a_sample_ends_it_until_there_are_none_again() -> None:
-    """What was learned is not for ever."""
+    """Learned values expire."""
     proxy = proxy_of(policy="kv_aware")
     placed(proxy, NOTABLE_REQUESTS)
     proxy.clusters["default"].policy.observe_sample(EndpointId("a"), features_of(1000, 0), 0.1, proxy.clock())

@@ -1,4 +1,4 @@
-"""What an operator should know: in the order of what hurts, each with its age, and one word for all of it."""
+"""Findings for an operator: the most harmful first, each with its age, and one word for all of it."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ async def test_many_dead_engines_are_one_finding(clock: FakeClock) -> None:
 
 
 async def test_a_controller_that_is_down_is_a_finding(clock: FakeClock) -> None:
-    """What it costs and its last error are said."""
+    """Its cost and its last error are in the text."""
     place = Place(clock)
     assert place.proxy.kvcache is not None
     guard = place.proxy.kvcache.breakers
@@ -296,7 +296,7 @@ async def test_a_controller_that_is_down_is_a_finding(clock: FakeClock) -> None:
 
 
 async def test_ages_end_with_their_trouble(clock: FakeClock) -> None:
-    """What comes back begins at nothing, and nothing is remembered of what is over."""
+    """A trouble that returns begins at nothing, and nothing is kept of one that is over."""
     place = Place(clock)
     place.proxy.findings = [ConfigFinding("warning", "endpoints", "clear text")]
     place.answer(0)

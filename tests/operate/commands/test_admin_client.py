@@ -1,4 +1,4 @@
-"""What a command says when the admin listener does not do what it asks."""
+"""Errors of a command when the admin listener refuses or fails."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ async def test_a_short_look_needs_no_quiet(machine: Machine) -> None:
 
 
 async def test_a_long_look_waits_for_a_quiet_moment(machine: Machine) -> None:
-    """What stayed through the middle generation makes it long."""
+    """Objects that stayed through the middle generation make it long."""
     machine.quiet = False
     for _ in range(5):
         machine.collection(1, SHORT_S / 2)

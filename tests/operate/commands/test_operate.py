@@ -247,7 +247,7 @@ def test_explain_finds_receipts_by_how_the_id_begins(folder: Path) -> None:
 
 
 async def test_status_as_json(running: tuple[Proxy, str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """What the page is made of, for scripts."""
+    """The page's data, for scripts."""
     _, url, _ = running
     assert await done(["status", "--json", "--url", url]) == 0
     live = json.loads(capsys.readouterr().out)

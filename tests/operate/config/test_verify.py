@@ -202,7 +202,7 @@ def test_a_prefix_is_named_as_the_audit_log_names_it() -> None:
     ],
 )
 def test_endpoint_urls(url: str, fault: str) -> None:
-    """What is no engine's URL is refused, and not quoted: it may hold a credential."""
+    """A text that is no engine's URL is refused, and not quoted: it may hold a credential."""
     shown = problems_of(f"endpoints: {{a: '{url}'}}")
     assert len(shown) == 1
     assert shown[0].startswith(f"error: endpoints.a.url: {fault}")

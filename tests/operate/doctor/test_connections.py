@@ -130,7 +130,7 @@ def tls_error(reason: str) -> ssl.SSLError:
     ],
 )
 def test_other_failures(error: Exception, said: str, fix: str) -> None:
-    """What the system says, in an operator's words."""
+    """The system's error, in an operator's words."""
     found = explain_failure("endpoint a", Origin.parse("https://engine.example:8000"), error)
     assert found.severity is Severity.PROBLEM
     assert said in found.what

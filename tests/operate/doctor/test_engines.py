@@ -1,4 +1,4 @@
-"""What engines get wrong besides the planted faults: keys, answers, clocks, versions, templates."""
+"""Faults of engines besides the planted ones: keys, answers, clocks, versions, templates."""
 
 from __future__ import annotations
 

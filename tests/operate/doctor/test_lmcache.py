@@ -134,7 +134,7 @@ async def test_lookups_that_are_late() -> None:
     ],
 )
 async def test_strategies(pixiu: bool, strategy: dict[str, Any], said: str) -> None:
-    """What a controller cannot do is told before it fails."""
+    """An action that a controller lacks is reported before it fails."""
     async with cluster({"a": PLAIN}, controller=ControllerSettings(pixiu_shape=pixiu)) as site:
         report = await visit_plain(site, cache_strategy=strategy)
     if not said:

@@ -136,7 +136,7 @@ async def test_an_engine_that_cannot_say_where_it_publishes() -> None:
 
 
 async def test_engines_on_one_host_with_ports_of_their_own() -> None:
-    """What an endpoint says of itself goes before what the filter says of all."""
+    """An endpoint's own setting goes before the filter's."""
     async with cluster({"a": ENGINE}) as site, httpx.AsyncClient(trust_env=False) as client:
         said = (await client.get(f"{site.urls['a']}/kv_event_sources")).json()["0"]
         stated = {name: f"tcp://*:{said[name].rpartition(':')[2]}" for name in ("endpoint", "replay_endpoint")}

@@ -1,4 +1,4 @@
-"""What becomes of findings: order, exit status, JSON, the table."""
+"""Order, exit status, JSON and table of findings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_json() -> None:
 
 
 def test_table() -> None:
-    """What is well in a line, what is wrong with its fix and causes, the worst just before the verdict."""
+    """Good checks take one line, faults have fixes and causes, the worst just before the verdict."""
     out = io.StringIO()
     print_table(DoctorReport.of_findings([GOOD, ODD, BAD], [SKIPPED]), out)
     text = out.getvalue()

@@ -1,4 +1,4 @@
-"""What the doctor says of an SGLang."""
+"""The doctor's findings about an SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to visit: discovery, switched-off filters, this host's limits."""
+"""Targets of a visit: discovery, switched-off filters, this host's limits."""
 
 from __future__ import annotations
 

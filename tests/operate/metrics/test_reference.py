@@ -43,7 +43,7 @@ def test_every_metric_and_label_is_explained() -> None:
 
 
 def test_a_histogram_has_three_series_and_a_counter_one() -> None:
-    """What dashboards may query."""
+    """Series that dashboards may query."""
     series = {
         name: labels for metrics in describe_metrics().values() for m in metrics for name, labels in m.series.items()
     }

@@ -1,4 +1,4 @@
-"""What is noted of a decision is bounded, whatever the cluster's size."""
+"""Records of a decision are bounded, whatever the cluster's size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cluster(clock: FakeClock, count: int, policy: str) -> Cluster:
 
 
 class Told:
-    """What a cluster decides reaches the observers of an exchange."""
+    """Decisions of a cluster that reach the observers of an exchange."""
 
     def __init__(self, *observers: RequestObserver) -> None:
         self.exchange = Exchange(received_at=0.0)

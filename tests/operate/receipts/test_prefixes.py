@@ -35,7 +35,7 @@ def test_a_prompt_has_the_same_names_in_every_process() -> None:
 
 
 def test_another_key_has_other_names() -> None:
-    """What was hashed in one run cannot be recognised with the key of another."""
+    """Hashes of one run cannot be recognised with the key of another."""
     prompt = array("Q", range(40))
     first, second = (decode_prefixes(40, encode_prefixes(prompt, key=key)) for key in (KEY, b"other" * 4))
     assert not {name for _, name in first} & {name for _, name in second}

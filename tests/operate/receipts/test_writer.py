@@ -60,7 +60,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
 
 
 def test_a_stuck_disk_does_not_hold_the_shutdown(tmp_path: Path) -> None:
-    """What is left is counted as dropped."""
+    """Remaining lines are counted as dropped."""
     bench = Bench(tmp_path / "r", interval_s=60.0)
     bench.writer.start()
     bench.gate.clear()

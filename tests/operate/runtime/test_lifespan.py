@@ -61,7 +61,7 @@ def test_a_start_that_fails_ends_a_test_client(tmp_path: Path) -> None:
 
 
 async def test_a_start_that_fails_leaves_no_task(tmp_path: Path) -> None:
-    """What had started is ended."""
+    """Parts that had started are ended."""
     before = asyncio.all_tasks()
     with pytest.raises(OSError, match="receipts"):
         await broken(tmp_path).__aenter__()

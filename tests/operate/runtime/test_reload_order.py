@@ -1,4 +1,4 @@
-"""What only an earlier generation needed ends when its last request is over, or when patience is."""
+"""Parts that only an earlier generation needed end when its last request is over, or when patience is."""
 
 from __future__ import annotations
 

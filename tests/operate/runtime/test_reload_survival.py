@@ -1,4 +1,4 @@
-"""What outlives a reload that changes a cluster's policy, queue or health checks: each thing for itself."""
+"""Objects that outlive a reload that changes a cluster's policy, queue or health checks, each for itself."""
 
 from __future__ import annotations
 
@@ -236,7 +236,8 @@ async def test_event_streams_when_other_settings_of_the_cache_change() -> None:
 
 
 async def test_runtime_changes_of_endpoints() -> None:
-    """What an operator drained, weighed, added or removed stays so; a weight that the file changes is the file's."""
+    """Endpoints that an operator drained, weighed, added or removed stay so; a weight that the file changes is the
+    file's."""
     async with two_engines() as (running, urls):
         async with admin_of(running.proxy) as admin:
             await admin.post("/endpoints", json={"id": "c", "url": "http://127.0.0.1:9"})

@@ -33,7 +33,7 @@ def test_a_bucket_of_another_size_is_as_full(charged: float, level: float) -> No
 
 
 def test_time_under_the_former_rate_counts_by_it() -> None:
-    """What came back before the change is there."""
+    """Tokens that came back before the change are there."""
     bucket = TokenBucket(rate_per_s=1.0, capacity=10.0, now=0.0)
     bucket.charge(10.0, 0.0)
     bucket.resize(rate_per_s=100.0, capacity=10.0, now=5.0)

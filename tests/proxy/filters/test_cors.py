@@ -66,7 +66,7 @@ SDK_HEADERS = (
 
 @pytest.mark.parametrize("method", [b"POST", b"GET", b"DELETE"])
 async def test_the_official_sdks_pass_with_the_defaults(method: bytes) -> None:
-    """What they send from a browser."""
+    """Their requests from a browser."""
     headers = [ORIGIN, (b"access-control-request-method", method), (b"access-control-request-headers", SDK_HEADERS)]
     app = build(Inner(), CorsSettings(allow_origins=("*",)), filter_context())
     reply = await call(app, http_scope("/v1/responses", method="OPTIONS", headers=headers))

@@ -72,7 +72,7 @@ async def answer(key: str, model: str) -> tuple[int, object, float]:
     ],
 )
 async def test_the_documented_filter_works(key: str, model: str, expected: tuple[int, object, float]) -> None:
-    """What a reader copies from the page does what the page says."""
+    """A filter copied from the page does what the page says."""
     assert await answer(key, model) == expected
 
 

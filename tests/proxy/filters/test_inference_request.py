@@ -240,7 +240,7 @@ async def test_reads_time_out_one_by_one() -> None:
 
 
 async def test_a_read_that_timed_out_leaves_no_cancellation_behind() -> None:
-    """What goes on after it can be cancelled again; and one that is cancelled besides is cancelled."""
+    """Code that goes on after it can be cancelled again; and one that is cancelled besides is cancelled."""
     reader = BodyReader(limit_bytes=10, timeout_s=20.0, held=HeldBodies(100))
     never, told = asyncio.Event(), list[int]()
 

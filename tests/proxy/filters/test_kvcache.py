@@ -236,7 +236,7 @@ async def test_kv_aware_weighs_the_facts_itself() -> None:
 
 
 async def test_a_retry_is_told_of_as_a_pick_of_its_own() -> None:
-    """What the failed endpoint was believed to hold is taken back."""
+    """The failed endpoint's assumed blocks are taken back."""
 
     async def broken(engine: FakeEngine, call: Call, send: Any) -> None:
         raise RuntimeError("down")
@@ -369,7 +369,8 @@ class Forgetful(KvCache):
 async def test_facts_and_preference_are_refreshed_when_the_router_asks(
     prefers_match: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What cannot be refreshed stays as it was, and the request goes on; a preference only where there is to be one."""
+    """A fact that cannot be refreshed stays as it was, and the request goes on; a preference only where there is to be
+    one."""
     cluster = cluster_of({"a": NOWHERE, "b": NOWHERE})
     inner, context = Inner(), filter_context()
     kv = Forgetful(settings(), clusters={"default": cluster}, metrics=context.metrics)

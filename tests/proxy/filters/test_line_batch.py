@@ -64,7 +64,7 @@ async def test_no_more_than_a_bound_wait(logger: logging.Logger, records: Record
 
 
 async def test_the_end_loses_nothing(logger: logging.Logger, records: Records) -> None:
-    """What waits goes out when the batch is left, and a line that comes later at once."""
+    """Waiting lines go out when the batch is left, and a later one at once."""
     async with LineBatch(logger, delay_s=3600) as lines:
         lines.add_line("a")
     assert records.messages == ["a"]

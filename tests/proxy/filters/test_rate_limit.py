@@ -196,7 +196,7 @@ async def test_what_was_not_understood_is_charged_by_its_bytes() -> None:
 
 
 async def test_headers_of_an_answer() -> None:
-    """What is left, as OpenAI's clients read it, beside the engine's own headers."""
+    """The remaining budget, as OpenAI's clients read it, beside the engine's own headers."""
     inner = Inner(headers=[(b"a", b"b")])
     app = filter_around(inner, filter_context(), requests_per_minute=60, tokens_per_minute=600, burst=0.5)
     reply = await call(app, http_scope())

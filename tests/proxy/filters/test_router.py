@@ -1,4 +1,4 @@
-"""What the router answers by itself, and that nothing it is told of can hurt a request."""
+"""Answers of the router itself, and that no preference can hurt a request."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ async def test_a_step_that_fails_after_a_request_does_not_keep_the_others_from_i
 
 
 async def test_a_step_may_wait() -> None:
-    """What it waits for is done before the next one begins."""
+    """Its work is done before the next one begins."""
     inner = Inner()
     await call(Waiting(inner, metrics=Metrics(), clock=FakeClock()), http_scope())
     assert inner.exchange.request_id == "waited for"
@@ -183,7 +183,7 @@ async def test_other_scopes_pass_unless_a_step_answers_them() -> None:
 
 
 async def test_the_scope_of_another_server_stays_as_it_is() -> None:
-    """What is around the steps may read it afterwards."""
+    """Servers around the steps may read it afterwards."""
 
     class Changes(Step):
         def before(self, exchange: Exchange, downstream: Downstream) -> None:

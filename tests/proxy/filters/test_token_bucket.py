@@ -8,7 +8,7 @@ from kvproxy.proxy.filters.buckets import MAX_DEBT, TokenBucket
 
 
 def test_starts_full_and_refills_at_its_rate() -> None:
-    """What was taken comes back with time, never more than fits."""
+    """Tokens that were taken come back with time, never more than fit."""
     bucket = TokenBucket(rate_per_s=2.0, capacity=10.0, now=0.0)
     bucket.charge(6.0, 0.0)
     assert bucket.level(0.0) == 4.0

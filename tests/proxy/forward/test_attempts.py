@@ -14,7 +14,7 @@ from kvproxy.proxy.settings import RetrySettings
 
 
 class Fake:
-    """What attempts look at of an endpoint."""
+    """The attributes of an endpoint that attempts read."""
 
     def __init__(self, name: str, retry: EndpointRetrySettings | None) -> None:
         self.id = EndpointId(name)

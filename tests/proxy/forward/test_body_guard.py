@@ -1,4 +1,4 @@
-"""What is cut out of a body, what is put in, and that every other byte stays."""
+"""Members that are cut out of a body or put in, and that every other byte stays."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def test_a_clients_own_salt_is_part_of_the_new_one() -> None:
 
 
 def test_tenants_cannot_choose_each_others_salt() -> None:
-    """What belongs to the name and what to the salt is never in doubt."""
+    """The bytes of the name and those of the salt are never in doubt."""
     assert len({tenant_salt("a", "b"), tenant_salt("ab", ""), tenant_salt("a\0b", ""), tenant_salt("a", "b\0")}) == 4
 
 

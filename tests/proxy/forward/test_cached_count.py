@@ -1,5 +1,5 @@
-"""What an engine leaves out of its usage is put there in the client's words, if the operator wants that; nothing else
-of an answer changes."""
+"""Fields that an engine leaves out of its usage are put there in the client's words, if the operator wants that;
+nothing else of an answer changes."""
 
 from __future__ import annotations
 

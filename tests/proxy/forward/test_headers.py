@@ -1,4 +1,4 @@
-"""What of a client's and an engine's headers passes, and what does not."""
+"""Headers of clients and engines that pass, and those that do not."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_without_a_client_address_the_earlier_ones_stay() -> None:
 
 
 def test_a_forged_proto_is_replaced() -> None:
-    """What the scheme was, this proxy knows best."""
+    """This proxy is the best source of the scheme."""
     assert built([(b"x-forwarded-proto", b"https")])[b"x-forwarded-proto"] == b"http"
 
 
@@ -107,7 +107,7 @@ def test_a_missing_or_bad_trace_parent_is_begun_anew(given: bytes | None) -> Non
 
 
 def test_the_request_id_replaces_the_clients() -> None:
-    """What the log says is what the engine says."""
+    """The log and the engine have the same id."""
     assert built([(b"x-request-id", b"theirs")], request_id="ours")[b"x-request-id"] == b"ours"
     assert built([(b"x-request-id", b"theirs")])[b"x-request-id"] == b"theirs"
 

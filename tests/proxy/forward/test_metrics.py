@@ -1,4 +1,4 @@
-"""What is counted of a finished request."""
+"""Metrics of a finished request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine may say of its models."""
+"""Lists of models that an engine may send."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kvproxy.proxy.forward.public import PublicPaths, has_dot_segment
      "/pooling", "/classify", "/score", "/generate"],
 )  # fmt: skip
 def test_inference_is_public(path: str) -> None:
-    """What clients of vLLM and SGLang call."""
+    """Paths that clients of vLLM and SGLang call."""
     assert path in PublicPaths()
 
 

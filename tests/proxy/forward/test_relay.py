@@ -1,4 +1,4 @@
-"""What is read from the end of an answer on its way down."""
+"""Figures read from the end of an answer on its way down."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ async def test_usage_is_found_in_pieces_that_went_on_at_once(flow: Flow) -> None
 
 
 async def test_a_client_that_takes_no_more_holds_the_engine_back(flow: Flow) -> None:
-    """What comes then is left where it is until the client takes more; nothing is lost or reordered."""
+    """Later data is left where it is until the client takes more; nothing is lost or reordered."""
     engine, client, task, _ = flow
     client.writable = False
     engine.comes(b"second")

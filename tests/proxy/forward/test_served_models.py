@@ -11,7 +11,7 @@ from tests.support.until import until
 
 
 class Engines:
-    """What they list, and how often they were asked."""
+    """Their lists of models, and how often they were requested."""
 
     def __init__(self, *answers: Sequence[str] | Exception) -> None:
         self.answers = list(answers)
@@ -57,7 +57,7 @@ async def test_one_unknown_model_more_asks_nobody(clock: FakeClock) -> None:
 
 
 async def test_lists_are_bounded(clock: FakeClock) -> None:
-    """What is known stays known when a list grows over the bound; a name that is too long is none."""
+    """Known names stay when a list grows over the bound; a name that is too long is none."""
     engines = Engines(["zz", "x" * (MAX_NAME + 1)], [f"m{number:03}" for number in range(200)] + ["zz"])
     async with ServedModels(engines.ask, clock=clock, delay_s=0.0) as served:
         served.serves("zz")

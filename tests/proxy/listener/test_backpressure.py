@@ -1,4 +1,4 @@
-"""What a client sends is parsed as its requests take it, and no further."""
+"""A client's bytes are parsed as its requests take them, and no further."""
 
 from __future__ import annotations
 

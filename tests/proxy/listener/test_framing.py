@@ -1,4 +1,4 @@
-"""What belongs to a request and what only frames it, byte by byte; and how a connection ends."""
+"""Bytes that belong to a request and bytes that frame it, one by one; and how a connection ends."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ BASE = {"type": "http", "scheme": "http"}
 
 @dataclass
 class Request:
-    """What one request became."""
+    """The result of one request."""
 
     scope: dict[str, Any]
     keep_alive: bool
@@ -91,7 +91,7 @@ def test_valid_requests_come_out_as_they_were_sent(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_bad_requests_are_refused_however_they_are_cut(data: st.DataObject) -> None:
-    """What came before them is complete, what comes behind them is nothing."""
+    """Requests before them are complete, bytes behind them are nothing."""
     sent = data.draw(st.lists(valid_requests(), max_size=2))
     bad, status = data.draw(st.sampled_from(INVALID))
     raw = b"".join(request.raw for request in sent) + bad + data.draw(valid_requests()).raw
@@ -182,7 +182,7 @@ def test_what_follows_the_last_request_is_dropped() -> None:
 
 
 def test_a_repeated_head_costs_no_parsing() -> None:
-    """What a kept connection is for: the second time on, nothing is called for each header field."""
+    """Kept connections save this: the second time on, nothing is called for each header field."""
     fields = b"".join(b"x-%d: 1\r\n" % n for n in range(50))
     raw = b"POST /a HTTP/1.1\r\nhost: x\r\n" + fields + b"content-length: 2\r\n\r\nok"
     recorder = Recorder()

@@ -1,4 +1,4 @@
-"""What a client sees of the listener, byte by byte."""
+"""A client's view of the listener, byte by byte."""
 
 from __future__ import annotations
 
@@ -462,7 +462,7 @@ async def test_no_keep_alive_time_is_no_limit() -> None:
 
 
 async def test_each_request_has_a_state_of_its_own() -> None:
-    """What an app keeps there for one request is not the next one's."""
+    """State that an app keeps there for one request is not the next one's."""
     seen: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -635,6 +635,6 @@ def test_another_uvicorn_is_refused(version: str) -> None:
 
 
 def test_the_range_of_uvicorns_is_that_of_the_package() -> None:
-    """What is said to be installed is what an installation takes."""
+    """The documented range is that of an installation."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert UVICORN in project["dependencies"]

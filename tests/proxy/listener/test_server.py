@@ -83,7 +83,7 @@ async def test_running_requests_finish_and_say_close() -> None:
 
 @pytest.mark.parametrize("sharing", ["alone", "two sockets"])
 async def test_connections_not_accepted_yet_are_served(sharing: str) -> None:
-    """What waits in the kernel's queue when the end begins is let in, answered, and its close announced."""
+    """Connections in the kernel's queue when the end begins are let in, answered, and their close announced."""
     sockets = await bind_sockets("127.0.0.1", 0) if sharing == "two sockets" else None
     if sockets is not None:
         sockets += await bind_sockets("127.0.0.1", 0)

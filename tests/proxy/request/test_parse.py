@@ -276,7 +276,7 @@ def test_parts_are_bounded_in_number(count: int, padding: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_a_prompt_is_bounded_in_bytes(count: int) -> None:
-    """What exceeds the bound is counted and digested: the beginning is shared, prompts that differ stay different."""
+    """Bytes over the bound are counted and digested: the beginning is shared, prompts that differ stay different."""
     text = b"x" * (MAX_PROMPT_BYTES // count)
     messages = [b'{"content":"' + text + b'"}'] * count
     one, other = (parsed(CHAT, chat([*messages, end])).prompt for end in (b'"one"', b'"two"'))

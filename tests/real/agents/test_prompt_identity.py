@@ -1,4 +1,4 @@
-"""What kvproxy takes for one prompt is one to a real vLLM, and what it takes for two are two: by rendered token ids."""
+"""Prompts that kvproxy takes for one are one to a real vLLM, and those it takes for two are two: by token ids."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def blocks_of(kind: RequestKind, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", [CHAT, MESSAGES])
 def test_one_prompt_however_spelled_is_one_identity(engine: Renderer, saw: Saw, kind: RequestKind) -> None:
-    """What clients change from turn to turn and an engine does not see."""
+    """Clients change these parts from turn to turn, and an engine does not see them."""
     checked = 0
 
     @_often
@@ -150,7 +150,7 @@ def inputs_of(body: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", TRANSLATED)
 def test_the_chat_has_the_ids_of_the_request(engine: Renderer, saw: Saw, kind: RequestKind) -> None:
-    """What an engine that does not render is asked instead."""
+    """An engine that does not render is sent this instead."""
     equal = refused = 0
 
     @_often

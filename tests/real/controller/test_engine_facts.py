@@ -1,4 +1,4 @@
-"""What kvproxy reads about an engine out of the request path."""
+"""Facts about an engine that kvproxy reads outside the request path."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_metrics(pair: Pair, saw: Saw) -> None:
 
 
 async def test_version_models_and_event_streams(pair: Pair, saw: Saw) -> None:
-    """What an engine says about itself is understood, addresses included."""
+    """An engine's information about itself is read, addresses included."""
     async with engine_client(pair.a) as engine:
         version = await engine.fetch_version()
         models = await engine.list_models()

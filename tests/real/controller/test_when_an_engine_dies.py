@@ -26,7 +26,7 @@ HEALTH = {"active": True, "interval": "200ms", "timeout": "1s", "unhealthy_thres
 
 @dataclass
 class Seen:
-    """What clients saw: how streams ended, by endpoint, and the statuses of whole answers."""
+    """Clients' results: how streams ended, by endpoint, and the statuses of whole answers."""
 
     streams: Counter[tuple[str, str]] = field(default_factory=Counter)
     whole: Counter[int] = field(default_factory=Counter)

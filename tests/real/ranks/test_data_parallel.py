@@ -90,7 +90,7 @@ async def test_a_rank_that_there_is_not_costs_no_request(server: Vllm) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
 async def test_the_header_is_read_for_these_apis(server: Vllm, path: str) -> None:
-    """What one rank has computed it has, and the other has not."""
+    """One rank has the prompt that it computed, and the other has not."""
     prompt = text(200, seed=f"header {path}")
     body: dict[str, Any] = {"model": TINY.name, "max_tokens": 1}
     body |= {"prompt": prompt} if path == "/v1/completions" else {"messages": [{"role": "user", "content": prompt}]}

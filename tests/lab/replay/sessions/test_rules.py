@@ -81,7 +81,7 @@ def test_nothing_waits_where_all_fits(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", EVERY)
 def test_an_engine_that_is_lost_loses_no_session(policy: str) -> None:
-    """What waited for it or had a place there goes on elsewhere; only broken answers fail."""
+    """Requests that waited for it or had a place there go on elsewhere; only broken answers fail."""
     fleet = replace(SHORT, instances=2, leaves=((1, 0.1),))
     outcomes = play(policy, agents(), fleet)
     assert len(outcomes) == agents().requests
