@@ -1,8 +1,8 @@
-"""kvproxy in other people's processes: what a transport, the middleware and their starts and ends cost.
+"""kvproxy in other people's processes: what a transport and the middleware cost.
 
 httpx clients go straight to one engine, through `kvproxy serve`, and by a transport that routes over two engines.
 
-    python -m benchmarks.embedded [--requests N] [--rounds N] [--cycles N] > benchmarks/reports/embedded.md
+    python -m benchmarks.embedded [--requests N] [--rounds N] > benchmarks/reports/embedded.md
     python -m benchmarks.embedded --traces >> benchmarks/reports/embedded.md
 
 The three take turns in one process, round by round; stub engines and the proxy have processes of their own. Traces
@@ -19,14 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kvproxy
@@ -142,20 +141,6 @@ async def measure_middleware(*, rounds: int) -> dict[str, float]:
     return {kind: statistics.median(values[1:]) for kind, values in added.items()}
 
 
-async def measure_cycles(engines: Mapping[str, str], *, cycles: int) -> list[tuple[int, int, int]]:
-    """Open files, tasks and threads after the first start and end of a transport, and after all of them."""
-    seen = []
-    for number in range(cycles):
-        async with httpx.AsyncClient(transport=kvproxy.AsyncTransport(endpoints=engines)) as client:
-            answer = await client.post(f"http://engines{PATH}", content=body_of(500, stream=False, session=number))
-            assert answer.status_code == 200
-        if number in (0, cycles - 1):
-            await asyncio.sleep(0.2)
-            process = psutil.Process()
-            seen.append((process.num_fds(), len(asyncio.all_tasks()), process.num_threads()))
-    return seen
-
-
 async def play_trace(name: str, *, served: bool) -> dict[str, float]:
     """Play a small trace through a proxy that listens, or by the transport."""
     small = TRACES[name]
@@ -218,9 +203,7 @@ def play_traces() -> list[str]:
 def as_markdown(
     found: Mapping[str, Mapping[str, Taken]],
     added: Mapping[str, float],
-    cycles: Sequence[tuple[int, int, int]],
     *,
-    count: int,
     command: str,
 ) -> str:
     """Medians over the rounds, and ratios within a round."""
@@ -254,9 +237,6 @@ def as_markdown(
             "The middleware adds, in CPU:",
             *table(["request", "us"], [[kind, f"{us:.2f}"] for kind, us in added.items()]),
             "",
-            f"Open files, tasks and threads after a transport's first start and end, and after {count}: "
-            f"{cycles[0]} and {cycles[-1]}.",
-            "",
         ]
     )
 
@@ -266,7 +246,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--traces", action="store_true", help="only what is decided on traces")
     parser.add_argument("--play", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -293,10 +272,9 @@ def main() -> None:
             raise SystemExit(problem)
         urls = {STRAIGHT: engines["a"], SERVED: f"http://127.0.0.1:{public}", INSIDE: "http://engines"}
         found = asyncio.run(measure(urls, engines, requests=args.requests, rounds=args.rounds))
-        cycles = asyncio.run(measure_cycles(engines, cycles=args.cycles))
     added = asyncio.run(measure_middleware(rounds=args.rounds))
-    command = f"python -m benchmarks.embedded --requests {args.requests} --rounds {args.rounds} --cycles {args.cycles}"
-    sys.stdout.write(as_markdown(found, added, cycles, count=args.cycles, command=command))
+    command = f"python -m benchmarks.embedded --requests {args.requests} --rounds {args.rounds}"
+    sys.stdout.write(as_markdown(found, added, command=command))
 
 
 if __name__ == "__main__":
