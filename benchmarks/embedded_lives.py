@@ -48,7 +48,7 @@ async def measure_cycles(engines: Mapping[str, str], *, cycles: int) -> tuple[Co
     """Start and end a new transport each time."""
     seen = []
     for number in range(cycles):
-        async with httpx.AsyncClient(transport=kvproxy.AsyncTransport(endpoints=engines)) as client:
+        async with httpx.AsyncClient(transport=kvproxy.AsyncTransport(endpoints=engines), timeout=60.0) as client:
             await _ask(client, number)
         if number in (0, cycles - 1):
             await asyncio.sleep(0.2)
@@ -61,7 +61,7 @@ def measure_loops(engines: Mapping[str, str], *, loops: int) -> tuple[Counts, Co
     transport = kvproxy.AsyncTransport(endpoints=engines)
 
     async def ask(number: int) -> int:
-        await _ask(httpx.AsyncClient(transport=transport), number)
+        await _ask(httpx.AsyncClient(transport=transport, timeout=60.0), number)
         return len(asyncio.all_tasks())
 
     seen = []

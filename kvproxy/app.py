@@ -254,7 +254,7 @@ class Proxy:
         self._runs = False
         await self._running.aclose()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             if self._loop is None or self._loop is not get_running_loop():
                 await self._begin()

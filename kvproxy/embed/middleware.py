@@ -50,6 +50,8 @@ from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
 log = logging.getLogger("kvproxy.kvcache")
 
 M = TypeVar("M", bound=Model)
+#: Any framework's app, whatever types it has for scopes and messages.
+HostApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 #: State key of a request's HostedRequest.
 HOSTED_KEY = "kvproxy_request"
@@ -144,12 +146,12 @@ class KVCacheMiddleware:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: HostApp,
         *,
         endpoints: Mapping[str, str] | Sequence[EndpointSettings],
         settings: KvCacheSettings | Mapping[str, Any] | None = None,
         paths: Mapping[str, str] | Iterable[str] | None = None,
-        filters: Sequence[Callable[[ASGIApp], ASGIApp]] = (),
+        filters: Sequence[Callable[[ASGIApp], HostApp]] = (),
         metrics: Metrics | None = None,
         name: str = "default",
         limit_bytes: int | str = 32 * 1024 * 1024,
@@ -179,7 +181,7 @@ class KVCacheMiddleware:
         )
         #: The service of the latest start; its learned state goes on in the next.
         self.service = self._make_service()
-        inner: ASGIApp = self._host
+        inner: HostApp = self._host
         for make in reversed(filters):
             inner = make(inner)
         self._behind = inner
@@ -220,7 +222,7 @@ class KVCacheMiddleware:
                 if life.holders <= 0:
                     await self._end(life)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
             return
