@@ -216,7 +216,7 @@ def has_bad_pattern(value: bytes) -> bool:
 
 def may_hold_pattern(value: bytes) -> bool:
     """Return the cheap look before."""
-    return b"pattern" in value or b"\\u00" in value
+    return b'"pattern"' in value or (b"\\" in value and b"\\u00" in value)
 
 
 _PATTERN = re.compile(
