@@ -143,6 +143,12 @@ class RadixTree(Generic[N]):
         self.blocks += len(hashes)
         return node
 
+    def append(self, leaf: N, hashes: array[int]) -> None:
+        """Lengthen a leaf."""
+        self.edits += 1
+        leaf.hashes.extend(hashes)
+        self.blocks += len(hashes)
+
     def split(self, node: N, at: int) -> N:
         """Cut `node` after `at` blocks; returns the new head, `node` keeps its identity as the tail."""
         self.edits += 1

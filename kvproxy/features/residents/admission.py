@@ -31,9 +31,13 @@ MAX_SESSIONS = 65_536
 #: Sessions admitted of late, by which the rate is measured at which room becomes free.
 _ADMITTED = 64
 _RATE_KNOWN = 8
+#: Blocks at the end of a prompt, 256 bytes each, among which the session's last prompt ends.
+_LOOKED_AT = 512
 
 
 class _Ledger(Protocol):
+    resident_tokens: int
+
     @property
     def engine(self) -> EngineState | None: ...
 
@@ -103,6 +107,7 @@ class SessionAdmission:
         self._idle: dict[Session, None] = {}  # residents between turns, the longest idle first
         self._known: dict[Session, None] = {}  # all between turns, likewise
         self._reserved: dict[EndpointId, SessionWait] = {}
+        self._found: tuple[Sequence[int], Session | None] = (), None  # by the latest question
         self._granted = (0, 0.0)  # last block of the prompt that waited last, and for how many seconds
         self._admitted: deque[tuple[float, float]] = deque(maxlen=_ADMITTED)  # times and tokens
 
@@ -126,11 +131,13 @@ class SessionAdmission:
             return request
         self.expire(now)
         session = self._find(blocks)
+        self._found = blocks, session
         if session is None and not self.habits.comes_back(blocks[0]):
             return request
         if not self.waits:  # all sessions fit: the policy's choice among all endpoints costs less than another one
-            if any(self._missing_tokens(one, session, request) <= 0.0 for one in candidates):
-                return request
+            for one in candidates:
+                if self._missing_tokens(one, session, request) <= 0.0:
+                    return request
             return msgspec.structs.replace(request, waits_for_room=True)
         full = [one.id for one in candidates if self._missing_tokens(one, session, request) > 0.0]
         if not full:
@@ -145,43 +152,42 @@ class SessionAdmission:
         blocks = cast("array[int]", facts.blocks)
         if not blocks:
             return None
-        session = self._find(blocks)
+        found, session = self._found
+        if found is not blocks or (session is not None and session.running):
+            session = self._find(blocks)
+        tail = blocks[-1]
         if session is None:
-            tail = blocks[-1]
-            session = Session(tail, blocks[0], len(blocks), facts.prompt_tokens, now)
-            session.stays = self.habits.comes_back(blocks[0])
+            stays = self.habits.comes_back(blocks[0])
+            session = Session(tail, blocks[0], len(blocks), facts.prompt_tokens, now, stays=stays)
         else:
             self._return(session, facts.prompt_tokens, now)
+        self._by_tail[tail] = session
         if session.endpoint is not None and (request.waits_for_room or session.endpoint != endpoint):
             self.sets[session.endpoint].leave(session)
-        residents = None
-        if not request.waits_for_room:  # it has waited for too long: this turn passes, and takes nobody's room
-            residents = self.sets.setdefault(endpoint, ResidentSet())
-            residents.enter(session, endpoint, blocks)
-        session.tail = blocks[-1]
+        if session.stays and not request.waits_for_room:  # one that has waited for too long passes without a place
+            residents = self.sets.get(endpoint)
+            if residents is None:
+                residents = self.sets[endpoint] = ResidentSet()
+            residents.enter(session, endpoint, blocks, facts.prompt_tokens)
+            self._make_room(residents)
+        session.tail = tail
         session.blocks = len(blocks)
         session.tokens = facts.prompt_tokens
-        self._by_tail[session.tail] = session
-        if residents is not None:
-            residents.count(session)
-            self._make_room(residents)
         granted, waited_s = self._granted
-        return SessionStay(self, session, waited_s if granted == session.tail else 0.0)
+        return SessionStay(self, session, waited_s if granted == tail else 0.0)
 
     def turn_ended(self, session: Session, now: float, *, served: bool) -> None:
         """Keep the session's room until its next turn, or give it up."""
         session.running = False
         session.ended_at = now
+        if session.endpoint is not None:
+            self.sets[session.endpoint].turn_ended(session)
         if not served:
             self._forget(session)
             return
         self._known[session] = None
-        if session.endpoint is None:
-            return
-        if session.stays:
+        if session.endpoint is not None:
             self._idle[session] = None
-        else:
-            self.sets[session.endpoint].leave(session)
         if len(self._known) > MAX_SESSIONS:
             self._forget(next(iter(self._known)))
 
@@ -283,7 +289,7 @@ class SessionAdmission:
     def _find(self, blocks: Sequence[int]) -> Session | None:
         """Return the session between turns that a prompt with these blocks continues."""
         by_tail = self._by_tail
-        for block in reversed(blocks):
+        for block in blocks[: -_LOOKED_AT - 1 : -1]:
             found = by_tail.get(block)
             if found is not None:
                 return None if found.running else found
@@ -293,7 +299,8 @@ class SessionAdmission:
         self, one: Candidate, session: Session | None, request: PickRequest, *, holder: SessionWait | None = None
     ) -> float:
         """Return the tokens by which an endpoint's room falls short of a session; 0 or less: it has room."""
-        engine = cast("_Ledger", one.load).engine
+        load = cast("_Ledger", one.load)
+        engine = load.engine
         residents = self.sets.get(one.id)
         if engine is None or not engine.capacity_tokens or not residents:
             return 0.0
@@ -302,10 +309,13 @@ class SessionAdmission:
             return 0.0
         if self._reserved.get(one.id, holder) is not holder:
             return engine.capacity_tokens
-        facts = request.facts
+        tokens = request.facts.prompt_tokens
         growth = self.habits.growth_tokens
-        own = residents.own_share(cast("array[int]", facts.blocks)) * facts.prompt_tokens + growth
-        return residents.tokens(growth) + own - ADMIT_BELOW * engine.capacity_tokens
+        single_tokens = max(0, load.resident_tokens - residents.running_tokens)
+        missing = residents.tokens(growth) + single_tokens + tokens + growth - ADMIT_BELOW * engine.capacity_tokens
+        if missing <= 0.0:
+            return missing
+        return missing - residents.count_shared(cast("array[int]", request.facts.blocks)) * tokens
 
     def _return(self, session: Session, tokens: int, now: float) -> None:
         self.habits.note_return(session.head, now - session.ended_at, tokens - session.tokens, first=session.turns == 1)

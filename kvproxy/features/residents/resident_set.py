@@ -45,6 +45,7 @@ class ResidentSet:
         self._residents: dict[Session, None] = {}
         self._tokens = 0  # of all contexts, shared prefixes several times
         self._blocks = 0  # likewise
+        self.running_tokens = 0  # of those whose turn is running
         self.capacity_tokens = 0  # of the engine's memory; 0: unknown
 
     def __len__(self) -> int:
@@ -58,27 +59,35 @@ class ResidentSet:
         shared = self._tokens / self._blocks if self._blocks else 0.0
         return self._tree.blocks * shared + len(self._residents) * growth_tokens
 
-    def own_share(self, blocks: array[int]) -> float:
-        """Share of a context that no resident has."""
+    def count_shared(self, blocks: array[int]) -> float:
+        """Share of a context that some resident has."""
         cursor = self._tree.locate(blocks)
-        return 1.0 - (cursor.depth + cursor.inside) / len(blocks)
+        return (cursor.depth + cursor.inside) / len(blocks)
 
-    def enter(self, session: Session, endpoint: EndpointId, blocks: array[int]) -> None:
-        """Add a session with this context, or set the context of one that is there."""
-        leaf = self._add(blocks)
-        if session.leaf is not None:
-            self._drop(session.leaf)
+    def enter(self, session: Session, endpoint: EndpointId, blocks: array[int], tokens: int) -> None:
+        """Add a session whose turn begins with this context, or set the context of one that is there."""
+        leaf = session.leaf
+        if leaf is None:
+            leaf = self._add(blocks)
+            self._residents[session] = None
+        else:
             self._tokens -= session.tokens
             self._blocks -= session.blocks
-            leaf = self._join(leaf)
-        self._residents[session] = None
+            if leaf.residents == 1:  # nothing is shared behind its beginning
+                self._tree.append(leaf, blocks[session.blocks :])
+            else:
+                before = leaf
+                leaf = self._add(blocks)
+                self._drop(before)
         session.endpoint = endpoint
         session.leaf = leaf
+        self._tokens += tokens
+        self._blocks += len(blocks)
+        self.running_tokens += tokens
 
-    def count(self, session: Session) -> None:
-        """Count the tokens of a context that was just set."""
-        self._tokens += session.tokens
-        self._blocks += session.blocks
+    def turn_ended(self, session: Session) -> None:
+        """Note the end of a resident's turn."""
+        self.running_tokens -= session.tokens
 
     def leave(self, session: Session) -> None:
         """Remove a session."""
@@ -114,11 +123,3 @@ class ResidentSet:
             if not node.residents:
                 self._tree.remove(node)
             node = parent
-
-    def _join(self, leaf: ContextNode) -> ContextNode:
-        """Join a leaf with its parent where no other resident has either: contexts stay as few runs as they share."""
-        parent: ContextNode | None = leaf.parent
-        if leaf.residents == 1 and parent is not None and parent.residents == 1:
-            self._tree.absorb(parent, leaf)
-            return parent
-        return leaf

@@ -100,15 +100,21 @@ def test_what_sessions_share_counts_once(admission: SessionAdmission) -> None:
     assert waits(admission, prompt(2, 801, shared=400), A)
 
 
-def test_single_requests_never_wait_and_stay_no_longer_than_they_run(admission: SessionAdmission) -> None:
-    """Prompts of whose kind most did not come back."""
-    knows(admission, 1)
-    turn(admission, prompt(1, 800), A)
-    assert not waits(admission, prompt(9, 500), A)
-    running = begin(admission, prompt(9, 100), A)
-    assert len(admission.sets[A.id]) == 2
+def test_single_requests_never_wait_and_count_as_long_as_they_run(admission: SessionAdmission) -> None:
+    """Prompts of whose kind most did not come back; what runs of residents counts once."""
+    engine = Engine(EndpointId("e"))
+    knows(admission, 1, 2)
+    engine.load.reserve(500 * BLOCK, 0, 0.0)
+    running = begin(admission, prompt(1, 500), engine)
+    assert not waits(admission, prompt(9, 500), engine)
+    assert not waits(admission, prompt(2, 400), engine)
+    single = engine.load.reserve(100 * BLOCK, 0, 0.0)
+    assert len(admission.sets[engine.id]) == 1
+    assert waits(admission, prompt(2, 400), engine)
+    engine.load.release(single, 0.0)
+    assert not waits(admission, prompt(2, 400), engine)
     running.end(0.0, served=True)
-    assert len(admission.sets[A.id]) == 1
+    assert admission.sets[engine.id].running_tokens == 0
 
 
 def test_beginnings_are_learned_from_what_came_back() -> None:
