@@ -6,7 +6,6 @@ import base64
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -62,6 +61,8 @@ async def test_the_official_clients_send_pictures() -> None:
             ]
             item: Any = {"type": "message", "role": "user", "content": parts}
             response = await client.responses.create(model="tiny", input=[item], max_output_tokens=1)
+        import anthropic  # takes two seconds
+
         async with anthropic.AsyncAnthropic(base_url=running.url, api_key="none", max_retries=0) as other:
             blocks: Any = [
                 {"type": "text", "text": TEXT}, {"type": "image", "source": source}, {"type": "text", "text": "So?"},
