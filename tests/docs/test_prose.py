@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
+
 import pytest
 
-from tests.prose import SOURCES, find_broken
+from tests.prose import ROOT, SOURCES, find_broken
 
 #: Largest share of sentences that may break a rule, by text and rule.
 LIMITS = {
@@ -15,9 +18,25 @@ LIMITS = {
 }
 
 
+_CLAUSE = re.compile(r'"{3}What ')
+
+
+@cache
+def sentences(text: str) -> list[tuple[str, str]]:
+    """Return the sentences of a text with their places."""
+    return list(SOURCES[text]())
+
+
 @pytest.mark.parametrize(("text", "rule"), LIMITS)
 def test_few_sentences_break_the_rules(text: str, rule: str) -> None:
     """The subject of a sentence is a named thing, and programs send, report and estimate."""
-    found = list(SOURCES[text]())
+    found = sentences(text)
     wrong = find_broken(rule, found)
     assert len(wrong) <= LIMITS[text, rule] * len(found), wrong
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "kvproxy", "packaging", "samples", "tests"])
+def test_docstrings_begin_with_no_clause(folder: str) -> None:
+    """Those of tests neither."""
+    sources = (ROOT / folder).rglob("*.py")
+    assert [str(path) for path in sources if _CLAUSE.search(path.read_text())] == []

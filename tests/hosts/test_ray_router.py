@@ -160,7 +160,7 @@ async def test_a_multiplexed_model_stays_where_it_is_loaded() -> None:
 
 
 async def test_replicas_come_and_go() -> None:
-    """What a replica that is gone held is forgotten; a new one is used at once."""
+    """Prefixes of a replica that is gone are forgotten; a new one is used at once."""
     first, second, third = Replica("a"), Replica("b"), Replica("c")
     router = make_router(first)
     assert await serve(router, make_request(0)) == "a"
