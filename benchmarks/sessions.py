@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.routing_cells import ROOT
-from benchmarks.sessions_report import as_markdown
+from benchmarks.sessions_report import OFF, ON, PEERS, as_markdown
 from benchmarks.sessions_shapes import AGENTS_AN_ENGINE, SHAPES, needed_tokens
 from kvproxy.lab.replay.batch import find_places, measure_alone, summarize_batch
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
@@ -28,7 +28,7 @@ from kvproxy.lab.replay.settings import ENGINES, Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Trace
 
 CAPACITY_TOKENS = 400_000
-POLICIES = ("kv_aware", "thunderagent", "vllm_router", BEST_PLACES)
+POLICIES = (OFF, ON, *PEERS, BEST_PLACES)
 #: Of other shapes than agents, whose number follows from the ratio; the memory is then what gives the ratio.
 SESSIONS_AN_ENGINE = 24
 
@@ -105,7 +105,9 @@ def play(policy: str, trace: Trace, fleet: ReplayFleet, seed: int) -> Sequence[R
     """Return the outcomes of one run."""
     spec = PolicySpec.parse_run(policy)
     made = spec.make(rng=Random(seed))
-    return play_policy(trace, Pace(), fleet, made, queue=spec.queue, sessions=spec.sessions, seed=seed)
+    return play_policy(
+        trace, Pace(), fleet, made, queue=spec.queue, no_admission=spec.no_admission, sessions=spec.sessions, seed=seed
+    )
 
 
 def chat_figures(outcomes: Sequence[ReplayOutcome]) -> dict[str, float]:

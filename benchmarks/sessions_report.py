@@ -24,10 +24,12 @@ tokens. *lost*: the last engine goes in the middle. *needs*: the contexts over t
 once.
 
 `thunderagent` and `vllm_router` are those schedulers' rules, with the engines' true memory and speeds and every
-session's end known to them; `places=N`, with the best N, admits N sessions on each engine to their end. `kv_aware`
-knows no session. Sessions an hour; s from a session's start to its last answer; TTFT of first requests, 90 %; the
-longest until an engine admitted a request; share of prompt tokens found in cache; Jain's index of the sessions'
-slowdowns against their time alone; correlation of a request's wait with its prompt's length. Chat: TTFT.
+session's end known to them; `places=N`, with the best N, admits N sessions on each engine to their end. `kv_aware` is
+kvproxy with nothing configured: it knows sessions by their prompts, not their ends, and admits them where an engine
+has room; `+no_admission` admits all at once. Sessions an hour; s from a session's start to its last answer; TTFT of
+first requests, 90 %; the longest until an engine admitted a request; share of prompt tokens found in cache; Jain's
+index of the sessions' slowdowns against their time alone; correlation of a request's wait with its prompt's length.
+Chat: TTFT.
 """
 
 COLUMNS = (
@@ -44,8 +46,8 @@ COLUMNS = (
 CHAT = (("chat mean", "chat_mean_s", "{:.2f}"), ("chat 99 %", "chat_p99_s", "{:.2f}"))
 
 
-#: Names of runs with and without admission of sessions, once there are such.
-ON, OFF = "kv_aware", "kv_aware+no_sessions"
+#: Runs with and without admission of sessions.
+ON, OFF = "kv_aware", "kv_aware+no_admission"
 PEERS = ("thunderagent", "vllm_router")
 
 

@@ -67,7 +67,7 @@ def test_what_is_missed_is_bold() -> None:
         "session_p90_s": 80.0, "first_answer_p90_s": 1.0, "wait_max_s": 9.0, "hit_rate": 0.95, "fairness": 0.8,
         "wait_by_length": 0.0, "failed": 0.0,
     }  # fmt: skip
-    on, off, peer = ({**row, "policy": name} for name in ("kv_aware", "kv_aware+no_sessions", "vllm_router"))
+    on, off, peer = ({**row, "policy": name} for name in ("kv_aware", "kv_aware+no_admission", "vllm_router"))
     assert "## Wanted" not in as_markdown([on, peer])
     text = as_markdown([on, {**off, "session_mean_s": 100.0}, {**peer, "session_p90_s": 60.0}])
     assert "| agents-1-2 | | 0.95 | 0.40 | 1.00 | 1.00 | **1.33** | **0.80** | 0.00 | |" in text
