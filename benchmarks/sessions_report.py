@@ -105,7 +105,10 @@ def _mean(rows: Rows) -> Row:
 
 
 def as_markdown(rows: Rows) -> str:
-    """Return the report: a table of each shape."""
+    """Return the report: a table of each shape, its cells as they were run and the policies of each in one order."""
+    cells = list(dict.fromkeys(row["cell"] for row in rows))
+    policies = (OFF, ON, *PEERS, "places")
+    rows = sorted(rows, key=lambda row: (cells.index(row["cell"]), policies.index(row["policy"].partition("=")[0])))
     shapes = dict.fromkeys(row["cell"].partition("-")[0] for row in rows)
     lines = [HEAD, *_wanted(rows)]
     for shape in shapes:
