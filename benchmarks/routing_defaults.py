@@ -27,6 +27,7 @@ LOADS = (0.9, 0.7)
 DEFAULT = "kv_aware"
 PEERS = ("lmetric", "least_ttft", "dynamo_agentic")
 REPORT = Path(__file__).parent / "reports" / "routing-defaults.md"
+NOTES = Path(__file__).parent / "routing_defaults_notes.md"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ def as_markdown(cells: dict[str, Played], *, command: str, about: str) -> str:
         "Time to first token of `kv_aware`, as it is without any setting, as a ratio to each peer; geometric means "
         "over the cells. The best peer is the lower of the three in that cell and figure. Below 1 is better.",
         *table(["", *PEERS, "the best peer", "cells above 1.0"], [*summary, ["end to end, mean of", *e2e, "", ""]]),
+        "", f"Above 1.0 of the best peer, the worst first, in the mean: {_worse(cells, 'mean_s')}.",
+        "", f"In the p99: {_worse(cells, 'p99_s')}.",
         "", "## Cells", "", "Mean and p99 in seconds; ratios to the best peer.",
         *table(
             ["cell", *(f"{policy} mean / p99" for policy in (DEFAULT, *PEERS)), "mean of best", "p99 of best"],
@@ -108,6 +111,13 @@ def _of_best(played: Played, figure: str) -> float:
     return max(_of(played, peer, figure) for peer in PEERS)
 
 
+def _worse(cells: dict[str, Played], figure: str) -> str:
+    """List the cells where a peer is better, with the ratio."""
+    ratios = {name: _of_best(played, figure) for name, played in cells.items()}
+    worst = sorted((name for name, ratio in ratios.items() if ratio > 1.0), key=lambda name: -ratios[name])
+    return "; ".join(f"{name} {ratios[name]:.2f}" for name in worst) or "none"
+
+
 def _wanted(names: Sequence[str]) -> list[tuple[str, float]]:
     traces = [(name, load) for load in LOADS for name in TRACES if name in names]
     return traces + [(name, SCENARIOS[name].load) for name in names if name in SCENARIOS]
@@ -126,7 +136,7 @@ def main() -> None:
     for name, load in wanted:
         cells[f"{name}, {load:g}"] = play_cell(name, load, requests=args.requests, seeds=args.seeds)
         about = f"{ENGINES} engines, report halves, virtual time; {len(cells)} of {len(wanted)} cells asked for."
-        REPORT.write_text(as_markdown(cells, command=command, about=about))
+        REPORT.write_text(as_markdown(cells, command=command, about=about) + NOTES.read_text())
     print(REPORT.read_text())
 
 

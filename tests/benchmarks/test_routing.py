@@ -96,6 +96,8 @@ def test_defaults_are_held_against_the_best_peer_of_each_cell() -> None:
     text = routing_defaults.as_markdown(cells, command="c", about="a")
     assert "| mean of | 1.000 | 0.667 | 0.500 | 1.000 | 1 of 2 |" in text
     assert "| p99 of | 0.889 | 2.000 | 0.889 | 2.000 | 2 of 2 |" in text
+    assert "in the mean: two 2.00." in text
+    assert "In the p99: one 2.00; two 2.00." in text
 
 
 def test_a_cell_of_the_defaults_is_played() -> None:
