@@ -53,7 +53,7 @@ async def test_what_is_shown() -> None:
     heads = "ENDPOINT STATE REQ/MIN ERR/MIN TTFT P95 IN FLIGHT PENDING KV QUEUE SPEED KV EVENTS"
     assert " ".join(lines[2].split()) == heads
     assert " ".join(lines[3].split()) == "a up 1 0 - 0 0 - - - not followed"
-    assert " ".join(lines[-1].split()) == "0s ago - evil?[2J a overlap 100 0 60 250ms 502 upstream died +2"
+    assert " ".join(lines[-1].split()) == "0s ago - evil?[2J a overlap 100 - 60 250ms 502 upstream died +2"
     assert "\x1b" not in text
 
 
