@@ -1,12 +1,13 @@
 """Request routers of Ray Serve over four simulated replicas: `kvproxy.ray` beside Ray's own.
 
-    pip install 'kvproxy[ray,redis]' ai-dynamo-runtime pyzmq time-machine (and a redis-server)
+    pip install 'kvproxy[ray]' ai-dynamo-runtime pyzmq time-machine
     python -m benchmarks.ray_routing [--rounds N] > benchmarks/reports/ray.md
 
 Each router's code runs as it is, with Ray Serve's queues and retries around it, in virtual time; replicas are simulated
 engines in the same process, so no Ray is started. PrefixCacheAffinityRouter has its tree here too, and KVAwareRouter
-gets token ids, KV events over ZMQ, first tokens and ends as in Ray Serve LLM. Agents and chats are those of
-benchmarks/small_traces.py. Then each router chooses one request after the other: CPU of a choice.
+gets token ids, KV events over ZMQ, first tokens and ends as in Ray Serve LLM; the store of `sync` takes 5 ms. Agents
+and chats are those of benchmarks/small_traces.py. Then each router chooses for one request after the other: CPU of a
+choice.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from benchmarks import virtual
 from benchmarks.markdown import table
-from benchmarks.processes import free_port
 from benchmarks.small_traces import BLOCK_TOKENS, ENGINES, MODEL, TRACES, Ask, SmallTrace, play, summarize
+from kvproxy.features.exchange import service, stores
 from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import KvEvent, SimRequest
 from kvproxy.lab.simulator.engine_runner import EngineRunner
@@ -44,10 +45,11 @@ ROUTERS = ("PowerOfTwoChoices", "ConsistentHash", "PrefixCacheAffinityRouter", D
 #: Routers by the number of ingresses.
 CASES = {1: ROUTERS, 2: (*ROUTERS, TOGETHER)}
 BEST = {1: OURS, 2: TOGETHER}
-_REDIS = "KVPROXY_BENCH_REDIS"
+#: Time of a message between ingresses of ours, through a store.
+_STORE_S = 0.005
 CELLS = [(count, name) for count, names in CASES.items() for name in names]
 _ROOM = 1000  # max_ongoing_requests: engines queue by themselves
-_EVENTS_S = 0.0005
+_EVENTS_S = 0.003
 
 
 class Replica:
@@ -125,6 +127,30 @@ class HeldService:
         return call
 
 
+class LocalStore(stores.StoreLink):
+    """Store of the exchange in this process, in virtual time; it takes as long as one on the network."""
+
+    name = "redis"
+    _subscribed: ClassVar[dict[str, list[asyncio.Queue[bytes]]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Any]:
+        arriving: asyncio.Queue[bytes] = asyncio.Queue()
+        for topic in (self._topic, self._own):
+            self._subscribed.setdefault(topic, []).append(arriving)
+        yield arriving
+
+    async def _receive(self, connection: Any) -> None:
+        while True:
+            self._on_message(await connection.get())
+
+    async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None:
+        loop = asyncio.get_running_loop()
+        for topic, payload in messages:
+            for arriving in self._subscribed.get(topic, ()):
+                loop.call_later(_STORE_S, arriving.put_nowait, payload)
+
+
 class Ingress:
     """One ingress replica: a router, and what Ray Serve does around it."""
 
@@ -165,8 +191,10 @@ def _router_class(name: str) -> tuple[Any, dict[str, Any]]:
     if name in (OURS, TOGETHER):
         from kvproxy.ray import KVCacheRouter
 
-        redis = os.environ.get(_REDIS, "")
-        return KVCacheRouter, {"settings": {"sync": {"redis": redis}}} if name == TOGETHER else {}
+        if name != TOGETHER:
+            return KVCacheRouter, {}
+        vars(service)["RedisLink"] = LocalStore  # a store on no network
+        return KVCacheRouter, {"settings": {"sync": {"redis": "redis://here"}}}
     if name == "PowerOfTwoChoices":
         from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
@@ -385,20 +413,6 @@ def as_markdown(found: Found, choices: Mapping[tuple[str, str], float], *, comma
     return "\n".join([*lines, ""])
 
 
-@contextlib.contextmanager
-def serve_redis() -> Iterator[None]:
-    """Serve the store where our ingresses meet."""
-    port = free_port()
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    os.environ[_REDIS] = f"redis://127.0.0.1:{port}"
-    try:
-        yield
-    finally:
-        child.terminate()
-        child.wait()
-
-
 def report(rounds: int) -> None:
     """Play everything and print the report."""
     found: dict[tuple[str, int, str], list[dict[str, float]]] = {}
@@ -426,8 +440,7 @@ def main() -> None:
         played = measure_choice(trace, name) if count == "choice" else play_router(trace, name, int(count))
         print(json.dumps(virtual.run(played)))
         return
-    with serve_redis():
-        report(args.rounds)
+    report(args.rounds)
 
 
 if __name__ == "__main__":
