@@ -20,7 +20,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.endpoint_wait import EndpointWait
 from kvproxy.cluster.metrics import RoutingMetrics
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.cluster.routing.admission import BEGUN_LEVELS, Admission, RoomWait
+from kvproxy.cluster.routing.admission import Admission, RoomWait
 from kvproxy.cluster.routing.costs import least_own_s, own_s, wait_s
 from kvproxy.cluster.routing.fair_queue import FairQueue, LeastWait, QueueSettings
 from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
@@ -154,7 +154,6 @@ class RouterQueue:
         has_room = None
         if room is not None:
             has_room = partial(self._has_room, self.admission, room, request.model)
-            level += BEGUN_LEVELS if room.begun else 0
         ticket = self._queue.offer(
             queued, least_s, now, model=request.model, level=level, tenant=tenant, has_room=has_room
         )

@@ -284,7 +284,7 @@ class RouterQueueSettings(Model):
     """While an endpoint has less prefill pending no request for its model waits."""
     ageing: float = Field(default=0.3, ge=0, le=10)
     """Seconds of own prefill that one second of waiting outweighs; in engines that take a `priority` too."""
-    max_wait: Duration = 300.0
+    max_wait: Duration = 540.0
     """Then a request goes out, whatever is pending at the endpoints. A bound for clients that would give up, not a part
     of the order: such a request overtakes more urgent ones."""
     priority_header: str = ""

@@ -22,17 +22,8 @@ class Stay(Protocol):
         ...
 
 
-#: Levels of priority by which turns of sessions that have begun go before new sessions: 300 s of waiting.
-BEGUN_LEVELS = 30
-
-
 class RoomWait(Protocol):
     """A request that waits for room."""
-
-    @property
-    def begun(self) -> bool:
-        """Return True if its session has begun."""
-        ...
 
     def has_room(self, candidates: Sequence[Candidate], now: float) -> bool:
         """Return whether one of these endpoints has room for it. The first of a line keeps the room that is left."""

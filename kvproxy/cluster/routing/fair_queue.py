@@ -33,7 +33,7 @@ class QueueSettings:
     limit: int = 1024  # requests held; further ones are refused
     admit_below_s: float = 0.3  # an endpoint with less pending prefill has capacity
     ageing: float = AGEING  # seconds of own work that one second of waiting outweighs
-    max_wait_s: float = 300.0  # upper bound on the wait, whatever is pending at the endpoints
+    max_wait_s: float = 540.0  # upper bound on the wait, whatever is pending at the endpoints
 
 
 class FairQueue(Generic[ItemT]):

@@ -81,11 +81,6 @@ class SessionWait:
         self.began_at = now
         self.reserved: EndpointId | None = None  # endpoint whose room is kept for it
 
-    @property
-    def begun(self) -> bool:
-        """As of RoomWait."""
-        return self.session is not None
-
     def has_room(self, candidates: Sequence[Candidate], now: float) -> bool:
         """As of RoomWait."""
         return self._admission.has_room(self, candidates, now)
@@ -132,7 +127,7 @@ class SessionAdmission:
         self.expire(now)
         session = self._find(blocks)
         self._found = blocks, session
-        if session is None and not self.habits.comes_back(blocks[0]):
+        if not self.habits.comes_back(blocks[0]):
             return request
         if not self.waits:  # all sessions fit: the policy's choice among all endpoints costs less than another one
             for one in candidates:
@@ -157,14 +152,15 @@ class SessionAdmission:
             session = self._find(blocks)
         tail = blocks[-1]
         if session is None:
-            stays = self.habits.comes_back(blocks[0])
-            session = Session(tail, blocks[0], len(blocks), facts.prompt_tokens, now, stays=stays)
+            session = Session(tail, blocks[0], len(blocks), facts.prompt_tokens, now)
         else:
             self._return(session, facts.prompt_tokens, now)
+        session.stays = self.habits.comes_back(blocks[0])
         self._by_tail[tail] = session
-        if session.endpoint is not None and (request.waits_for_room or session.endpoint != endpoint):
+        stays = session.stays and not request.waits_for_room  # one that waited for too long passes without a place
+        if session.endpoint is not None and not (stays and session.endpoint == endpoint):
             self.sets[session.endpoint].leave(session)
-        if session.stays and not request.waits_for_room:  # one that has waited for too long passes without a place
+        if stays:
             residents = self.sets.get(endpoint)
             if residents is None:
                 residents = self.sets[endpoint] = ResidentSet()
@@ -320,7 +316,7 @@ class SessionAdmission:
     def _return(self, session: Session, tokens: int, now: float) -> None:
         self.habits.note_return(session.head, now - session.ended_at, tokens - session.tokens, first=session.turns == 1)
         session.turns += 1
-        session.running = session.stays = True
+        session.running = True
         self._idle.pop(session, None)
         self._known.pop(session, None)
         if self._by_tail.get(session.tail) is session:

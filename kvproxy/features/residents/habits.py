@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 
 #: Gap between turns after which a session is no longer expected back.
-HORIZON_S = 60.0
+HORIZON_S = 30.0
 #: Until gaps are known.
 _FIRST_LIMIT_S = 20.0
 _LEAST_LIMIT_S = 2.0

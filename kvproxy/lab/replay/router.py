@@ -10,7 +10,7 @@ from functools import partial
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.pick import reserve, split_prompt
 from kvproxy.cluster.routing import selector
-from kvproxy.cluster.routing.admission import BEGUN_LEVELS, Admission, RoomWait, Stay
+from kvproxy.cluster.routing.admission import Admission, RoomWait, Stay
 from kvproxy.cluster.routing.copy_planner import Transfer, landed
 from kvproxy.cluster.routing.costs import least_own_s, wait_s
 from kvproxy.cluster.routing.engine_samples import NOTHING_READ, EndedWork, Reading
@@ -147,14 +147,12 @@ class VirtualRouter:
         """Queue a request; False: the queue is full."""
         assert self._speeds is not None
         has_room = None
-        level = 0
         if decision.request.waits_for_room and self._admission is not None:
             room = request.room = self._admission.wait(decision.request, now)
             has_room = lambda at: room.has_room(self.endpoints, at)  # noqa: E731
-            level = BEGUN_LEVELS if room.begun else 0
         own_s = least_own_s(decision.request.facts, self.endpoints, self._speeds)
         tenant = request.outcome.tenant
-        return self._queue.offer(request, own_s, now, level=level, tenant=tenant, has_room=has_room) is not None
+        return self._queue.offer(request, own_s, now, tenant=tenant, has_room=has_room) is not None
 
     def release(self, now: float) -> Placement | None:
         """Places the next queued request whose time has come; call until None."""
