@@ -108,8 +108,11 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
         outcome.endpoint = pick.endpoint.id
         outcome.policy = decision.policy
         outcome.pick_reason = decision.reason
-        if pick.stay is not None and (note := pick.stay.note) is not None:
-            outcome.notes[note[0]] = note[1]
+        if pick.stay is not None:
+            if (note := pick.stay.note) is not None:
+                outcome.notes[note[0]] = note[1]
+            if self.exchange.inference is not None and self.exchange.inference.session_ends:
+                pick.stay.is_last()
         if len(decision.candidates) <= MAX_REMEMBERED:
             outcome.candidates = decision.candidates
             outcome.costs = () if decision.choice is None else decision.choice.costs

@@ -32,6 +32,8 @@ class FakeStay:
     served: list[bool]
     note: tuple[str, object] | None = ("fake", "left")
 
+    def is_last(self) -> None: ...
+
     def end(self, now: float, *, served: bool) -> None:
         self.served.append(served)
 

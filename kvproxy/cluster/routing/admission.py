@@ -17,6 +17,10 @@ class Stay(Protocol):
         """Return its note for the outcome of the request, by name; None: it has none."""
         ...
 
+    def is_last(self) -> None:
+        """Note that the client ends its session with this request."""
+        ...
+
     def end(self, now: float, *, served: bool) -> None:
         """Note its end; `served` is false where the client left or the engine failed."""
         ...

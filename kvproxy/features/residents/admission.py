@@ -45,11 +45,12 @@ class _Ledger(Protocol):
 class SessionStay:
     """One turn of a session, from its placement to its end."""
 
-    __slots__ = ("_admission", "_session", "_turn", "_waited_s")
+    __slots__ = ("_admission", "_last", "_session", "_turn", "_waited_s")
 
     def __init__(self, admission: SessionAdmission, session: Session, waited_s: float) -> None:
         self._admission = admission
         self._session = session
+        self._last = False
         self._turn = session.turns
         self._waited_s = waited_s
 
@@ -61,9 +62,13 @@ class SessionStay:
             return None
         return NOTE, SessionTurn(self._turn, session.endpoint is not None, round(self._waited_s, 3))
 
+    def is_last(self) -> None:
+        """As of Stay."""
+        self._last = True
+
     def end(self, now: float, *, served: bool) -> None:
         """As of Stay."""
-        self._admission.turn_ended(self._session, now, served=served)
+        self._admission.turn_ended(self._session, now, goes_on=served and not self._last)
 
 
 class SessionWait:
@@ -172,13 +177,13 @@ class SessionAdmission:
         granted, waited_s = self._granted
         return SessionStay(self, session, waited_s if granted == tail else 0.0)
 
-    def turn_ended(self, session: Session, now: float, *, served: bool) -> None:
+    def turn_ended(self, session: Session, now: float, *, goes_on: bool) -> None:
         """Keep the session's room until its next turn, or give it up."""
         session.running = False
         session.ended_at = now
         if session.endpoint is not None:
             self.sets[session.endpoint].turn_ended(session)
-        if not served:
+        if not goes_on:
             self._forget(session)
             return
         self._known[session] = None

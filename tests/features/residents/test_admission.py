@@ -150,6 +150,17 @@ def test_a_client_that_left_gives_up_its_room_at_once(admission: SessionAdmissio
     assert admission.sessions == 0
 
 
+def test_a_session_that_its_client_ends_gives_up_its_room_with_its_answer(admission: SessionAdmission) -> None:
+    """By the header or field that names its last request."""
+    knows(admission, 1, 2)
+    last = begin(admission, prompt(1, 800), A)
+    last.is_last()
+    assert waits(admission, prompt(2, 200), A)
+    last.end(0.0, served=True)
+    assert not waits(admission, prompt(2, 200), A)
+    assert admission.sessions == 0
+
+
 def test_the_youngest_between_turns_gives_way_to_growth(admission: SessionAdmission) -> None:
     """Its next turn waits for room like a new session's."""
     knows(admission, 1, 2, 3)

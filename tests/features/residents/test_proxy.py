@@ -104,6 +104,17 @@ async def test_switched_off_no_session_waits(tmp_path: Path) -> None:
         assert (row.state, row.reason) == ("off", "`admit_sessions: false`")
 
 
+async def test_the_last_request_of_a_session_leaves_no_resident(tmp_path: Path) -> None:
+    """Where its client names it."""
+    async with proxied(tmp_path) as (_, client, sessions):
+        for turn in (1, 2):
+            await client.post("/v1/chat/completions", json=chat(1, turn))
+        assert len(sessions.rule.sets[EndpointId("only")]) == 1
+        final = {"x-dynamo-session-id": "s", "x-dynamo-session-final": "true"}
+        assert (await client.post("/v1/chat/completions", json=chat(1, 3), headers=final)).status_code == 200
+        assert not sessions.rule.sets[EndpointId("only")]
+
+
 async def test_metrics_and_endpoints_show_residents(tmp_path: Path) -> None:
     """By endpoint, with the tokens of their contexts."""
     async with proxied(tmp_path) as (proxy, client, sessions):
