@@ -108,6 +108,7 @@ class SessionAdmission:
         self._known: dict[Session, None] = {}  # all between turns, likewise
         self._reserved: dict[EndpointId, SessionWait] = {}
         self._found: tuple[Sequence[int], Session | None] = (), None  # by the latest question
+        self._tiered: set[EndpointId] = set()  # endpoints with KV below their engines' memory
         self._granted = (0, 0.0)  # last block of the prompt that waited last, and for how many seconds
         self._admitted: deque[tuple[float, float]] = deque(maxlen=_ADMITTED)  # times and tokens
 
@@ -134,6 +135,9 @@ class SessionAdmission:
         self._found = blocks, session
         if not self.habits.comes_back(blocks[0]):
             return request
+        for name, overlap in request.facts.by_endpoint.items():
+            if overlap.lower:
+                self._tiered.add(name)
         if not self.waits:  # all sessions fit: the policy's choice among all endpoints costs less than another one
             for one in candidates:
                 if self._missing_tokens(one, session, request) <= 0.0:
@@ -170,7 +174,8 @@ class SessionAdmission:
             if residents is None:
                 residents = self.sets[endpoint] = ResidentSet()
             residents.enter(session, endpoint, blocks, facts.prompt_tokens)
-            self._make_room(residents)
+            if endpoint not in self._tiered:
+                self._make_room(residents)
         session.tail = tail
         session.blocks = len(blocks)
         session.tokens = facts.prompt_tokens
@@ -261,6 +266,7 @@ class SessionAdmission:
 
     def forget(self, endpoint: EndpointId) -> None:
         """As of Admission."""
+        self._tiered.discard(endpoint)
         residents = self.sets.pop(endpoint, None)
         for session in list(residents or ()):
             assert residents is not None
@@ -303,7 +309,7 @@ class SessionAdmission:
         load = cast("_Ledger", one.load)
         engine = load.engine
         residents = self.sets.get(one.id)
-        if engine is None or not engine.capacity_tokens or not residents:
+        if engine is None or not engine.capacity_tokens or not residents or one.id in self._tiered:
             return 0.0
         residents.capacity_tokens = engine.capacity_tokens
         if session is not None and session.endpoint == one.id:

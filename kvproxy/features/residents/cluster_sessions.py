@@ -118,8 +118,10 @@ def describe_capability(config: Config, clusters: Iterable[ObservedCluster] | No
     """Return whether sessions are admitted, and why that has no effect where the memory is not known."""
     queued = [one for one in config.clusters.values() if one.queues]
     if not any(part_of(one, SessionsPlace).admit_sessions for one in queued):
-        reason = "`admit_sessions: false`" if queued else "the router queue is off"
-        return Capability(_NAME, OFF, reason, "`admit_sessions: true` keeps agents beyond the engines' memory fast")
+        if not queued:
+            return Capability(_NAME, OFF, "the router queue is off")
+        gain = "`admit_sessions: true` keeps agents beyond the engines' memory fast"
+        return Capability(_NAME, OFF, "`admit_sessions: false`", gain)
     if clusters is None:
         return Capability(_NAME, ON, "the default; no effect while all sessions fit")
     shown = [one.describe() for one in find_sessions(clusters)]

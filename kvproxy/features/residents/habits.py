@@ -7,12 +7,12 @@ from collections import OrderedDict, deque
 #: Gap between turns after which a session is no longer expected back.
 HORIZON_S = 30.0
 #: Until gaps are known.
-_FIRST_LIMIT_S = 20.0
+_FIRST_LIMIT_S = 5.0
 _LEAST_LIMIT_S = 2.0
 #: Share of the turns that come within the limit.
 _QUANTILE = 0.99
 _GAPS = 256
-_ENOUGH = 16
+_EVERY = 4  # gaps between two looks at them
 
 #: Until growth is known.
 _FIRST_GROWTH_TOKENS = 2500.0
@@ -48,7 +48,7 @@ class Habits:
         weight = max(_GROWTH_WEIGHT, 1.0 / self._seen)
         self.growth_tokens += weight * (max(0, growth_tokens) - self.growth_tokens)
         self._gaps.append(gap_s)
-        if self._seen >= _ENOUGH and self._seen % _ENOUGH == 0:
+        if self._seen % _EVERY == 0:
             gaps = sorted(self._gaps)
             longest_s = gaps[min(len(gaps) - 1, int(_QUANTILE * len(gaps)))]
             self.idle_limit_s = min(HORIZON_S, max(_LEAST_LIMIT_S, longest_s))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
-from kvproxy.base.types import EndpointId
+from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState
-from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.features.residents import admission as rule
 from kvproxy.features.residents.admission import SessionAdmission, SessionStay
 from kvproxy.features.residents.habits import HORIZON_S, MAX_HEADS, Habits
@@ -282,6 +283,21 @@ def test_a_session_larger_than_the_memory_begins_on_an_empty_engine(admission: S
     assert not waits(admission, prompt(1, 2000), A)
     turn(admission, prompt(2, 10), A)
     assert waits(admission, prompt(1, 2000), A)
+
+
+def test_engines_with_lower_tiers_have_room(admission: SessionAdmission) -> None:
+    """They keep what they evict, which is loaded instead of computed; known once a prompt was found there."""
+    knows(admission, 1, 2)
+    turn(admission, prompt(1, 800), A)
+    assert waits(admission, prompt(2, 500), A)
+    asked = prompt(2, 500)
+    held = msgspec.structs.replace(asked.facts, by_endpoint={A.id: Overlap(0, ((Tier.HOST, 400),))})
+    assert not waits(admission, PickRequest(facts=held), A)
+    turn(admission, prompt(2, 500), A)
+    assert not admission.given_way
+    admission.forget(A.id)
+    turn(admission, prompt(1, 800), A)
+    assert waits(admission, prompt(2, 500), A)
 
 
 def test_prompts_without_blocks_are_not_counted(admission: SessionAdmission) -> None:

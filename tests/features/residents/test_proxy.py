@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from kvproxy import Proxy
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.load import EngineState
+from kvproxy.features.residents import habits
 from kvproxy.features.residents.cluster_sessions import ClusterSessions, describe_capability, show_status
 from kvproxy.features.residents.feature import FEATURE
 from kvproxy.features.residents.note import NOTE, SessionTurn
@@ -55,8 +57,11 @@ async def proxied(tmp_path: Path, **more: Any) -> AsyncIterator[tuple[Proxy, htt
                 yield proxy, client, next(one for one in cluster.observers if isinstance(one, ClusterSessions))
 
 
-async def test_a_session_without_room_waits_until_another_is_over(tmp_path: Path) -> None:
+async def test_a_session_without_room_waits_until_another_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its receipt has the wait, and turns of the residents go on meanwhile."""
+    monkeypatch.setattr(habits, "_LEAST_LIMIT_S", habits.HORIZON_S)  # none is idle for too long
     async with proxied(tmp_path) as (proxy, client, sessions):
         queue = next(iter(proxy.clusters.values())).queue
         assert queue is not None
@@ -64,7 +69,6 @@ async def test_a_session_without_room_waits_until_another_is_over(tmp_path: Path
         rule.habits.growth_tokens = 0.0
         for turn in range(1, 7):
             assert (await client.post("/v1/chat/completions", json=chat(1, turn))).status_code == 200
-        assert rule.habits.idle_limit_s >= 20
         second = asyncio.create_task(client.post("/v1/chat/completions", json=chat(2, 4)))
         await until(lambda: len(rule.waits) == 1)
         shown = FEATURE.describe_live(proxy)["sessions"]
