@@ -338,6 +338,7 @@ async def test_one_that_was_told_does_not_ask_the_store(tmp_path: Path, monkeypa
         await one.ask(session="s")
         async with worker(tmp_path, 1, engine, **LIMITED) as two:
             await until_synced(one, two)
+            await until(lambda: two.sync._handover._peers.newcomer.told)
             async with keeping(one, first, monkeypatch):
                 await until(lambda: bool(first.kept))
                 async with keeping(two, second, monkeypatch):
