@@ -239,8 +239,13 @@ class SessionAdmission:
         self._granted = wait.request.facts.blocks[-1], now - wait.began_at
         session = wait.session
         if session is not None and not session.running:
-            session.ended_at += now - wait.began_at  # its wait is no part of the gap between its turns
-            self._known[session] = None
+            # its wait is no part of the gap between its turns; several may have waited that continue it
+            session.ended_at = min(now, session.ended_at + now - wait.began_at)
+            self._known.pop(session, None)
+            self._known[session] = None  # behind those that ended before
+            if session in self._idle:
+                del self._idle[session]
+                self._idle[session] = None
 
     def retry_after_s(self, request: PickRequest, max_wait_s: float, now: float) -> float | None:
         """As of Admission."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from random import Random
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.features.residents import admission as rule
-from kvproxy.features.residents.admission import SessionAdmission, SessionStay
+from kvproxy.features.residents.admission import SessionAdmission, SessionStay, SessionWait
 from kvproxy.features.residents.habits import HORIZON_S, MAX_HEADS, Habits
 
 CAPACITY = 100_000
@@ -393,3 +394,55 @@ def test_habits_follow_the_traffic() -> None:
     for _ in range(40):
         habits.note_single(7)
     assert not habits.comes_back(7)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_thousands_of_sessions_leave_nothing_behind(seed: int) -> None:
+    """With clients that leave, answers that fail, forks, engines that go, and waits that are given up."""
+    rng = Random(seed)
+    admission = SessionAdmission()
+    engines = [Engine(EndpointId(str(number)), 400_000) for number in range(4)]
+    sizes: dict[int, int] = {}
+    running: list[SessionStay] = []
+    waiting: list[tuple[SessionWait, PickRequest]] = []
+    now = 0.0
+    waited = 0
+    for step in range(6000):
+        now += 0.01
+        session = rng.randrange(2048)
+        sizes[session] = sizes.get(session, rng.randrange(5, 60)) + rng.randrange(20)
+        asked = admission.restrict(prompt(session, sizes[session], shared=16), engines, now)
+        open_to = [one for one in engines if one.id not in asked.excluded]
+        if asked.waits_for_room:
+            waited += 1
+            waiting.append((admission.wait(asked, now), asked))
+        else:
+            running.append(begin(admission, asked, rng.choice(open_to), now))
+        while len(running) > 64:
+            running.pop(rng.randrange(len(running))).end(now, served=rng.random() < 0.9)
+        for entry in rng.sample(waiting, min(4, len(waiting))):
+            wait, request = entry
+            if rng.random() < 0.1 or wait.has_room(engines, now):
+                waiting.remove(entry)
+                again = admission.restrict(request, engines, now)
+                wait.over(now)
+                if not again.waits_for_room:
+                    running.append(begin(admission, again, rng.choice(engines), now))
+        if step % 1500 == 1499:
+            admission.forget(engines[step // 1500 % 4].id)
+    assert waited > 100
+    assert admission.given_way
+    assert len(waiting) == len(admission.waits)
+    for stay in running:
+        stay.end(now, served=True)
+    for wait, _ in waiting:
+        wait.over(now)
+    assert sum(map(len, admission.sets.values())) > 10
+    admission.expire(now + HORIZON_S + 1.0)
+    assert admission.sessions == len(admission._known) == len(admission._idle) == 0
+    assert not admission.waits
+    assert not admission._reserved
+    for residents in admission.sets.values():
+        assert not residents
+        assert residents.running_tokens == 0
+        assert residents.tokens(admission.habits.growth_tokens) == 0
