@@ -336,9 +336,9 @@ async def test_one_that_was_told_does_not_ask_the_store(tmp_path: Path, monkeypa
     first, second = Memory(), Memory()
     async with serve(FakeEngine("a")) as engine, worker(tmp_path, 0, engine, **LIMITED) as one:
         await one.ask(session="s")
+        await until(lambda: not one.sync._handover._peers.newcomer.running)  # only then it tells others
         async with worker(tmp_path, 1, engine, **LIMITED) as two:
             await until_synced(one, two)
-            await until(lambda: two.sync._handover._peers.newcomer.told)
             async with keeping(one, first, monkeypatch):
                 await until(lambda: bool(first.kept))
                 async with keeping(two, second, monkeypatch):
