@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import msgspec
@@ -98,8 +98,9 @@ class SessionWait:
 class SessionAdmission:
     """The rule of one cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_give_way: Callable[[], None] = lambda: None) -> None:
         self.habits = Habits()
+        self._on_give_way = on_give_way
         self.sets: dict[EndpointId, ResidentSet] = {}
         self.waits: dict[SessionWait, None] = {}
         self.given_way = 0  # residents so far whose room was needed by others
@@ -118,12 +119,10 @@ class SessionAdmission:
         return len(self._by_tail)
 
     def describe(self, endpoint: EndpointId) -> dict[str, object]:
-        """Return the residents of an endpoint, for people."""
-        residents = self.sets.get(endpoint)
-        if residents is None:
-            return {"residents": 0, "resident_context_tokens": 0}
+        """Return the residents of an endpoint that has or had some, for people."""
+        residents = self.sets[endpoint]
         tokens = round(residents.tokens(self.habits.growth_tokens))
-        return {"residents": len(residents), "resident_context_tokens": tokens}
+        return {"residents": len(residents), "context_tokens": tokens}
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         """As of Admission."""
@@ -225,6 +224,8 @@ class SessionAdmission:
                 return True
             if least is None or missing < least[0]:
                 least = missing, one.id
+        if wait.reserved is not None and all(one.id != wait.reserved for one in candidates):
+            self._release(wait)  # that endpoint is not to be chosen at present
         if least is not None and wait.reserved is None:
             self._reserved[least[1]] = wait
             wait.reserved = least[1]
@@ -346,6 +347,7 @@ class SessionAdmission:
             if youngest is None:
                 return
             self.given_way += 1
+            self._on_give_way()
             self._idle.pop(youngest, None)
             residents.leave(youngest)
 

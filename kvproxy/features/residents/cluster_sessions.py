@@ -8,15 +8,15 @@ from typing import Any
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
-from kvproxy.cluster.endpoint import Endpoint, EndpointObserver
-from kvproxy.cluster.feature import ClusterObserver, ListClusters, ObservedCluster
-from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
 from kvproxy.features.residents.admission import SessionAdmission
 from kvproxy.features.residents.metrics import SessionMetrics
 from kvproxy.features.residents.settings import SessionsPlace
 from kvproxy.operate.commands.status import plain
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import OFF, ON, Capability, StatusPart
+from kvproxy.operate.merge import each, fields, largest, total
 
 _NAME = "sessions admitted by memory"
 
@@ -24,19 +24,15 @@ _NAME = "sessions admitted by memory"
 class ClusterSessions(ClusterObserver):
     """Observer of one cluster; what it learned of sessions outlives reloads."""
 
-    def __init__(self, cluster: ObservedCluster, clock: Clock) -> None:
+    def __init__(self, cluster: ObservedCluster, tools: ClusterTools) -> None:
         self._cluster = cluster
-        self._clock = clock
-        self.rule = SessionAdmission()
+        self._clock = tools.clock
+        self.rule = SessionAdmission(on_give_way=tools.metrics.group(SessionMetrics).gave_way.labels(cluster.name).inc)
 
     @property
     def admission(self) -> SessionAdmission | None:
         """As of ClusterObserver."""
         return self.rule if part_of(self._cluster.settings, SessionsPlace).admit_sessions else None
-
-    def observe_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> EndpointObserver:
-        """Return the observer that describes its residents."""
-        return EndpointSessions(self, endpoint)
 
     @property
     def cluster_name(self) -> str:
@@ -58,21 +54,20 @@ class ClusterSessions(ClusterObserver):
             "idle_limit_s": round(habits.idle_limit_s, 1),
             "growth_tokens": round(habits.growth_tokens),
             "memory_known": any(memory_of(one) for one in self._cluster.endpoints),
+            "endpoints": {name: self.rule.describe(name) for name in self.rule.sets},
         }
 
 
-class EndpointSessions(EndpointObserver):
-    """The residents of one endpoint, in its status."""
-
-    __slots__ = ("_endpoint", "_sessions")
-
-    def __init__(self, sessions: ClusterSessions, endpoint: Endpoint) -> None:
-        self._sessions = sessions
-        self._endpoint = endpoint
-
-    def describe(self, now: float) -> Mapping[str, object]:
-        """As of EndpointObserver."""
-        return self._sessions.rule.describe(self._endpoint.id)
+#: How the answers of several workers, each with sessions of its own, become one.
+MERGED = each(
+    fields(
+        {
+            **dict.fromkeys(("known", "residents", "waiting", "gave_way"), total),
+            **dict.fromkeys(("expected_wait_s", "idle_limit_s", "growth_tokens", "memory_known"), largest),
+            "endpoints": each(each(total)),
+        }
+    )
+)
 
 
 def memory_of(endpoint: Endpoint) -> int:
@@ -109,9 +104,6 @@ def show_sessions(metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> 
         lambda: by_endpoint(lambda rule, residents: float(residents.tokens(rule.habits.growth_tokens)))
     )
     group.entries.set_source(entries)
-    group.gave_way.set_source(
-        lambda: [((one.cluster_name,), float(one.rule.given_way)) for one in find_sessions(clusters())]
-    )
 
 
 def describe_capability(config: Config, clusters: Iterable[ObservedCluster] | None) -> Capability:

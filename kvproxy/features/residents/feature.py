@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.feature import Capability, StatusPart
+    from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
 
 
@@ -58,7 +59,7 @@ class Sessions(Feature):
         """Return the rule of one cluster, which the settings may switch at any reload."""
         from kvproxy.features.residents.cluster_sessions import ClusterSessions
 
-        return ClusterSessions(cluster, tools.clock)
+        return ClusterSessions(cluster, tools)
 
     def show_clusters(self, metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> None:
         """Bind the gauges of all clusters."""
@@ -72,6 +73,12 @@ class Sessions(Feature):
 
         found = find_sessions(operated.clusters.values())
         return {"sessions": {one.cluster_name: one.describe() for one in found}}
+
+    def merge_rules(self) -> Mapping[str, Mapping[str, Rule]]:
+        """Return the sums over the workers, each of which has residents of its own."""
+        from kvproxy.features.residents.cluster_sessions import MERGED
+
+        return {"/live": {"sessions": MERGED}}
 
     def show_status(self, live: Mapping[str, Any], *, colour: bool) -> StatusPart:
         """Return a line for each cluster in which sessions wait."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from kvproxy.base.metrics.collectors import CallbackGauge
+from kvproxy.base.metrics.collectors import CallbackGauge, Counter
 from kvproxy.base.metrics.groups import MetricGroup
 
 
@@ -30,9 +30,9 @@ class SessionMetrics(MetricGroup):
             ["cluster", "kind"],
             registry=r,
         )  # known, waiting
-        self.gave_way = CallbackGauge(
+        self.gave_way = Counter(
             "kvproxy_sessions_gave_way",
-            "Residents since the start that gave up their room to the growth of others",
+            "Residents that gave up their room to the growth of others",
             ["cluster"],
             registry=r,
         )

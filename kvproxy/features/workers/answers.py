@@ -64,7 +64,7 @@ _ENDPOINT = fields(
 )
 _QUEUE = fields(
     {
-        **dict.fromkeys(("depth", "limit", "refused"), total),
+        **dict.fromkeys(("depth", "limit", "waiting_for_room", "without_endpoint", "refused"), total),
         "oldest_wait_s": largest,
         "released": each(total),
     }

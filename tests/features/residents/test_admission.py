@@ -197,6 +197,18 @@ def test_the_first_that_waits_keeps_the_room_that_comes_first(admission: Session
     assert list(admission.waits) == [small]
 
 
+def test_room_is_kept_where_the_session_may_go(admission: SessionAdmission) -> None:
+    """Another endpoint keeps it once the first is not to be chosen."""
+    knows(admission, 1, 2, 3)
+    turn(admission, prompt(1, 600), A)
+    turn(admission, prompt(2, 700), B)
+    wait = admission.wait(prompt(3, 500), 0.0)
+    assert not wait.has_room([A, B], 0.0)
+    assert wait.reserved == A.id
+    assert not wait.has_room([B], 0.0)
+    assert wait.reserved == B.id
+
+
 def test_one_that_left_the_queue_keeps_no_room(admission: SessionAdmission) -> None:
     """The next one has it."""
     knows(admission, 1, 2, 3)

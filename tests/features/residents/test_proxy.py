@@ -119,8 +119,8 @@ async def test_the_last_request_of_a_session_leaves_no_resident(tmp_path: Path) 
         assert not sessions.rule.sets[EndpointId("only")]
 
 
-async def test_metrics_and_endpoints_show_residents(tmp_path: Path) -> None:
-    """By endpoint, with the tokens of their contexts."""
+async def test_metrics_and_live_show_residents(tmp_path: Path) -> None:
+    """By endpoint, with the tokens of their contexts; those of several workers add up."""
     async with proxied(tmp_path) as (proxy, client, sessions):
         sessions.rule.habits.growth_tokens = 0.0
         for turn in (1, 2):
@@ -133,11 +133,12 @@ async def test_metrics_and_endpoints_show_residents(tmp_path: Path) -> None:
         assert 1500 < tokens < 8000
         assert value("kvproxy_sessions_entries", {"cluster": "default", "kind": "known"}) == 1
         assert value("kvproxy_sessions_entries", {"cluster": "default", "kind": "waiting"}) == 0
-        assert value("kvproxy_sessions_gave_way", {"cluster": "default"}) == 0
-        endpoint = next(iter(proxy.clusters.values())).endpoints[0]
-        assert endpoint.status(proxy.clock())["residents"] == 1
-        sessions.rule.forget(EndpointId("only"))
-        assert sessions.rule.describe(EndpointId("only")) == {"residents": 0, "resident_context_tokens": 0}
+        assert value("kvproxy_sessions_gave_way_total", {"cluster": "default"}) == 0
+        shown = FEATURE.describe_live(proxy)["sessions"]
+        assert shown["default"]["endpoints"]["only"]["residents"] == 1  # type: ignore[index]
+        merged = FEATURE.merge_rules()["/live"]["sessions"]([shown, shown])
+        assert merged["default"]["endpoints"]["only"]["residents"] == merged["default"]["residents"] == 2
+        assert merged["default"]["memory_known"]
 
 
 def test_the_capability_names_what_it_lacks() -> None:
