@@ -27,7 +27,9 @@ class ClusterSessions(ClusterObserver):
     def __init__(self, cluster: ObservedCluster, tools: ClusterTools) -> None:
         self._cluster = cluster
         self._clock = tools.clock
-        self.rule = SessionAdmission(on_give_way=tools.metrics.group(SessionMetrics).gave_way.labels(cluster.name).inc)
+        gave_way = tools.metrics.group(SessionMetrics).gave_way
+        # the label appears with its first count: a cluster whose configuration is refused leaves no metric
+        self.rule = SessionAdmission(on_give_way=lambda: gave_way.labels(cluster.name).inc())
 
     @property
     def admission(self) -> SessionAdmission | None:
