@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -118,11 +117,6 @@ class RetryBudget:
         slot.retries += retries
         self._requests += requests
         self._retries += retries
-
-    def balance(self, now: float) -> int:
-        """Retries that would be allowed now; shown in status."""
-        self._slot(now)
-        return max(0, math.floor(self._share * self._requests + self._reserve) - self._retries)
 
     def _slot(self, now: float) -> _Slot:
         window = self._window

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -13,12 +13,8 @@ from kvproxy.cache.clients.api import ServiceClient, query_string
 from kvproxy.cache.clients.lmcache_controller_wire import (
     ActionResult,
     Holder,
-    InstanceHealth,
     KeyStats,
     WireAction,
-    WireFinish,
-    WireHealth,
-    WireInstance,
     WireLookup,
     WireWorkers,
     WorkerInfo,
@@ -101,43 +97,6 @@ class LMCacheControllerClient(ServiceClient):
         body = body_with_tokens("tokens", tokens, others)
         return (await self._worker_call("/move", (source[0], target[0]), body, WireAction)).read_result()
 
-    async def check_health(self, instance_id: str) -> InstanceHealth:
-        """Asks every worker of the instance; one that is dead makes this time out."""
-        return (
-            await self._worker_call("/health", (instance_id,), {"instance_id": instance_id}, WireHealth)
-        ).read_health()
-
-    async def query_instance(self, ip: str) -> str | None:
-        """Return the first instance registered from this address (ambiguous with several on one host); None: there is
-        none."""
-        try:
-            answer = await self._call("/query_instance", {"event_id": "kvproxy", "ip": ip}, WireInstance)
-        except Refused as error:
-            if type(error) is Refused and error.status == 500:
-                return None
-            raise
-        return answer.res
-
-    async def query_worker_info(
-        self, instance_id: str = "all", *, worker_ids: Sequence[int] | None = None
-    ) -> tuple[WorkerInfo, ...]:
-        """Workers of one instance, or of all; () when the instance is unknown. From 0.3.9 on."""
-        body = {"instance_id": instance_id, "worker_ids": worker_ids}
-        answer = await self._call("/query_worker_info", body, WireWorkers, max_bytes=_MAX_LISTING_BYTES)
-        return tuple(answer.worker_infos)
-
-    async def check_finish(self, event_id: str) -> str:
-        """State of a non-blocking action. No controller since 0.3.5 implements it: NotSupported."""
-        try:
-            answer = await self._call("/check_finish", {"event_id": event_id}, WireFinish)
-        except Refused as error:
-            if error.status == 500:
-                raise NotSupported(str(error), status=500) from error
-            raise
-        if answer.status is not None:
-            return answer.status
-        return "finished" if answer.finished else "pending"
-
     async def key_stats(self) -> KeyStats:
         """Size of the index, live; also the controller's readiness probe (it has no GET /health)."""
         return await self._api.get("/controller/key-stats", KeyStats, timeout_s=self._lookup_timeout_s)
@@ -195,11 +154,6 @@ class KeyedLock:
     def __init__(self, *, max_waiting: int = 16) -> None:
         self.max_waiting = max_waiting
         self._lines: dict[str, _Line] = {}
-
-    def count_waiting(self, key: str) -> int:
-        """Callers that wait for `key` now."""
-        line = self._lines.get(key)
-        return 0 if line is None else line.callers - 1
 
     @contextlib.asynccontextmanager
     async def hold_keys(self, *keys: str) -> AsyncIterator[None]:

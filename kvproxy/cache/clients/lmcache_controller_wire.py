@@ -42,21 +42,6 @@ class ActionResult:
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceHealth:
-    """Storage check of each worker of an instance; 0 is fine. Empty: the controller does not have the instance."""
-
-    error_codes: dict[int, int]
-
-    @property
-    def known(self) -> bool:
-        return bool(self.error_codes)
-
-    @property
-    def healthy(self) -> bool:
-        return self.known and not any(self.error_codes.values())
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """A registered worker (one tensor-parallel rank of an instance)."""
 
@@ -119,38 +104,9 @@ class WireAction(msgspec.Struct):
         return ActionResult(self.num_tokens, self.success, self.event_id)
 
 
-class WireHealth(msgspec.Struct):
-    """`{error_codes}`; earlier one `{error_code}` or `{alive}` for the whole instance."""
-
-    error_codes: dict[int, int] | None = None
-    error_code: int | None = None
-    alive: bool | None = None
-
-    def read_health(self) -> InstanceHealth:
-        if self.error_codes is not None:
-            return InstanceHealth(self.error_codes)
-        if self.error_code is not None:
-            return InstanceHealth({0: self.error_code})
-        return InstanceHealth({} if self.alive is None else {0: 0 if self.alive else -1})
-
-
-class WireFinish(msgspec.Struct):
-    """`{status}`; before 0.3.5 `{finished}`."""
-
-    status: str | None = None
-    finished: bool | None = None
-
-
-class WireInstance(msgspec.Struct):
-    """`{res}`: an instance id."""
-
-    res: str
-
-
 class WireWorkers(msgspec.Struct):
-    """Rows under `worker_infos` (query) or `workers` (listing)."""
+    """Rows of the listing."""
 
-    worker_infos: list[WorkerInfo] = []
     workers: list[WorkerInfo] = []
 
 

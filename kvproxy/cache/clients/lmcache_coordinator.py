@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 from kvproxy.base.errors import NotSupported, Refused, UnknownInstance
-from kvproxy.cache.clients.api import ServiceClient, query_string
+from kvproxy.cache.clients.api import ServiceClient
 from kvproxy.cache.clients.lmcache_coordinator_wire import (
     CacheChange,
     CacheScope,
@@ -16,14 +16,10 @@ from kvproxy.cache.clients.lmcache_coordinator_wire import (
     DirectoryStats,
     FleetUsage,
     Instance,
-    InstanceUsage,
-    Pins,
     Prefetch,
     PrefetchStatus,
     WireDirectory,
-    WireHealth,
     WireInstances,
-    WirePins,
     directory_lookup,
 )
 from kvproxy.cache.clients.tokens import TokenIds, body_with_tokens
@@ -76,10 +72,6 @@ class LMCacheCoordinatorClient(ServiceClient):
         """Memory of the whole fleet."""
         return await self._get("/instances/usage", FleetUsage)
 
-    async def instance_usage(self, instance_id: str) -> InstanceUsage:
-        """Memory of one instance; UnknownInstance when it is not registered and holds nothing."""
-        return await self._get(f"/instances/{_segment(instance_id)}/usage", InstanceUsage)
-
     async def pin(self, scope: CacheScope, tokens: TokenIds) -> CacheChange:
         """Protects the prompt's L2 keys from eviction, fleet-wide and counted, until unpinned."""
         return await self._change("POST", "/cache/pins", _body(scope, tokens, {}))
@@ -87,12 +79,6 @@ class LMCacheCoordinatorClient(ServiceClient):
     async def unpin(self, scope: CacheScope, tokens: TokenIds) -> CacheChange:
         """Take one `pin` back."""
         return await self._change("DELETE", "/cache/pins", _body(scope, tokens, {}))
-
-    async def list_pins(self, *, model: str = "", cache_salt: str = "", offset: int = 0, limit: int = 1000) -> Pins:
-        """One page of the pinned keys."""
-        query = query_string({"model_name": model, "cache_salt": cache_salt, "offset": offset, "limit": limit})
-        answer = await self._get("/cache/pins" + query, WirePins)
-        return Pins(answer.total, {row.key.chunk_hash_hex: row.pin_count for row in answer.pins})
 
     async def delete(
         self, instance_id: str, scope: CacheScope, tokens: TokenIds, *, tier: Tier = "l1", force: bool = False
@@ -116,14 +102,6 @@ class LMCacheCoordinatorClient(ServiceClient):
     async def fetch_stats(self) -> DirectoryStats:
         """Size of the directory."""
         return await self._get("/directory/stats", DirectoryStats)
-
-    async def check_health(self) -> bool:
-        """Return True if the coordinator reports that it is healthy; False for an error status, ClientError without any
-        answer."""
-        try:
-            return (await self._get("/healthz", WireHealth)).status == "healthy"
-        except Refused:
-            return False
 
     async def _change(self, method: str, path: str, body: bytes) -> CacheChange:
         try:

@@ -192,14 +192,6 @@ class CacheChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Pins:
-    """Numbers of pinned keys and of pins, on the requested page."""
-
-    total: int
-    pin_counts: Mapping[str, int]  # chunk hash -> pins
-
-
-@dataclass(frozen=True, slots=True)
 class Prefetch:
     """A submitted warm-up; `request_id` is empty when there was nothing to do (`noop`)."""
 
@@ -231,21 +223,3 @@ class DirectoryStats:
 
 class WireInstances(msgspec.Struct):
     instances: list[Instance]
-
-
-class WirePinKey(msgspec.Struct):
-    chunk_hash_hex: str
-
-
-class WirePinRow(msgspec.Struct):
-    key: WirePinKey
-    pin_count: int = 0
-
-
-class WirePins(msgspec.Struct):
-    total: int = 0
-    pins: list[WirePinRow] = []
-
-
-class WireHealth(msgspec.Struct):
-    status: str

@@ -193,15 +193,6 @@ class VllmClient:
         details = usage.prompt_tokens_details
         return Prefill(usage.prompt_tokens, None if details is None else details.cached_tokens)
 
-    async def check_health(self, *, timeout_s: float | None = None) -> bool:
-        """Return True if `/health` reports that the engine lives; False for an error status, ClientError without any
-        answer."""
-        try:
-            await self._api.call("GET", "/health", timeout_s=timeout_s or self._timeout_s)
-        except Refused:
-            return False
-        return True
-
     async def fetch_metrics(self, *, timeout_s: float | None = None) -> EngineMetrics:
         """One scrape of `/metrics`; costs the engine tens of milliseconds, so never per request."""
         text = await self.fetch_exposition(timeout_s=timeout_s)

@@ -236,11 +236,6 @@ class Runs:
         run.keys[at] = key
         self._by_key[key % self._shards][key] = run
 
-    @property
-    def largest_shard(self) -> int:
-        """Keys of the largest dict: when it grows, an event takes longest."""
-        return max(map(len, self._by_key))
-
     def sweep_rows(self, rows: int) -> int:
         """Drop about this many rows of retired runs. Returns the rest of the budget: 0 or less until nothing is
         left."""

@@ -194,11 +194,6 @@ class EndpointLoad:
         own = len(self._pending)
         return own if self.remote_load is None else own + round(self.remote_load.pending[0])
 
-    @property
-    def pending_work(self) -> Features:
-        """Prefill work of the requests without a first token."""
-        return self._work
-
     def row(self, now: float) -> LoadRow:
         """Return the row for other routers."""
         others = self.remote_load

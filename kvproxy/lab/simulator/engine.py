@@ -119,10 +119,6 @@ class Engine:
         """Forgets the cached prefixes unless something runs; announced with the next step, as vLLM does."""
         return self._scheduler.cache.clear()
 
-    def cached_prefix_blocks(self, request: SimRequest) -> int:
-        """Leading blocks of the prompt reusable right now (the truth a router can only estimate)."""
-        return self._scheduler.count_reusable(request)
-
     def match_prefix(self, block_hashes: Hashes[int]) -> int:
         """How many of a prompt's leading blocks are in its memory."""
         return self._own.match_prefix(block_hashes, len(block_hashes))

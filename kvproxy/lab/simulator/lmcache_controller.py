@@ -85,9 +85,7 @@ class ControllerApp(JsonApp):
     ) -> None:
         super().__init__()
         self.controller = LmcacheController(settings, clock=clock, rng=rng or random.Random())
-        for name in ("lookup", "pin", "clear", "compress", "decompress", "move", "health"):
-            self.route("POST", f"/{name}", getattr(self, f"_{name}"))
-        for name in ("query_instance", "query_worker_info", "check_finish"):
+        for name in ("lookup", "pin", "clear", "compress", "decompress", "move"):
             self.route("POST", f"/{name}", getattr(self, f"_{name}"))
         if settings.pixiu_shape:
             self.route("POST", "/evict", self._evict)
@@ -151,15 +149,6 @@ class ControllerApp(JsonApp):
                 source.stores[source_place].remove(chunks)
         return self._done("Move", len(chunks))
 
-    async def _health(self, request: Request) -> Any:
-        body = request.parse_body({"instance_id": str})
-        worker = self.controller.workers.get(body["instance_id"])
-        codes: dict[str, int] = {}
-        if worker is not None:
-            async with worker.run_control_call():
-                codes = {"0": 0}
-        return {"event_id": self.controller.make_event_id("health"), "error_codes": codes}
-
     async def _evict(self, request: Request) -> Any:
         body = request.parse_body({"tokens": list, "instance_id": str})
         worker = self._worker(body["instance_id"], "evicted")
@@ -167,25 +156,6 @@ class ControllerApp(JsonApp):
             chunks = hash_chunks(body["tokens"])
             removed = sum(store.remove(store.held_prefix(chunks)) for store in worker.stores.values())
         return self._done("Evict", removed)
-
-    async def _query_instance(self, request: Request) -> Any:
-        body = request.parse_body({"event_id": str, "ip": str})
-        workers = self.controller.workers.values()
-        found = next((one.settings.instance_id for one in workers if one.settings.ip == body["ip"]), None)
-        if found is None:
-            text = "1 validation error for QueryInstRetMsg\ninstance_id\n  Input should be a valid string"
-            raise detail_error(500, text)
-        return {"event_id": self.controller.make_event_id("QueryInst"), "res": found}
-
-    async def _query_worker_info(self, request: Request) -> Any:
-        body = request.parse_body({"instance_id": str, "worker_ids?": list})
-        wanted = body["instance_id"]
-        infos = [info for name, info in self._infos().items() if wanted in (name, "all")]
-        return {"event_id": self.controller.make_event_id("QueryWorkerInfo"), "worker_infos": infos}
-
-    async def _check_finish(self, request: Request) -> Any:
-        request.parse_body({"event_id": str})
-        raise detail_error(500, "")
 
     async def _key_stats(self, _request: Request) -> Any:
         rows = [

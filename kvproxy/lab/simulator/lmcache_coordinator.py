@@ -62,17 +62,6 @@ class CacheActions:
         self._pins = +self._pins
         return {"requested": len(keys) // body["world_size"], "affected": len(held), "status": "unpinned"}
 
-    async def list_pins(self, request: Request) -> Any:
-        """Return what is pinned, page by page."""
-        model = request.query.get("model_name", "")
-        salt = request.query.get("cache_salt", "")
-        rows = [
-            {"key": key.encode(), "pin_count": count}
-            for key, count in self._pins.items()
-            if model in ("", key.model_name) and salt in ("", key.cache_salt)
-        ]
-        return {"total": len(rows), "pins": paginate(request, rows)}
-
     async def delete(self, request: Request) -> Any:
         """Remove a prompt's chunks from one server."""
         body = request.parse_body({**_TOKENS, "instance_id": str, "tier?": str, "force?": bool})
@@ -127,15 +116,10 @@ class CacheActions:
         del self._prefetches[instance_id, request_id]
         return {"request_id": request_id, "status": "completed", "found_keys": found, "total_keys": total}
 
-    def require_server(self, instance_id: str) -> MpServer:
-        """Return a registered server, or a 404."""
+    def _reachable(self, instance_id: str) -> MpServer:
         server = self._directory.get(instance_id)
         if server is None:
             raise detail_error(404, f"instance {instance_id} is not registered")
-        return server
-
-    def _reachable(self, instance_id: str) -> MpServer:
-        server = self.require_server(instance_id)
         if server.down:
             raise detail_error(502, f"instance {instance_id} is unreachable")
         return server
@@ -157,13 +141,6 @@ def parse_keys(body: dict[str, Any], *, chunk_tokens: int = CHUNK_TOKENS) -> lis
         cache_salt=body.get("cache_salt") or "",
         chunk_tokens=chunk_tokens,
     )
-
-
-def paginate(request: Request, rows: list[Any]) -> list[Any]:
-    """Return the rows that `offset` and `limit` ask for."""
-    offset = int(request.query.get("offset", "0"))
-    limit = int(request.query.get("limit", "1000"))
-    return rows[offset : offset + limit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +199,8 @@ class CoordinatorApp(JsonApp):
         self.route("GET", "/directory/stats", self._stats)
         self.route("GET", "/instances", self._list)
         self.route("GET", "/instances/usage", self._fleet_usage)
-        self.route("GET", "/instances/{instance_id}/usage", self._usage)
         self.route("POST", "/cache/pins", self._actions.pin)
         self.route("DELETE", "/cache/pins", self._actions.unpin)
-        self.route("GET", "/cache/pins", self._actions.list_pins)
         self.route("POST", "/cache/delete", self._actions.delete)
         self.route("POST", "/cache/prefetches", self._actions.prefetch)
         self.route("GET", "/cache/prefetches/{instance_id}/{request_id}", self._actions.prefetch_status)
@@ -276,9 +251,6 @@ class CoordinatorApp(JsonApp):
         disk = {"tier": "l2", "backend": "fs_native", "shared": True, "capacity_bytes": 0, "usage_ratio": None}
         shared = [] if pool is None else [{**disk, "used_bytes": pool.used_bytes}]
         return {"instances": [_usage(server) for server in self.directory.servers()], "shared_modules": shared}
-
-    async def _usage(self, request: Request) -> Any:
-        return _usage(self._actions.require_server(request.path_values["instance_id"]))
 
     async def _sim_state(self, _request: Request) -> Any:
         return {"calls": dict(self.calls), "pins": self._actions.pins}

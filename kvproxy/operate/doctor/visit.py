@@ -200,13 +200,6 @@ class StartupDiagnosis(BackgroundTask):
         self._config = config
         self._tools = tools
 
-    async def wait_for_report(self) -> DoctorReport:
-        """Wait for the report."""
-        assert self._task is not None, "not entered"
-        await asyncio.wait([self._task])
-        assert self.report is not None, "the visit ended with an error"
-        return self.report
-
     async def _run(self) -> None:
         try:
             self.report = await diagnose_lightly(self._config, tools=self._tools or Tools())

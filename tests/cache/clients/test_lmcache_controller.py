@@ -19,7 +19,7 @@ from kvproxy.base.errors import (
     UnknownInstance,
 )
 from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
-from kvproxy.cache.clients.lmcache_controller_wire import ActionResult, Holder, InstanceHealth, InstanceKeys
+from kvproxy.cache.clients.lmcache_controller_wire import ActionResult, Holder, InstanceKeys
 from tests.cache.clients.support import Handler, Upstream
 from tests.support.loopback import serve
 
@@ -167,35 +167,6 @@ async def test_a_worker_that_cannot_evict_says_nothing_about_the_controller() ->
     assert client.evicts is None
 
 
-@pytest.mark.parametrize(
-    ("body", "health", "known", "healthy"),
-    [
-        ({"event_id": "h", "error_codes": {"0": 0, "1": 0}}, InstanceHealth({0: 0, 1: 0}), True, True),
-        ({"event_id": "h", "error_codes": {"0": 0, "1": -1001}}, InstanceHealth({0: 0, 1: -1001}), True, False),
-        ({"event_id": "h", "error_codes": {}}, InstanceHealth({}), False, False),
-        ({"event_id": "h", "error_code": 0}, InstanceHealth({0: 0}), True, True),
-        ({"alive": True}, InstanceHealth({0: 0}), True, True),
-        ({"alive": False}, InstanceHealth({0: -1}), True, False),
-        ({}, InstanceHealth({}), False, False),
-    ],
-)
-async def test_health_of_every_version(body: object, health: InstanceHealth, known: bool, healthy: bool) -> None:
-    """An unknown instance answers 200 with no worker: that is not health."""
-    answer = await answering(body)[0].check_health("a")
-    assert answer == health
-    assert (answer.known, answer.healthy) == (known, healthy)
-
-
-async def test_query_instance() -> None:
-    """By address; an unknown address is a 500 of the real controller and simply no instance here."""
-    client, upstream = answering({"event_id": "q", "res": "vllm-a"})
-    assert await client.query_instance("10.0.0.1") == "vllm-a"
-    assert upstream.body["ip"] == "10.0.0.1"
-    assert await answering({"detail": "validation error"}, status=500)[0].query_instance("10.0.0.2") is None
-    with pytest.raises(NotSupported):
-        await answering({"detail": "Not Found"}, status=404)[0].query_instance("10.0.0.2")
-
-
 WORKER = {
     "instance_id": "vllm-a",
     "worker_id": 0,
@@ -205,15 +176,6 @@ WORKER = {
     "registration_time": 1.5,
     "last_heartbeat_time": 2.5,
 }
-
-
-async def test_query_worker_info() -> None:
-    """All of them, or none for an unknown instance."""
-    client, upstream = answering({"event_id": "q", "worker_infos": [WORKER]})
-    (worker,) = await client.query_worker_info()
-    assert (worker.instance_id, worker.port, worker.last_heartbeat_time) == ("vllm-a", 8501, 2.5)
-    assert upstream.body == {"instance_id": "all", "worker_ids": None}
-    assert await answering({"event_id": "q", "worker_infos": []})[0].query_worker_info("x") == ()
 
 
 async def test_workers_are_listed() -> None:
@@ -239,17 +201,6 @@ async def test_key_stats() -> None:
     body = {"total_key_count": 4, "total_instance_count": 1, "total_worker_count": 1, "instances": rows}
     stats = await answering(body)[0].key_stats()
     assert (stats.total_key_count, stats.instances) == (4, (InstanceKeys("vllm-a", 4, 1),))
-
-
-async def test_check_finish() -> None:
-    """Never implemented since 0.3.5; earlier ones said `finished`."""
-    assert await answering({"status": "done"})[0].check_finish("e") == "done"
-    assert await answering({"finished": True})[0].check_finish("e") == "finished"
-    assert await answering({"finished": False})[0].check_finish("e") == "pending"
-    with pytest.raises(NotSupported):
-        await answering({"detail": ""}, status=500)[0].check_finish("e")
-    with pytest.raises(Refused, match="422"):
-        await answering({"detail": []}, status=422)[0].check_finish("e")
 
 
 class Worker:
@@ -296,12 +247,11 @@ async def test_one_action_at_a_time_per_instance() -> None:
     assert sorted(worker.served) == sorted(names)
 
 
-@pytest.mark.parametrize("action", ["pin", "health", "clear", "move"])
+@pytest.mark.parametrize("action", ["pin", "clear", "move"])
 async def test_a_dead_worker_costs_one_timeout(action: str) -> None:
     """The controller hangs for ever on it; the call ends at its own timeout and other instances go on."""
     actions: dict[str, Action] = {
         "pin": lambda client: client.pin("dead", TOKENS, location="x"),
-        "health": lambda client: client.check_health("dead"),
         "clear": lambda client: client.clear("dead", location="x"),
         "move": lambda client: client.move(("dead", "x"), ("a", "x"), TOKENS),
     }

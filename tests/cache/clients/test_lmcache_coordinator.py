@@ -8,7 +8,7 @@ from array import array
 import httpx
 import pytest
 
-from kvproxy.base.errors import BadResponse, ClientUnavailable, NotSupported, Refused, UnknownInstance
+from kvproxy.base.errors import BadResponse, NotSupported, Refused, UnknownInstance
 from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
 from kvproxy.cache.clients.lmcache_coordinator_wire import (
     CacheChange,
@@ -19,7 +19,6 @@ from kvproxy.cache.clients.lmcache_coordinator_wire import (
     Instance,
     InstanceUsage,
     MemoryModule,
-    Pins,
     Prefetch,
     PrefetchStatus,
 )
@@ -87,12 +86,9 @@ async def test_usage_is_a_pressure_signal() -> None:
     expected = InstanceUsage("mp/1", True, True, (MemoryModule("l1", "dram", 5, 10, 0.5),))
     client, _ = answering({"instances": [one], "shared_modules": []})
     assert await client.fetch_usage() == FleetUsage((expected,))
-    client, upstream = answering(one)
-    assert await client.instance_usage("mp/1") == expected
-    assert upstream.requests[-1].url.raw_path == b"/instances/mp%2F1/usage"
 
 
-async def test_pins_are_added_removed_and_listed() -> None:
+async def test_pins_are_added_and_removed() -> None:
     """Unlike the controller's they can be taken back."""
     client, upstream = answering({"requested": 2, "affected": 4, "status": "pinned"})
     assert await client.pin(SCOPE, TOKENS) == CacheChange("pinned", 2, 4)
@@ -101,10 +97,6 @@ async def test_pins_are_added_removed_and_listed() -> None:
         ("POST", SENT),
         ("DELETE", SENT),
     ]
-    rows = [{"key": {"chunk_hash_hex": "00ff", "model_name": "m", "kv_rank": 0}, "pin_count": 2}]
-    client, upstream = answering({"total": 1, "pins": rows})
-    assert await client.list_pins(model="m") == Pins(1, {"00ff": 2})
-    assert upstream.requests[-1].url.query == b"model_name=m&offset=0&limit=1000"
 
 
 async def test_delete_names_instance_tier_and_force() -> None:
@@ -128,19 +120,10 @@ async def test_prefetch_and_its_progress() -> None:
     assert await client.prefetch_status("mp-1", "r/1") == PrefetchStatus("pending")
 
 
-async def test_stats_and_health() -> None:
-    """Readiness and size."""
+async def test_stats() -> None:
+    """Size of the directory."""
     stats = {"num_keys": 4, "num_placements": 8, "l1_keys_by_instance": {"mp-1": 4}, "l1_size_bytes": 9}
     assert await answering(stats)[0].fetch_stats() == DirectoryStats(4, 8, {"mp-1": 4}, 9)
-    assert await answering({"status": "healthy"})[0].check_health()
-    assert not await answering({"status": "starting"})[0].check_health()
-    assert not await answering({}, status=503)[0].check_health()
-
-    def refused(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
-    with pytest.raises(ClientUnavailable):
-        await coordinator(refused)[0].check_health()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +143,6 @@ async def test_refusals_by_kind(status: int, detail: str, kind: type[Refused]) -
         client.directory_lookup(SCOPE, TOKENS),
         client.pin(SCOPE, TOKENS),
         client.prefetch("mp-9", SCOPE, TOKENS),
-        client.instance_usage("mp-9"),
     ):
         with pytest.raises(Refused) as refused:
             await call

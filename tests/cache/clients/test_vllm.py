@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from kvproxy.base.errors import BadResponse, ClientUnavailable, NotSupported, Refused
+from kvproxy.base.errors import BadResponse, NotSupported, Refused
 from kvproxy.base.types import RequestKind
 from kvproxy.cache.clients.tokens import tokens_from_json
 from kvproxy.cache.clients.vllm import RENDER_PATHS, VllmClient
@@ -132,18 +132,6 @@ async def test_ids_that_are_none_are_a_bad_response(tokens: str) -> None:
     vllm, _ = client(httpx.Response(200, text=f'{{"tokens": {tokens}}}'))
     with pytest.raises(BadResponse):
         await vllm.tokenize_prompt("m", "x")
-
-
-async def test_health_is_the_status() -> None:
-    """200 lives, 503 is a dead engine core, no answer is neither."""
-    assert await client(captured("health"))[0].check_health()
-    assert not await client(httpx.Response(503))[0].check_health()
-
-    def refused(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
-    with pytest.raises(ClientUnavailable):
-        await client(refused)[0].check_health()
 
 
 async def test_metrics_are_scraped() -> None:

@@ -83,7 +83,7 @@ def test_what_did_not_come_for_a_request_is_counted_from_its_beginning_on(load: 
     other = load.reserve(300, 0, 0.0)
     load.begin(waits, PromptSplit(700, 0), 0.5)
     assert (load.pending_tokens, load.resident_tokens) == (1000, 1000)
-    assert load.pending_work == pytest.approx(sum_of(features_of(300, 0), features_of(700, 0)))
+    assert load._work == pytest.approx(sum_of(features_of(300, 0), features_of(700, 0)))
     load.first_token(other, 0.6)
     assert load.wait_s(SECONDS, 1.0, 0.6) == pytest.approx(seconds_of(features_of(700, 0), SECONDS))
     load.first_token(waits, 1.6)
@@ -211,7 +211,7 @@ def test_every_order_of_events_settles_to_zero(steps: list[tuple[int, int, int]]
     for reservation in live:
         load.release(reservation, now)
     assert (load.in_flight, load.pending_tokens, load.resident_tokens, load.pending_requests) == (0, 0, 0, 0)
-    assert load.pending_work == pytest.approx((0.0, 0.0, 0.0, 0.0), abs=1e-3)
+    assert load._work == pytest.approx((0.0, 0.0, 0.0, 0.0), abs=1e-3)
 
 
 def test_a_later_first_token_shows_that_hidden_ones_are_prefilled(load: EndpointLoad, samples: Samples) -> None:

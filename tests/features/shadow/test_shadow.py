@@ -191,7 +191,7 @@ def test_a_question_leaves_the_ledger_as_it_is(clock: FakeClock) -> None:
     load.reserve(500, 0, clock())
     assert load.wait_s(SPEEDS, 1.0, clock()) == pytest.approx(1.52)
     clock.advance(1.2)
-    assert load.backlog(None, 1.0, clock()).work == load.pending_work
+    assert load.backlog(None, 1.0, clock()).work == load._work
     before = load.wait_s(SPEEDS, 1.0, clock())
     assert before == pytest.approx(0.51 - (1.2 - 1.01))
     assert (load.pending_requests, load.pending_tokens, load.resident_tokens) == (2, 1500, 1500)
@@ -206,6 +206,6 @@ def test_nothing_pending_is_no_wait(clock: FakeClock) -> None:
     assert load.backlog(SPEEDS, 1.0, clock()) is IDLE
     assert IDLE.wait_s(SPEEDS, 1.0) == 0.0
     load.reserve(100, 0, clock(), hidden=True)
-    assert load.backlog(SPEEDS, 1.0, clock()).work == load.pending_work
+    assert load.backlog(SPEEDS, 1.0, clock()).work == load._work
     clock.advance(10.0)
     assert load.backlog(SPEEDS, 1.0, clock()) is IDLE

@@ -371,8 +371,8 @@ def test_cached_prefix_is_visible_for_studies() -> None:
     engine = Engine(SMALL)
     engine.submit(request("a", 64, 1), 0.0)
     run(engine)
-    assert engine.cached_prefix_blocks(request("b", 64)) == 3
-    assert engine.cached_prefix_blocks(request("b", 64, chain=1)) == 0
+    assert engine._scheduler.count_reusable(request("b", 64)) == 3
+    assert engine._scheduler.count_reusable(request("b", 64, chain=1)) == 0
 
 
 def test_counters_follow_vllms_meaning() -> None:

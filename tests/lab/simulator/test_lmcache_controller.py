@@ -227,15 +227,16 @@ async def test_a_dead_worker_hangs_the_first_call_and_breaks_the_rest() -> None:
     async with controller() as running:
         await admit(running, "a", TOKENS)
         running.app.controller.workers["a"].kill()
-        hung = asyncio.create_task(running.post("/health", {"instance_id": "a"}))
-        while not (await running.client.get("/sim/state")).json()["calls"].get("POST /health"):
+        pin = {"tokens": TOKENS, "instance_id": "a", "location": CPU}
+        hung = asyncio.create_task(running.post("/pin", pin))
+        while not (await running.client.get("/sim/state")).json()["calls"].get("POST /pin"):
             continue
         clear = {"instance_id": "a", "location": CPU}
         assert await running.post("/clear", clear) == (500, {"detail": WRONG_STATE})
         assert await running.find_layout(TOKENS) == {"a": [CPU, 1024]}
         assert not hung.done()
         running.app.controller.workers["a"].revive()
-        assert (await hung)[1]["error_codes"] == {"0": 0}
+        assert (await hung)[1]["num_tokens"] == 1024
         assert (await running.post("/clear", clear))[0] == 200
 
 
@@ -245,15 +246,8 @@ async def test_giving_up_on_a_dead_worker_does_not_free_its_socket() -> None:
         running.app.controller.workers["a"].kill()
         async with httpx.AsyncClient(base_url=str(running.client.base_url), trust_env=False, timeout=0.05) as hasty:
             with pytest.raises(httpx.ReadTimeout):
-                await hasty.post("/health", json={"instance_id": "a"})
-        assert (await running.post("/health", {"instance_id": "a"}))[1] == {"detail": WRONG_STATE}
-
-
-async def test_health_of_an_unknown_instance_is_empty() -> None:
-    """200 without codes."""
-    async with controller() as running:
-        status, body = await running.post("/health", {"instance_id": "nobody"})
-    assert (status, body["error_codes"]) == (200, {})
+                await hasty.post("/clear", json={"instance_id": "a", "location": CPU})
+        assert (await running.post("/clear", {"instance_id": "a", "location": CPU}))[1] == {"detail": WRONG_STATE}
 
 
 async def test_missing_fields_echo_the_body() -> None:
@@ -288,20 +282,6 @@ async def test_bad_json() -> None:
     assert reply.status_code == 422
 
 
-async def test_queries_about_instances() -> None:
-    """By IP the first one; worker infos by id or all; check_finish never works."""
-    async with controller() as running:
-        ask = running.post
-        assert (await ask("/query_instance", {"event_id": "x", "ip": "127.0.0.1"}))[1]["res"] == "a"
-        assert (await ask("/query_instance", {"event_id": "x", "ip": "10.9.9.9"}))[0] == 500
-        infos = []
-        for name in ("b", "all", "nobody"):
-            _, answer = await ask("/query_worker_info", {"instance_id": name})
-            infos.append([info["instance_id"] for info in answer["worker_infos"]])
-        assert infos == [["b"], ["a", "b"], []]
-        assert await ask("/check_finish", {"event_id": "Pin-x"}) == (500, {"detail": ""})
-
-
 async def test_dashboard_reads() -> None:
     """Workers with their keys; GET /health does not exist; strangers' paths are counted within a bound."""
     async with controller() as running:
@@ -310,7 +290,7 @@ async def test_dashboard_reads() -> None:
         assert (await get("/controller/workers?instance_id=b")).json()["workers"][0]["instance_id"] == "b"
         assert (await get("/controller/workers?instance_id=b&worker_id=0")).json()["key_count"] == 0
         assert (await get("/controller/workers?instance_id=nobody")).status_code == 404
-        assert (await get("/health")).status_code == 405
+        assert (await get("/health")).status_code == 404
         for number in range(120):
             await get(f"/nothing/{number}")
         assert len(running.app.calls) <= 101

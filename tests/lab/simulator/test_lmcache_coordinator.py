@@ -105,12 +105,11 @@ def test_too_many_tokens_are_refused() -> None:
 
 
 async def test_usage_is_a_pressure_signal() -> None:
-    """Bytes used of bytes there are, by instance and for the fleet."""
+    """Bytes used of bytes there are, by instance."""
     async with coordinator(capacity_chunks=8, chunk_bytes=10) as running:
         running.app.admit("mp-1", TOKENS, model_name="m")
-        _, one = await running.call("GET", "/instances/mp-1/usage")
         _, fleet = await running.call("GET", "/instances/usage")
-        assert (await running.call("GET", "/instances/nobody/usage"))[0] == 404
+    one = fleet["instances"][0]
     assert (one["modules"][0]["used_bytes"], one["modules"][0]["usage_ratio"]) == (40, 0.5)
     assert [instance["instance_id"] for instance in fleet["instances"]] == ["mp-1", "mp-2"]
 
@@ -134,8 +133,6 @@ async def test_pins_are_counted() -> None:
                 "status": "pinned",
             }
         await running.call("DELETE", "/cache/pins", WHAT)
-        assert {pin["pin_count"] for pin in (await running.call("GET", "/cache/pins?model_name=m"))[1]["pins"]} == {1}
-        assert (await running.call("GET", "/cache/pins?model_name=x"))[1]["total"] == 0
         assert (await running.call("GET", "/sim/state"))[1]["pins"] == 4
         assert (await running.call("DELETE", "/cache/pins", WHAT))[1]["affected"] == 4
         assert (await running.call("DELETE", "/cache/pins", WHAT))[1]["affected"] == 0

@@ -17,10 +17,24 @@ from tests.support.process import kvproxy_serve
 from tests.support.until import until
 
 
+async def ended(visit: StartupDiagnosis) -> DoctorReport | None:
+    """Return the report of a visit that is over; None if it failed."""
+    assert visit._task is not None
+    await asyncio.wait([visit._task])
+    return visit.report
+
+
+async def report_of(visit: StartupDiagnosis) -> DoctorReport:
+    """Wait for the report."""
+    report = await ended(visit)
+    assert report is not None
+    return report
+
+
 async def test_nothing_is_generated() -> None:
     """Reachability, models, event sources and instance ids are asked for; no engine computes anything."""
     async with cluster() as site, StartupDiagnosis(parsed(site.config()), tools=Tools(timeouts=TIMEOUTS)) as visit:
-        report = await visit.wait_for_report()
+        report = await report_of(visit)
         for engine in site.fleet.engines.values():
             assert not engine.state.requests
             assert not [path for path in engine.state.calls if "tokenize" in path]
@@ -35,7 +49,7 @@ async def test_findings_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
         endpoints = [{"id": "a", "url": site.urls["a"], "instance_id": "vllm-a"}]
         config = parsed(site.config(endpoints=endpoints))
         async with StartupDiagnosis(config, tools=Tools(timeouts=TIMEOUTS)) as visit:
-            await visit.wait_for_report()
+            await report_of(visit)
     lines = [record for record in caplog.records if "instance ids" in record.getMessage()]
     assert [record.levelname for record in lines] == ["WARNING"]
     assert "fix: set `instance_id` to its own of a, or start its LMCache" in lines[0].getMessage()
@@ -46,7 +60,7 @@ async def test_who_asked_is_told_of_the_report() -> None:
     told: list[DoctorReport] = []
     config = parsed({"endpoints": {"a": "http://127.0.0.1:1"}})
     async with StartupDiagnosis(config, on_report=told.append) as visit:
-        report = await visit.wait_for_report()
+        report = await report_of(visit)
     assert told == [report]
 
 
@@ -76,8 +90,7 @@ async def test_a_broken_visit_is_logged(caplog: pytest.LogCaptureFixture) -> Non
             raise ZeroDivisionError
 
     async with StartupDiagnosis(parsed({"endpoints": {"a": "http://127.0.0.1:1"}}), tools=Broken()) as visit:
-        with pytest.raises(AssertionError, match="ended with an error"):
-            await visit.wait_for_report()
+        assert await ended(visit) is None
     assert "the visit to the engines failed" in caplog.text
 
 

@@ -41,15 +41,11 @@ async def test_lookup_tells_two_instances_apart(
 
 
 async def test_the_instances_are_known(directory: LMCacheControllerClient, saw: Saw) -> None:
-    """Workers, health and index size, as kvproxy's readiness checks read them."""
-    workers = await directory.query_worker_info()
+    """Workers and index size, as kvproxy's readiness checks read them."""
+    workers = await directory.list_workers()
     stats = await directory.key_stats()
-    health = {name: (await directory.check_health(name)).healthy for name in ("a", "b")}
     assert {worker.instance_id for worker in workers} == {"a", "b"} == {each.instance_id for each in stats.instances}
-    assert health == {"a": True, "b": True}
-    assert not (await directory.check_health("nobody")).known
-    assert await directory.query_instance("127.0.0.1") in ("a", "b")
-    saw(f"instances a and b healthy, {stats.total_key_count} chunks in the index; `nobody` is not known")
+    saw(f"instances a and b known, {stats.total_key_count} chunks in the index")
 
 
 async def test_a_pin_outlives_a_clear(lmcache_services: Lmcache, directory: LMCacheControllerClient, saw: Saw) -> None:

@@ -112,5 +112,4 @@ async def test_memory_by_instance(pair: Pair, directory: LMCacheCoordinatorClien
     assert usage["mp-a"][0].used_bytes > 0
     stats = await directory.fetch_stats()
     assert stats.num_keys > 0
-    assert await directory.check_health()
     saw(f"mp-a uses {usage['mp-a'][0].used_bytes >> 10} KiB; {stats.num_keys} keys, {stats.num_placements} placements")
