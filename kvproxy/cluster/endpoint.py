@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
@@ -15,10 +14,7 @@ from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.metrics import EndpointStateMetrics
 from kvproxy.cluster.routing.engine_samples import EndedWork
 from kvproxy.cluster.routing.load import EndpointLoad
-from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
-
-if TYPE_CHECKING:
-    from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.cluster.settings import ClusterSettings, EndpointRole, EndpointSettings
 
 
 class EndpointObserver:
@@ -105,6 +101,7 @@ class Endpoint:
         "ready",
         "removed",
         "retry",
+        "role",
         "waiting",
         "weight",
     )
@@ -158,6 +155,7 @@ class Endpoint:
         self.authorization = self.engine.authorization
         self.labels = dict(config.labels)
         self.retry = config.retry
+        self.role = config.role
         for observer in self.observers:
             observer.configure(config, settings)
         self._list_followers()
@@ -205,8 +203,15 @@ class Endpoint:
         return 0 < self.max_in_flight <= self.load.in_flight
 
     def serves(self, model: str) -> bool:
-        """Return True if the endpoint serves this model; "" is any. An adapter that engines of its cluster list goes to
-        these; requests for one that none lists go to endpoints without `models`."""
+        """Return True if the endpoint takes whole requests for this model; "" is any. An adapter that engines of its
+        cluster list goes to these; requests for one that none lists go to endpoints without `models`."""
+        return self.role is not EndpointRole.PREFILL and self._has(model)
+
+    def prefills(self, model: str) -> bool:
+        """Return True if it prefills prompts for this model whose answers other endpoints give."""
+        return self.role is not EndpointRole.DECODE and self._has(model)
+
+    def _has(self, model: str) -> bool:
         if not model or model in self.models:
             return True
         adapters = self.engine.adapters
@@ -238,6 +243,7 @@ class Endpoint:
             "weight": self.configured_weight,
             "effective_weight": self.weight,
             "models": sorted(self.models),
+            "role": self.role.value,
             "adapters": self.engine.adapters.status(),
             "instance_id": self.instance_id,
             "labels": self.labels,

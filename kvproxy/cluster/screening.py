@@ -54,6 +54,7 @@ class Screening:
         self.declared: frozenset[str] = frozenset()
         self.named: frozenset[str] = frozenset()
         self._pools: dict[str | None, Pool] = {}  # None: models that no endpoint names
+        self._prefillers: dict[str | None, tuple[Endpoint, ...]] = {}
         self._stale_at = -math.inf
 
     def screen_endpoints(self, endpoints: Collection[Endpoint]) -> None:
@@ -76,6 +77,17 @@ class Screening:
             pool = self._pools[key] = self._screen(model)
         return pool
 
+    def find_prefillers(self, model: str, now: float) -> tuple[Endpoint, ...]:
+        """Return the endpoints that may prefill for others, all of them well."""
+        if now >= self._stale_at:
+            self._refresh(now)
+        key = model if not model or model in self.named else None
+        found = self._prefillers.get(key)
+        if found is None:
+            able = (one for one in self._endpoints if one.prefills(model))
+            found = self._prefillers[key] = tuple(one for one in able if self._conditions[one] is Condition.UP)
+        return found
+
     def candidates(self, model: str, now: float) -> Sequence[Endpoint]:
         """Endpoints that could take a request for `model` now; where all are out, those that serve it."""
         return self.find_pool(model, now).usable
@@ -87,6 +99,7 @@ class Screening:
 
     def _refresh(self, now: float) -> None:
         self._pools.clear()
+        self._prefillers.clear()
         self._conditions = {endpoint: endpoint.condition(now) for endpoint in self._endpoints}
         stale_at = math.inf
         for endpoint in self._endpoints:

@@ -226,6 +226,14 @@ class DataParallelSettings(Model):
         return ranks
 
 
+class EndpointRole(StrEnum):
+    """Parts of a request that an endpoint computes, where prefill and decode may be apart."""
+
+    BOTH = "both"
+    PREFILL = "prefill"  # it takes no whole request
+    DECODE = "decode"  # it prefills for no other endpoint
+
+
 class EndpointSettings(Model):
     """One engine instance."""
 
@@ -235,6 +243,9 @@ class EndpointSettings(Model):
     """`http://host:port` or `https://...`, with a base path if the engine has one."""
     models: tuple[str, ...] = ()
     """Models (and LoRA names) it serves; empty: every model of the cluster."""
+    role: EndpointRole = EndpointRole.BOTH
+    """Part of requests that it computes: `prefill` endpoints compute prompts for others and take no whole request,
+    `decode` ones prefill for no other endpoint."""
     weight: float = Field(default=1.0, gt=0, le=1000)
     """Share of traffic relative to the others; of an engine with data-parallel ranks, that of each."""
     instance_id: str = ""

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from kvproxy.base.settings.model import Model
+    from kvproxy.cluster.cluster import Cluster
     from kvproxy.proxy.filters.chain import FilterContext
+    from kvproxy.proxy.forward.asking import SplitsRequests
 
 
 class FilterOrder(NamedTuple):
@@ -34,6 +36,10 @@ class ProxyFeature(BaseFeature):
     def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
         """Return the filter around `inner`. Raises ConfigError, with paths relative to its settings."""
         raise NotImplementedError(name)
+
+    def split_requests(self, cluster: Cluster) -> SplitsRequests | None:
+        """Return how requests of the cluster are sent in legs, by its settings; None: each goes to one endpoint."""
+        return None
 
     def list_notes(self) -> Mapping[str, type]:
         """Return the notes it leaves in `Outcome.notes`, by name: each is a field of receipts."""

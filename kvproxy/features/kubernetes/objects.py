@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvproxy.base.settings.addresses import is_address, url_fault
-from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.settings import EndpointRole, EndpointSettings
 from kvproxy.cluster.sources.entries import LeftOut, read_entry
 from kvproxy.features.kubernetes.client import KubernetesObject, Metadata
 from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
@@ -217,6 +217,7 @@ def _endpoint(
         "cert_file": settings.cert_file,
         "key_file": settings.key_file,
         "labels": labels,
+        "role": _role(said.get("role", "")),
     }
     made = read_entry(f"pod {name}", fields, credentials=True)  # its files are the operator's
     fault = "" if isinstance(made, LeftOut) else url_fault(made.url)
@@ -230,6 +231,10 @@ def _said(about: list[Metadata]) -> dict[str, str]:
         for texts in (metadata.labels, metadata.annotations):
             said.update((key[len(PREFIX) :], text) for key, text in (texts or {}).items() if key.startswith(PREFIX))
     return said
+
+
+def _role(text: str) -> EndpointRole:
+    return EndpointRole(text) if text in set(EndpointRole) else EndpointRole.BOTH
 
 
 def _weight(text: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvproxy.base.errors import (
     UnsafeRequest,
     UpstreamError,
 )
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.retry import RetryBudget
 from kvproxy.base.types import CONNECTION, EndpointId, Headers
@@ -29,9 +30,11 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.screening import Refusal
+from kvproxy.proxy.feature import ProxyFeature
 from kvproxy.proxy.filter_settings import CachedTokens, RequestIdSettings, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext, ResolvesRoutes
 from kvproxy.proxy.forward import models as model_list
+from kvproxy.proxy.forward.asking import SplitsRequests
 from kvproxy.proxy.forward.body_guard import BodySanitizer, with_model
 from kvproxy.proxy.forward.cached_count import CachedCounts
 from kvproxy.proxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply
@@ -104,6 +107,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 clock=context.clock,
                 rng=context.rng,
                 cached_counts=_cached_counts(settings, metrics),
+                legs=_find_legs(services.clusters),
             ),
             models=models,
             headers=headers,
@@ -128,6 +132,16 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
             observers=context.observers,
         )
     )
+
+
+def _find_legs(clusters: Mapping[str, Cluster]) -> dict[str, SplitsRequests]:
+    """Return the clusters whose requests a feature may send in legs."""
+    found = {}
+    for name, cluster in clusters.items():
+        for feature in installed(ProxyFeature):
+            if (legs := feature.split_requests(cluster)) is not None:
+                found[name] = legs
+    return found
 
 
 def _cached_counts(settings: RouterSettings, metrics: Metrics) -> CachedCounts | None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Protocol
 
 import msgspec
 
 from kvproxy.base.types import EndpointId, RequestKind
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import NumberedRequest, RequestAddition
 from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.policy import NO_FACTS
@@ -38,6 +40,15 @@ _NO_SUCH_RANK = re.compile(rb"data.parallel.rank|dp.rank|engine-core error", re.
 _NUMBERED = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.MESSAGES, RequestKind.RESPONSES})
 
 
+class SplitsRequests(Protocol):
+    """Sends requests of one cluster in legs: the prompt is computed at another endpoint first."""
+
+    def split(self, request: EngineRequest, pick: Pick) -> Coroutine[None, None, Answer] | None:
+        """Return the answer of the pick's endpoint after its first leg; None: the request goes there as a whole. What
+        it reserves is reserved in this turn of the event loop, and settled by the coroutine."""
+        ...
+
+
 class EngineRequest(msgspec.Struct, eq=False):
     """State shared by all attempts of one request. If an engine refuses an optional field (a number, the data-parallel
     rank), the request is sent again without it at once."""
@@ -54,6 +65,8 @@ class EngineRequest(msgspec.Struct, eq=False):
     own_rank: bytes | None
     #: Called with a response whose head came before its body.
     on_head: Callable[[Pick, UpstreamResponse], None]
+    #: None: requests of the cluster go to one endpoint.
+    legs: SplitsRequests | None = None
 
     @property
     def level(self) -> int:
@@ -69,15 +82,26 @@ class EngineRequest(msgspec.Struct, eq=False):
 
     def ask_engine(self, pick: Pick) -> Coroutine[None, None, Answer]:
         """Return the engine's answer. (A coroutine around `_send` would be resumed with it.)"""
+        if self.legs is not None and (answer := self.legs.split(self, pick)) is not None:
+            return answer
+        return self.ask_whole(pick)
+
+    def ask_whole(self, pick: Pick, member: bytes = b"") -> Coroutine[None, None, Answer]:
+        """Return the answer to the request as the client sent it, with a member in front of those of its body."""
         endpoint = pick.endpoint
+        head = self.head_for(endpoint)
+        if endpoint.rank is None or self.own_rank is not None:
+            return self._ask(pick, head, member)
+        return self._ask_rank(pick, head, endpoint.engine.ranks.number(endpoint.rank), member)
+
+    def head_for(self, endpoint: Endpoint) -> RequestHead:
+        """Return the head for this endpoint, with its credential."""
         head = self.head
         if endpoint.authorization is not None:
             head = head.with_credential(endpoint.authorization)
         if self.exchange.trace_parent:
             head = head.with_trace_parent(self.exchange.trace_parent)
-        if endpoint.rank is None or self.own_rank is not None:
-            return self._ask(pick, head)
-        return self._ask_rank(pick, head, endpoint.engine.ranks.number(endpoint.rank))
+        return head
 
     def _rank_member(self, pick: Pick, number: int) -> bytes:
         """Return the field for engines that do not read the header everywhere."""
@@ -86,15 +110,16 @@ class EngineRequest(msgspec.Struct, eq=False):
             return b""
         return _RANK_MEMBER % number if inference.model or inference.prompt.parts else b""
 
-    async def _ask_rank(self, pick: Pick, head: RequestHead, number: int) -> Answer:
-        response, status, first = await self._ask(pick, head.with_rank(number), self._rank_member(pick, number))
+    async def _ask_rank(self, pick: Pick, head: RequestHead, number: int, member: bytes) -> Answer:
+        ranked = self._rank_member(pick, number) + member
+        response, status, first = await self._ask(pick, head.with_rank(number), ranked)
         if status != _BAD_REQUEST or self.body.whole is None:
             return response, status, first
         first, refused = await _refused(response, first, lambda error: _NO_SUCH_RANK.search(error) is not None)
         if not refused:
             return response, status, first
         named = b"rank" in first.lower()
-        response, status, first = await self._ask(pick, head)
+        response, status, first = await self._ask(pick, head, member)
         if status < 400:
             self.cluster.ranks.record_refusal(pick.endpoint, number, named=named)
         return response, status, first

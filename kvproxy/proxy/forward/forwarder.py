@@ -7,8 +7,8 @@ import contextlib
 import enum
 import functools
 import random
-from collections.abc import Awaitable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.types import Scope
@@ -30,7 +30,7 @@ from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import FactSource, PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, RetryState, names_no_model, read_short, verdict_on
-from kvproxy.proxy.forward.asking import EngineRequest
+from kvproxy.proxy.forward.asking import EngineRequest, SplitsRequests
 from kvproxy.proxy.forward.cached_count import CachedCounts
 from kvproxy.proxy.forward.headers import RequestHead, describe_decision, response_headers
 from kvproxy.proxy.forward.relay import Relay, is_comment, is_event_stream
@@ -88,6 +88,8 @@ class Forwarder:
     clock: Clock
     rng: random.Random
     cached_counts: CachedCounts | None = None
+    #: By cluster, of those whose requests may go in legs.
+    legs: Mapping[str, SplitsRequests] = field(default_factory=dict)
 
 
 class Delivery(msgspec.Struct, eq=False):
@@ -196,6 +198,7 @@ class Forwarding(Placement, kw_only=True):
             body,
             rank,
             delivery.pass_head,
+            shared.legs.get(cluster.name) if shared.legs else None,
         )
         return cls(
             exchange=exchange,

@@ -134,6 +134,7 @@ async def test_what_pods_say_about_themselves(api: Api) -> None:
     a, b = both["a"], both["b"]
     assert (a.models, a.weight, a.instance_id) == (("Qwen/Qwen3-8B", "lora-1"), 2.5, "vllm-a")
     assert a.labels == {"role": "decode", "node": "n1", "zone": "z1"}
+    assert (a.role, b.role) == ("decode", "both")
     assert (b.models, b.weight, b.instance_id) == (("m",), 1.0, "10.0.0.2:8000")
     alone = {one.id: one for one in await discovery(where, service="", selector="app=vllm", models=["z"]).endpoints()}
     assert (alone["a"].models, alone["b"].models) == (("Qwen/Qwen3-8B", "lora-1"), ("z",))
