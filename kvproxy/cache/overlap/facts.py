@@ -84,3 +84,4 @@ class Result(msgspec.Struct):
     request_id: str = ""
     tenant: str = ""
     notes: dict[str, object] = {}  # of features on its outcome
+    prefill_endpoint: EndpointId | None = None  # that computed the prompt and counted its cached tokens, if another did

@@ -197,6 +197,7 @@ def result_of(exchange: Exchange) -> Result:
     outcome = exchange.outcome
     return Result(
         endpoint=outcome.endpoint,
+        prefill_endpoint=outcome.prefill_endpoint,
         prefilled=outcome.prefilled,
         prompt_tokens=outcome.prompt_tokens,
         cached_tokens=outcome.cached_tokens,

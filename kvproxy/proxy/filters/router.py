@@ -98,17 +98,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
     return RouterFilter(
         RouterParts(
             routes=services.routes,
-            forwarder=Forwarder(
-                pool=services.pool,
-                timeouts=Timeouts(config.timeouts.connect, config.timeouts.first_byte, config.timeouts.idle),
-                retry=retry,
-                budget=budget,
-                metrics=metrics,
-                clock=context.clock,
-                rng=context.rng,
-                cached_counts=_cached_counts(settings, metrics),
-                legs=_find_legs(services.clusters),
-            ),
+            forwarder=_build_forwarder(settings, context, budget),
             models=models,
             headers=headers,
             metrics=RouteMetrics(metrics, clusters=services.clusters, routes=config.routes, served=served.serves),
@@ -131,6 +121,22 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
             policy_header=policy_header if any(one.client_policies for one in config.clusters.values()) else b"",
             observers=context.observers,
         )
+    )
+
+
+def _build_forwarder(settings: RouterSettings, context: FilterContext, budget: RetryBudget) -> Forwarder:
+    config = context.config
+    services = context.services
+    return Forwarder(
+        pool=services.pool,
+        timeouts=Timeouts(config.timeouts.connect, config.timeouts.first_byte, config.timeouts.idle),
+        retry=config.retry,
+        budget=budget,
+        metrics=context.metrics,
+        clock=context.clock,
+        rng=context.rng,
+        cached_counts=_cached_counts(settings, context.metrics),
+        legs=_find_legs(services.clusters),
     )
 
 

@@ -496,8 +496,9 @@ class Forwarding(Placement, kw_only=True):
         pick.settle(verdict, now=now)
         policies = self.cluster.policies
         outcome = self.exchange.outcome
-        if policies.observes_reuse and outcome.cached_tokens is not None:
-            self.cluster.observe_reuse(pick, outcome.cached_tokens, now)
+        reused = outcome.cached_tokens if outcome.prefill_endpoint is None else None
+        if policies.observes_reuse and reused is not None:
+            self.cluster.observe_reuse(pick, reused, now)
         if succeeded and outcome.completion_tokens is not None:
             policies.observe_answer(pick.endpoint.id, pick.reservation, outcome.completion_tokens, now)
         return _Next.DELIVERED
