@@ -21,6 +21,7 @@ from kvproxy.proxy.forward.answer import read_beginning, read_short
 from kvproxy.proxy.forward.headers import RequestHead
 from kvproxy.proxy.forward.request_body import RequestBody
 from kvproxy.proxy.placement import priority_of
+from kvproxy.proxy.request.continuation import Leg
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import ERROR_MARK
 
@@ -103,6 +104,10 @@ class EngineRequest(msgspec.Struct, eq=False):
             head = head.with_trace_parent(self.exchange.trace_parent)
         return head
 
+    def with_leg(self, leg: Leg) -> EngineRequest:
+        """Return the request for the rest of a stream."""
+        return msgspec.structs.replace(self, target=leg.target, body=self.body.with_bytes(leg.body))
+
     def _rank_member(self, pick: Pick, number: int) -> bytes:
         """Return the field for engines that do not read the header everywhere."""
         inference = self.exchange.inference
@@ -129,6 +134,9 @@ class EngineRequest(msgspec.Struct, eq=False):
         whole = self.body.whole
         if whole is None:
             return self._send(pick, head, self.body.take())
+        continuation = self.exchange.continuation
+        if continuation is not None:
+            member += continuation.member
         addition = self.exchange.addition
         if addition is not None:
             number = self._choose_number(addition, pick)

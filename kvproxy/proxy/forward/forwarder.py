@@ -73,6 +73,7 @@ class GaveUp(Exception):
 class _Next(enum.Enum):
     DELIVERED = enum.auto()
     RETRY = enum.auto()
+    RESUME = enum.auto()  # a stream that broke goes on with a request of its own
     GIVE_UP = enum.auto()
 
 
@@ -164,6 +165,7 @@ class Forwarding(Placement, kw_only=True):
     _suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until the blame is decided
     _task: asyncio.Task[object] | None = None
     _asked_elsewhere: bool = False  # for a model that the first engine lacks
+    _lost: frozenset[EndpointId] = NO_ENDPOINTS  # endpoints that a stream of this request broke at
     _given_back: str | None = None  # set when the endpoint became unhealthy: "" to be retried, else why it is not
 
     @classmethod
@@ -230,7 +232,10 @@ class Forwarding(Placement, kw_only=True):
                     next_step = await self._attempt(pick)
                     if next_step is _Next.DELIVERED:
                         return
-                    pause_s = self._count_failed(pick.endpoint) if next_step is _Next.RETRY else None
+                    if next_step is _Next.RESUME:
+                        pause_s = 0.0
+                    else:
+                        pause_s = self._count_failed(pick.endpoint) if next_step is _Next.RETRY else None
                     if pause_s is None:
                         raise GaveUp(self._last, self.cluster)
                 if pause_s:
@@ -257,10 +262,10 @@ class Forwarding(Placement, kw_only=True):
     def make_question(self) -> PickRequest:
         """As of Placement: without the endpoints that failed already, or with the one that is to be asked again."""
         earlier = self._earlier
-        excluded = NO_ENDPOINTS
+        excluded = self._lost
         instead = None
         if earlier is not None:
-            excluded = earlier.excluded
+            excluded |= earlier.excluded
             instead = earlier.again or self._holder
         if self._asking.own_rank is not None:
             excluded |= self._asking.other_ranks()
@@ -275,11 +280,6 @@ class Forwarding(Placement, kw_only=True):
             if "before_sending" in self.exchange.hooks:
                 await self.wait_to_send(pick)
             response, status, first = await self._asking.ask_engine(pick)
-            delivery = self._delivery
-            if delivery.downstream.status and (
-                status != 200 or not (delivery.passed is response or is_event_stream(response.headers))
-            ):
-                await self._cannot_follow(pick, response, first)
             if status >= 500 and status != NOT_IMPLEMENTED:
                 first, whole = await read_short(response, first)
                 if whole:
@@ -292,6 +292,11 @@ class Forwarding(Placement, kw_only=True):
                 first, whole = await read_short(response, first)
                 if whole and names_no_model(first):
                     return self._unknown_model(pick, response, first)
+            delivery = self._delivery
+            if delivery.downstream.status and (
+                status != 200 or not (delivery.passed is response or is_event_stream(response.headers))
+            ):
+                await self._cannot_follow(pick, response, first)
             return await self._deliver(pick, response, first)
         except UpstreamError as error:
             return self._failed(pick, error)
@@ -457,6 +462,8 @@ class Forwarding(Placement, kw_only=True):
     def _note_first_token(self, pick: Pick) -> None:
         now = self._shared.clock()
         pick.first_token(now)
+        if self._lost:  # of the rest of a stream
+            return
         self.exchange.outcome.ttft_s = now - self.exchange.received_at
         if "first_byte" in self.exchange.hooks:
             notify(RequestObserver.first_byte, self.exchange, now)
@@ -477,7 +484,11 @@ class Forwarding(Placement, kw_only=True):
             self._note_first_token(pick)
         counts = self._shared.cached_counts
         count = None if counts is None else counts.follow(self.exchange, response)
-        relay = Relay(self.exchange, response, self._delivery.downstream, self._asking.method == b"POST", count)
+        continuation = self.exchange.continuation
+        if continuation is not None and not continuation.follow(pick, response):
+            continuation = None
+        post = self._asking.method == b"POST"
+        relay = Relay(self.exchange, response, self._delivery.downstream, post, count, continuation)
         if begins_later:
             relay.on_event = functools.partial(self._note_first_token, pick)
         delivery = self._delivery
@@ -494,13 +505,35 @@ class Forwarding(Placement, kw_only=True):
             pick.endpoint.metrics.attempt_failure(error.reason)
         pick.endpoint.metrics.count_request(response.status)
         pick.settle(verdict, now=now)
-        policies = self.cluster.policies
+        if error is not None and relay.broken:
+            return await self._resume(pick, relay, headers, error)
         outcome = self.exchange.outcome
+        if self._lost:  # the counts are those of several engines
+            outcome.cached_tokens = None
+            return _Next.DELIVERED
+        policies = self.cluster.policies
         reused = outcome.cached_tokens if outcome.prefill_endpoint is None else None
         if policies.observes_reuse and reused is not None:
             self.cluster.observe_reuse(pick, reused, now)
         if succeeded and outcome.completion_tokens is not None:
             policies.observe_answer(pick.endpoint.id, pick.reservation, outcome.completion_tokens, now)
+        return _Next.DELIVERED
+
+    async def _resume(self, pick: Pick, relay: Relay, headers: Headers, error: UpstreamError) -> _Next:
+        """Prepare the request for the rest of a stream that broke, or end the stream."""
+        continuation = self.exchange.continuation
+        assert continuation is not None
+        asking = self._asking
+        leg = continuation.next_leg(error, target=asking.target, body=asking.body.whole, debug=self._delivery.debug)
+        if leg is not None:
+            self._last = error
+            self._lost |= {pick.endpoint.id, *pick.endpoint.engine.members}
+            refusal = self._why_no_retry(unprocessed=False)
+            if self._after_failure(error.reason, refusal) is _Next.RETRY:
+                self._asking = asking.with_leg(leg)
+                return _Next.RESUME
+            continuation.refuse(refusal)
+        await relay.tell_broken(headers, error)
         return _Next.DELIVERED
 
 

@@ -16,6 +16,7 @@ from kvproxy.base.types import ClientConnection, Headers, RequestKind
 from kvproxy.base.upstream.pool import UpstreamResponse
 from kvproxy.proxy.forward.cached_count import MAX_HELD_BYTES, CachedCount
 from kvproxy.proxy.request.body import SharedTimer
+from kvproxy.proxy.request.continuation import Continuation
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import error_event
 from kvproxy.proxy.request.exchange import Exchange
@@ -38,7 +39,8 @@ Arming = SharedTimer["DisconnectWatcher"]
 
 
 class Relay(msgspec.Struct, eq=False):
-    """Sends one response down. From the first byte on nothing is retried: a break is reported, never hidden.
+    """Sends one response down. From the first byte on nothing is retried here: a break is reported, never hidden,
+    unless a continuation has another engine go on behind it.
 
     A piece in the middle of a stream goes on in the call that brings it, without waking this request's task, as long as
     the client takes what it gets.
@@ -49,15 +51,18 @@ class Relay(msgspec.Struct, eq=False):
     _downstream: Downstream
     _post: bool = False
     _count: CachedCount | None = None  # None: answers are forwarded unchanged
+    _continuation: Continuation | None = None  # None: a stream that breaks ends there
     #: Called before the first piece with an event, since comments before it do not mean a token.
     on_event: Callable[[], None] | None = None
     _first: bytes = b""
     _last: deque[bytes] = _NO_PIECES  # of a stream, its end; of any other answer all pieces
     _failure: Exception | None = None  # from a piece that could not be forwarded
+    #: The stream broke and the client was not notified: another engine may go on, or `tell_broken` must follow.
+    broken: bool = False
 
     async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
         """Return the failure that cut the response short; None when it was complete. The client has been notified
-        either way."""
+        either way, unless the stream is `broken`."""
         response = self._response
         downstream = self._downstream
         outcome = self._exchange.outcome
@@ -65,12 +70,11 @@ class Relay(msgspec.Struct, eq=False):
         chunk = self._first = first
         if self._count is not None and not self._count.streams:
             chunk = await self._hold(chunk)
-        streams = bool(chunk) and not response.complete
+        streams = self._continuation is not None or (bool(chunk) and not response.complete)
         try:
             if streams:
-                self._last = deque((chunk,), LAST_PIECES)
-                count = self._count
-                begun = chunk if count is None else count.next_piece(chunk)
+                self._last = deque(maxlen=LAST_PIECES)
+                begun = self._edit(chunk)
                 if downstream.status:
                     await downstream.write(begun, more=True)
                 else:
@@ -83,18 +87,15 @@ class Relay(msgspec.Struct, eq=False):
                     piece = response.take()
                     if piece is None:
                         await response.changed()
-                    elif piece:
-                        self._last.append(piece)
-                        if count is None or (piece := count.next_piece(piece)):
-                            await downstream.write(piece, more=True)
+                    elif piece and (piece := self._edit(piece)):
+                        await downstream.write(piece, more=True)
                 chunk = b""
             if rest := response.take():  # complete: the bytes after the last piece go with it
                 chunk += rest
         except UpstreamError as error:
             if self._failure is not None:
                 raise self._failure from None
-            await self._tell_broken(headers, error)
-            return error
+            return await self._end_broken(headers, error)
         finally:
             response.on_piece = None
         outcome.end = "completed"
@@ -106,12 +107,28 @@ class Relay(msgspec.Struct, eq=False):
                 headers = headers if whole is chunk else _with_length(headers, len(whole))
                 await downstream.start(status, headers, whole, more=False)
             return read_end(self._exchange, status, headers, first=self._first, tail=chunk, post=self._post)
+        if self._continuation is not None:
+            chunk = self._continuation.finish(chunk)
+            if (failure := self._continuation.failure) is not None:
+                await self._write_before_break(chunk)
+                return await self._end_broken(headers, failure)
         if chunk:
             self._last.append(chunk)
         await downstream.write(chunk if self._count is None else self._count.finish(chunk), more=False)
         *earlier, last = self._last
         tail = b"".join(earlier)[-TAIL_BYTES:] + last
         return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
+
+    def _edit(self, piece: bytes) -> bytes:
+        """Return what goes down of a piece of a stream, and keep the piece for the end."""
+        continuation = self._continuation
+        if continuation is not None:
+            piece = continuation.next_piece(piece)
+            if continuation.failure is not None:
+                self._response.abort()
+        if piece:
+            self._last.append(piece)
+        return piece if self._count is None else self._count.next_piece(piece)
 
     async def _pass_comments(self, on_event: Callable[[], None]) -> None:
         """Pass pieces on until one is an event, or the end came."""
@@ -123,8 +140,7 @@ class Relay(msgspec.Struct, eq=False):
                 comments_only = is_comment(piece)
                 if not comments_only:
                     on_event()
-                self._last.append(piece)
-                if self._count is None or (piece := self._count.next_piece(piece)):
+                if piece := self._edit(piece):
                     await self._downstream.write(piece, more=True)
 
     async def _hold(self, first: bytes) -> bytes:
@@ -148,9 +164,12 @@ class Relay(msgspec.Struct, eq=False):
         connection = downstream.connection
         if connection is None or not connection.writable:
             return False
-        self._last.append(piece)
-        if self._count is not None and not (piece := self._count.next_piece(piece)):
-            return True
+        if self._continuation is not None or self._count is not None:
+            piece = self._edit(piece)
+            if not piece:
+                return True
+        else:
+            self._last.append(piece)
         try:
             if "body_piece" not in self._exchange.hooks:
                 connection.write(piece, more=True)
@@ -162,16 +181,34 @@ class Relay(msgspec.Struct, eq=False):
             self._response.abort()
         return True
 
-    async def _tell_broken(self, headers: Headers, error: UpstreamError) -> None:
+    async def _write_before_break(self, piece: bytes) -> None:
+        if piece and self._count is not None:
+            piece = self._count.next_piece(piece)
+        if piece:
+            await self._downstream.write(piece, more=True)
+
+    async def _end_broken(self, headers: Headers, error: UpstreamError) -> UpstreamError:
+        """Return the failure that ended the response; the client is notified unless another engine may go on."""
+        if self._continuation is None:
+            await self.tell_broken(headers, error)
+            return error
+        self.broken = True
+        return self._continuation.failure or error
+
+    async def tell_broken(self, headers: Headers, error: UpstreamError) -> None:
         """End an event stream that broke between two events with an error event. Any other answer is left incomplete,
         which cuts the connection: clients drop an unfinished event."""
-        self._exchange.outcome.end = "upstream_died"
+        self._exchange.outcome.end = "engine_error" if isinstance(error, EngineReportedError) else "upstream_died"
+        withheld = b"" if self._continuation is None else self._continuation.withheld
+        if withheld:
+            await self._downstream.write(withheld, more=False)
+            return
         if not is_event_stream(headers) or self._exchange.breaks_off:
             return
         kind = self._exchange.inference.kind if self._exchange.inference else None
         tail = b"".join(self._last)[-4:]
-        # with a count only whole events were forwarded
-        if self._count is None and tail and not tail.endswith(_BLANK_LINES):
+        # with a count or a continuation only whole events were forwarded
+        if self._count is None and self._continuation is None and tail and not tail.endswith(_BLANK_LINES):
             return
         message = "The engine failed in the middle of this response."
         event = error_event(kind, message=message, reason=error.reason)

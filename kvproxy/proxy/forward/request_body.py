@@ -75,6 +75,10 @@ class RequestBody(msgspec.Struct, eq=False):
         """True if another attempt may follow."""
         return not self._started
 
+    def with_bytes(self, whole: bytes) -> RequestBody:
+        """Return the body of another request of the same client."""
+        return RequestBody(self._receive, self._uploads, whole)
+
     @property
     def framing(self) -> Headers:
         """The client's content-length, so that a streamed body is not re-framed as chunked."""

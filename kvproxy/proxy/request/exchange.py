@@ -13,6 +13,7 @@ from kvproxy.base.types import EndpointId, InferenceRequest
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import RequestAddition
 from kvproxy.cluster.routing.policy import OverlapFacts
+from kvproxy.proxy.request.continuation import Continuation
 
 SCOPE_KEY = "kvproxy"
 
@@ -143,6 +144,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     trace_id: str = ""  # W3C, 32 hex digits; "" if nothing traces
     trace_parent: bytes = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
     breaks_off: bool = False  # a broken stream ends without an error event, as its client has a way to raise it
+    continuation: Continuation | None = None  # None: a stream that breaks is not resumed
     followed: bool = False  # a Downstream already notifies the observers of its response
     outcome: Outcome = msgspec.field(default_factory=Outcome)
     #: Observers of this request's stages, in this order (`attach`), and the union of their hooks.

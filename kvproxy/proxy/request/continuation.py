@@ -1,0 +1,49 @@
+"""Continuation of a stream whose engine failed in the middle of it, as the forwarder uses it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from kvproxy.base.errors import UpstreamError
+from kvproxy.base.upstream.response import UpstreamResponse
+from kvproxy.cluster.pick import Pick
+
+
+class Leg(NamedTuple):
+    """Request for the rest of a stream: its target and its body, a JSON object."""
+
+    target: bytes
+    body: bytes
+
+
+class Continuation(Protocol):
+    """Follows one stream on its way to the client, and may have another engine go on with it. Set on the exchange
+    before the request is routed."""
+
+    #: Member with its comma, written in front of those of the client's body; b"": none.
+    member: bytes
+    #: Found in the last piece: the stream ends here and is to go on elsewhere.
+    failure: UpstreamError | None
+    #: The engine's own end of such a stream, for the client if no other engine goes on.
+    withheld: bytes
+
+    def follow(self, pick: Pick, response: UpstreamResponse) -> bool:
+        """Return whether it follows this answer, the first or one that goes on with it."""
+        ...
+
+    def next_piece(self, piece: bytes) -> bytes:
+        """Return what goes down now, whole events alone."""
+        ...
+
+    def finish(self, rest: bytes) -> bytes:
+        """Return the last of an answer that is complete."""
+        ...
+
+    def next_leg(self, error: UpstreamError, *, target: bytes, body: bytes | None, debug: bool) -> Leg | None:
+        """Return the request for the rest; None if this stream cannot go on. `target` and `body` are those of the
+        request that broke; the body is None if it was streamed. `debug`: the client asked how it was served."""
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """Note why the leg is not sent after all, such as an exhausted retry budget."""
+        ...
