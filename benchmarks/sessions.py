@@ -29,6 +29,11 @@ from kvproxy.lab.replay.trace import Trace
 
 CAPACITY_TOKENS = 400_000
 POLICIES = (OFF, ON, *PEERS, BEST_PLACES)
+#: Where the rules of other schedulers are.
+RULES = {
+    "thunderagent": "benchmarks.session_rules.thunderagent:ThunderAgent",
+    "vllm_router": "benchmarks.session_rules.vllm_router:VllmRouter",
+}
 #: Of other shapes than agents, whose number follows from the ratio; the memory is then what gives the ratio.
 SESSIONS_AN_ENGINE = 24
 
@@ -103,7 +108,7 @@ def run_cell(cell: Cell, policy: str, seed: int) -> dict[str, Any]:
 
 def play(policy: str, trace: Trace, fleet: ReplayFleet, seed: int) -> Sequence[ReplayOutcome]:
     """Return the outcomes of one run."""
-    spec = PolicySpec.parse_run(policy)
+    spec = PolicySpec.parse_run(RULES.get(policy, policy))
     made = spec.make(rng=Random(seed))
     return play_policy(
         trace, Pace(), fleet, made, queue=spec.queue, no_admission=spec.no_admission, sessions=spec.sessions, seed=seed

@@ -107,7 +107,7 @@ class PolicySpec:
 
     def __str__(self) -> str:
         if self.sessions:
-            return self.sessions
+            return self.sessions.rpartition(":")[2]
         by_itself = self.name is PolicyName.KV_AWARE
         queue = (self.queue and not by_itself, by_itself and not self.queue)
         chosen = zip(_SUFFIXES, (*queue, self.priority, self.tier_blind, self.move, self.no_admission), strict=True)

@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sessions wait for room; behind least_ttft +queue "
         "adds it; behind both, +priority has engines "
         "admit in the router's order; behind kv_aware, +move copies KV between engines on demand "
-        "(--link); behind any, +tier_blind hides tiers below engine memory; thunderagent and vllm_router are "
-        "schedulers that admit sessions, places=N admits N on each engine, to their end "
+        "(--link); behind any, +tier_blind hides tiers below engine memory; places=N admits N sessions on each "
+        "engine, to their end; module:Rule is a rule of your own that admits sessions "
         "(default %(default)s)",
     )
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")

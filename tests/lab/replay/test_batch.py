@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from benchmarks.sessions import RULES
 from kvproxy.lab.replay.batch import BatchReport, compare_batch, measure_alone, summarize_batch
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, play_policy
 from kvproxy.lab.replay.results import ReplayOutcome
@@ -179,10 +180,10 @@ def test_options_that_do_not_go_with_a_batch(trace_file: Path, arguments: tuple[
 
 def test_rules_of_sessions_stand_beside_policies(trace_file: Path) -> None:
     """By their names; they have the choice, and so no policy."""
-    status, table, _ = replay(trace_file, "--once", "--policy", "kv_aware,thunderagent,vllm_router,places=1")
+    status, table, _ = replay(trace_file, "--once", "--policy", f"kv_aware,{RULES['vllm_router']},places=1")
     assert status == 0
-    assert [line.split()[0] for line in table.splitlines()[2:6]] == [
-        "kv_aware", "thunderagent", "vllm_router", "places=1",
+    assert [line.split()[0] for line in table.splitlines()[2:5]] == [
+        "kv_aware", "VllmRouter", "places=1",
     ]  # fmt: skip
 
 

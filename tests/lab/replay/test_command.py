@@ -129,7 +129,7 @@ def test_several_routers_are_named_and_one_is_as_ever(trace_file: Path, tmp_path
      (("--delay", "5"), "add --routers"), (("--no-exchange",), "add --routers"),
      (("--routers", "2", "--delay", "5", "--no-exchange"), "give one"),
      (("--routers", "2", "--policy", "kv_aware+move"), "+move needs a single router"),
-     (("--routers", "2", "--policy", "thunderagent"), "rules of sessions need a single router"),
+     (("--routers", "2", "--policy", "places=2"), "rules of sessions need a single router"),
      (("--routers", "2", "--url", "http://127.0.0.1:9"), "neither --url nor --receipts")],
 )  # fmt: skip
 def test_a_wrong_option_is_an_error_message(trace_file: Path, arguments: tuple[str, ...], message: str) -> None:

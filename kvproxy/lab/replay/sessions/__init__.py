@@ -1,1 +1,1 @@
-"""Rules of other schedulers that give places to sessions instead of ordering requests, to compare with."""
+"""Rules that give places to sessions instead of ordering requests, to compare with."""

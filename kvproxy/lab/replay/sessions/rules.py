@@ -1,26 +1,69 @@
-"""The rules by the names that `--policy` has for them."""
+"""Rules of sessions by the names that `--policy` has for them, and the bound where memory is short."""
 
 from __future__ import annotations
 
+import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Sequence
 
-from kvproxy.lab.replay.sessions.places import Places
-from kvproxy.lab.replay.sessions.router import SessionRule
-from kvproxy.lab.replay.sessions.thunderagent import ThunderAgent
-from kvproxy.lab.replay.sessions.vllm_router import VllmRouter
+from kvproxy.lab.replay.router import LiveRequest, SimEndpoint
+from kvproxy.lab.replay.sessions.router import Grant, SessionRule
 from kvproxy.lab.simulator.timing import EngineTiming
 
 #: Makes a rule for engines of this speed.
 MakeRule = Callable[[EngineTiming], SessionRule]
 
-RULES: Mapping[str, MakeRule] = {
-    "thunderagent": lambda timing: ThunderAgent(),
-    "vllm_router": VllmRouter,
-}
 #: The bound with the best number of sessions, which is found by trying.
 BEST_PLACES = "places"
 _PLACES = re.compile(r"places=([1-9]\d{0,5})")
+
+
+class Places:
+    """At most `limit` sessions on an endpoint; those that wait go in the order they came, to the endpoint with the most
+    free places. A session keeps its place until it ends, so that nothing of it is computed twice unless `limit` is too
+    high: the best limit is a bound that needs to be found by trying, and knows the sessions' ends."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._endpoints: Sequence[SimEndpoint] = ()
+        self._home: dict[int, SimEndpoint] = {}  # by session
+        self._taken: dict[int, int] = {}  # by endpoint
+        self._waiting: deque[LiveRequest] = deque()
+        self._ready: deque[Grant] = deque()
+
+    def begin(self, endpoints: Sequence[SimEndpoint]) -> None:
+        self._endpoints = endpoints
+
+    def offer(self, request: LiveRequest, now: float) -> None:
+        home = self._home.get(request.session)
+        if home is None:
+            self._waiting.append(request)
+        else:
+            self._ready.append(Grant(request, home))
+
+    def take(self, now: float) -> Grant | None:
+        if not self._ready and self._waiting and self._endpoints:
+            best = min(self._endpoints, key=lambda one: self._taken.get(one.index, 0))
+            if self._taken.get(best.index, 0) < self._limit:
+                request = self._waiting.popleft()
+                self._home[request.session] = best
+                self._taken[best.index] = self._taken.get(best.index, 0) + 1
+                self._ready.append(Grant(request, best))
+        return self._ready.popleft() if self._ready else None
+
+    def next_at(self, now: float) -> float | None:
+        return now if self._ready else None
+
+    def ended(self, request: LiveRequest, endpoint: SimEndpoint, now: float, *, last: bool) -> None:
+        if last and self._home.pop(request.session, None) is not None:
+            self._taken[endpoint.index] -= 1
+
+    def left(self, endpoint: SimEndpoint) -> None:
+        self._taken.pop(endpoint.index, None)
+        self._home = {session: home for session, home in self._home.items() if home is not endpoint}
+        self._waiting.extendleft(one.request for one in self._ready if one.endpoint is endpoint)
+        self._ready = deque(one for one in self._ready if one.endpoint is not endpoint)
 
 
 def find_best_places(measure: Callable[[int], float], most: int) -> int:
@@ -44,8 +87,15 @@ def find_best_places(measure: Callable[[int], float], most: int) -> int:
 
 
 def find_rule(name: str) -> MakeRule | None:
-    """Return the rule of this name, if there is one; `places=N` is the bound with N sessions an endpoint."""
+    """Return the rule of this name, if it is the name of one: `places=N` is the bound with N sessions an endpoint,
+    `module:Rule` a class to import, made with the engines' timing."""
     if match := _PLACES.fullmatch(name):
         limit = int(match[1])
         return lambda timing: Places(limit)
-    return RULES.get(name)
+    if ":" not in name:
+        return None
+    try:
+        rule: MakeRule = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--policy {name} cannot be imported: {error}") from error
+    return rule

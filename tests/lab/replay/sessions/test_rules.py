@@ -1,4 +1,4 @@
-"""The rules of other schedulers that admit sessions, on small fleets."""
+"""Rules that admit sessions, those of other schedulers among them, on small fleets."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from random import Random
 
 import pytest
 
+from benchmarks.session_rules.thunderagent import FORCE_AFTER_S, TICK_S, ThunderAgent
+from benchmarks.session_rules.vllm_router import MAX_TTL_S, WINDOW, VllmRouter, Window
+from benchmarks.sessions import RULES
 from kvproxy.lab.replay.batch import BatchFigures, compare_batch
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, UnknownPolicy, play_policy
 from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.router import LiveRequest, SimEndpoint
-from kvproxy.lab.replay.sessions.places import Places
 from kvproxy.lab.replay.sessions.router import SessionRule
-from kvproxy.lab.replay.sessions.rules import find_best_places
-from kvproxy.lab.replay.sessions.thunderagent import FORCE_AFTER_S, TICK_S, ThunderAgent
-from kvproxy.lab.replay.sessions.vllm_router import MAX_TTL_S, WINDOW, VllmRouter, Window
+from kvproxy.lab.replay.sessions.rules import Places, find_best_places
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Trace, Turn, parse_trace
 from kvproxy.lab.replay.view import endpoint_id
@@ -47,7 +47,7 @@ def agents(sessions: int = 10, turns: int = 6, *, gap_ms: int = 300, apart_ms: i
 SHORT = ReplayFleet(
     instances=1, capacity_tokens=3072, reuse_outputs=True, timing=EngineTiming(prefill_tokens_per_s=500.0)
 )
-EVERY = ("thunderagent", "vllm_router", "places=3")
+EVERY = (*RULES.values(), "places=3")
 
 
 def play(policy: str, trace: Trace, fleet: ReplayFleet = SHORT) -> Sequence[ReplayOutcome]:
@@ -59,7 +59,8 @@ def play(policy: str, trace: Trace, fleet: ReplayFleet = SHORT) -> Sequence[Repl
 def figures(policy: str, trace: Trace, fleet: ReplayFleet = SHORT) -> BatchFigures:
     """Return those of one run."""
     plan = ComparisonPlan(fleet, [PolicySpec.parse_run(policy)])
-    return compare_batch(trace, plan, err=io.StringIO()).policies[policy]
+    (one,) = compare_batch(trace, plan, err=io.StringIO()).policies.values()
+    return one
 
 
 @pytest.mark.parametrize("policy", EVERY)
@@ -266,6 +267,13 @@ def test_a_number_of_places_is_at_least_one(limit: str) -> None:
     """Anything else names no rule."""
     with pytest.raises(UnknownPolicy, match="no policy"):
         PolicySpec.parse_run(limit)
+
+
+@pytest.mark.parametrize("name", ["no.such.module:Rule", "kvproxy.lab:NoSuchRule"])
+def test_a_rule_that_cannot_be_imported_is_named(name: str) -> None:
+    """With the reason."""
+    with pytest.raises(ValueError, match=f"--policy {name} cannot be imported: "):
+        PolicySpec.parse_run(name)
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 40])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvproxy.lab.replay.router import LiveRequest, SimEndpoint
 from kvproxy.lab.replay.sessions.router import Grant
+from kvproxy.lab.simulator.timing import EngineTiming
 
 TICK_S = 5.0
 BUFFER_TOKENS = 100  # that each program needs beyond its context
@@ -40,7 +41,7 @@ class ThunderAgent:
     between turns at once and others after their request. (Its code does not deduct the latter, and so marks all of
     them; here they are deducted, as its paper has it.)"""
 
-    def __init__(self) -> None:
+    def __init__(self, _timing: EngineTiming | None = None) -> None:
         self._endpoints: Sequence[SimEndpoint] = ()
         self._programs: dict[int, Program] = {}
         self._ready: deque[Grant] = deque()
