@@ -31,6 +31,11 @@ _MEDIUM_BYTES = 250
 _MARKS = 4
 _MAX_SHAPES = 4096
 _SHAPE_BYTES = 300
+#: Text whose blocks are remembered together: naming it takes one call, hashing its blocks one each.
+_PIECE_BLOCKS = 64
+_PIECE_BYTES = _PIECE_BLOCKS * TEXT_BLOCK_BYTES
+_MAX_PIECES = 8192
+_PIECE_ENTRY_BYTES = 700
 _CHAT = RequestKind.CHAT  # found sooner so
 _STRING = b'system:"'
 _HEADER = _STRING + b"x-anthropic-billing-header"
@@ -81,6 +86,7 @@ class SessionHashes:
         self._named: dict[int, _Named] = {}  # by the messages as they were sent
         self._named_bytes = 0
         self._shapes: BoundedMapping[int, tuple[int, int]] = BoundedMapping(_MAX_SHAPES)
+        self._pieces: dict[int, array[int]] = {}  # of text, by its digest behind the block before it
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -89,7 +95,8 @@ class SessionHashes:
     @property
     def held_bytes(self) -> int:
         """Bytes held, objects included."""
-        return self._bytes + self._named_bytes + _SHAPE_BYTES * len(self._shapes)
+        pieces_bytes = _PIECE_ENTRY_BYTES * len(self._pieces)
+        return self._bytes + self._named_bytes + pieces_bytes + _SHAPE_BYTES * len(self._shapes)
 
     def text_blocks(self, prompt: Prompt, seed: int, keys: Sequence[int]) -> array[int]:
         """As `hashing.text_blocks`; `keys` is the prompt's `message_chain` of the same seed. The result is not to be
@@ -178,7 +185,7 @@ class SessionHashes:
             del known[key]
             known[key] = hashes
             return hashes
-        hashes = text_blocks(Prompt(text.shape, raw), seed) if hashes is None else _continued(hashes, text)
+        hashes = self._hash_whole(text.shape, raw, seed) if hashes is None else _continued(hashes, text)
         self._keep(sent[-1], hashes)
         return hashes
 
@@ -220,9 +227,39 @@ class SessionHashes:
                 break
         else:
             parts = map(text.part_at, range(text.parts)) if text.whole is None else text.whole
-            hashes = text_blocks(Prompt(text.shape, tuple(parts)), seed)
+            hashes = self._hash_whole(text.shape, tuple(parts), seed)
         self._keep(whole, hashes)
         return hashes
+
+    def _hash_whole(self, shape: bytes, parts: tuple[bytes, ...], seed: int) -> array[int]:
+        """Return the text blocks of a prompt of which no message prefix is known: its text may still begin as another
+        one's did, within a message too."""
+        data = canonical_bytes(Prompt(shape, parts))
+        known = self._pieces
+        text = memoryview(data)
+        hashes = array("Q")
+        at = 0
+        for end in range(_PIECE_BYTES, len(data) + 1, _PIECE_BYTES):
+            digest = xxh3_64_intdigest(text[at:end], seed)
+            if (blocks := known.get(digest)) is None:
+                break
+            hashes += blocks
+            seed = blocks[-1]
+            at = end
+        hashes += text_chain(data, seed, start=at)
+        self._remember_pieces(text, hashes, at, seed)
+        return hashes
+
+    def _remember_pieces(self, text: memoryview, hashes: array[int], at: int, seed: int) -> None:
+        """Remember the blocks of all pieces from there on."""
+        known = self._pieces
+        for end in range(at + _PIECE_BYTES, len(text) + 1, _PIECE_BYTES):
+            blocks = hashes[at // TEXT_BLOCK_BYTES : end // TEXT_BLOCK_BYTES]
+            known[xxh3_64_intdigest(text[at:end], seed)] = blocks
+            seed = blocks[-1]
+            at = end
+        while len(known) > _MAX_PIECES:
+            del known[next(iter(known))]
 
     def _keep(self, key: int, hashes: array[int]) -> None:
         size = _size(hashes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,40 @@ def test_a_growing_chat_hashes_like_whole_prompts(parts: list[bytes], shape: byt
         prompt = Prompt(shape, tuple(parts[:turn]))
         assert blocks(memo, prompt, 8) == text_blocks(prompt, 8)
         assert blocks(memo, prompt, 8) == text_blocks(prompt, 8)  # asked again
+
+
+@given(st.data())
+def test_texts_that_begin_alike_hash_like_whole_prompts(data: st.DataObject) -> None:
+    """Where they part within a message, wherever that is."""
+    memo = SessionHashes()
+    text = b"".join(b"%08d" % number for number in range(5000))
+    for _ in range(3):
+        at = data.draw(st.integers(0, len(text)))
+        prompt = turns(text[:at] + data.draw(st.binary(max_size=9)) + text[at:])
+        assert blocks(memo, prompt, 8) == text_blocks(prompt, 8)
+
+
+def test_a_text_that_begins_alike_is_hashed_from_where_they_part() -> None:
+    """A long document with another question behind it in the same message: what came before is looked up by piece."""
+    memo = SessionHashes()
+    document = b"d" * 3 * session_hashes._PIECE_BYTES
+    blocks(memo, turns(document + b"first question"), 8)
+    for kept in memo._pieces.values():
+        kept[0] ^= 1
+    asked = blocks(memo, turns(document + b"second question"), 8)
+    whole = text_blocks(turns(document + b"second question"), 8)
+    assert [at for at, pair in enumerate(zip(asked, whole, strict=True)) if pair[0] != pair[1]] == [0, 64, 128]
+
+
+def test_pieces_of_text_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest goes first, and what is held counts."""
+    monkeypatch.setattr(session_hashes, "_MAX_PIECES", 4)
+    memo = SessionHashes()
+    for letter in (b"a", b"b", b"c"):
+        prompt = turns(letter * 3 * session_hashes._PIECE_BYTES)
+        assert blocks(memo, prompt, 8) == text_blocks(prompt, 8)
+    assert len(memo._pieces) == 4
+    assert memo.held_bytes >= 4 * session_hashes._PIECE_ENTRY_BYTES
 
 
 def test_only_the_new_messages_are_hashed() -> None:
