@@ -24,4 +24,5 @@ SHIPPED = (
     "published",
     "shield",
     "residents",
+    "disaggregation",
 )

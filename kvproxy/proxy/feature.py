@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvproxy.base.settings.model import Model
     from kvproxy.cluster.cluster import Cluster
+    from kvproxy.cluster.settings import ClusterSettings
     from kvproxy.proxy.filters.chain import FilterContext
     from kvproxy.proxy.forward.asking import SplitsRequests
 
@@ -37,8 +38,9 @@ class ProxyFeature(BaseFeature):
         """Return the filter around `inner`. Raises ConfigError, with paths relative to its settings."""
         raise NotImplementedError(name)
 
-    def split_requests(self, cluster: Cluster) -> SplitsRequests | None:
-        """Return how requests of the cluster are sent in legs, by its settings; None: each goes to one endpoint."""
+    def split_requests(self, cluster: Cluster, settings: ClusterSettings) -> SplitsRequests | None:
+        """Return how requests of the cluster, which will have these settings, are sent in legs; None: each goes to one
+        endpoint."""
         return None
 
     def list_notes(self) -> Mapping[str, type]:

@@ -42,6 +42,7 @@ class FaultValues:
     error_after_chunks: int = 1
     no_tokenize: bool = False
     engine_dead: bool = False
+    kv_fault: str = ""
     lose_events: int = 0
     repeat_events: int = 0
 
@@ -126,6 +127,8 @@ class Serving:
     wall_clock: Callable[[], float]
     dead: Callable[[], HttpError]
     keep_alive_s: float | None = None  # between comments in a stream that waits
+    #: Members of a whole answer that depend on how it went.
+    extend: Callable[[Answer], dict[str, Any]] = lambda _: {}
 
     async def answer(self, call: HttpCall, plan: GenerationPlan, shape: Shape, record: dict[str, Any]) -> None:
         """Generate and send; `record` gets how it went. A client that leaves frees the engine at once."""
@@ -152,7 +155,7 @@ class Serving:
         if group.failed:
             raise self.dead()
         await self.faults.stall(self.faults.values.stall_first_byte_s)
-        await call.reply_json(shape.build_body(answer))
+        await call.reply_json({**shape.build_body(answer), **self.extend(answer)})
         return "finished"
 
 

@@ -148,6 +148,7 @@ class SimRequest:
     finish_reason: str = "length"
     priority: int = 0  # lower first, where the engine schedules by it
     media: tuple[PlacedMedium, ...] = ()  # in the prompt
+    pulled_tokens: int = 0  # of the prompt, from another engine
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1:

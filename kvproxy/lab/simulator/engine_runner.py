@@ -130,6 +130,10 @@ class EngineRunner:
                 self.engine.cancel(member.request.id, self._clock())
             self._wake.set()
 
+    def receive(self, block_hashes: Sequence[int]) -> None:
+        """Take in copies of a prompt's leading blocks from another engine."""
+        self.engine.receive(block_hashes, self._clock())
+
     def kill(self) -> None:
         """Kill the engine process: every sequence fails now."""
         for request_id, generation in list(self._live.items()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
@@ -39,6 +39,7 @@ class GenerationPlan:
     stream: bool
     max_tokens: int
     body: Mapping[str, Any]
+    remote_cached_tokens: int | None = None  # counted by the engine that computed the prompt
 
     @property
     def prompt_tokens(self) -> int:
@@ -86,6 +87,14 @@ class Planner:
             max_tokens=max(request.output_tokens for request in requests),
             body=body,
         )
+
+    def answer_by(self, plan: GenerationPlan, seen: Sequence[int], cached_tokens: int) -> GenerationPlan:
+        """Return the plan of a request whose prompt was pulled: the answer is the one to the prompt whose KV came."""
+        request = plan.requests[0]
+        answer = self._answer(list(seen), 0, request.output_tokens)
+        prompt = plan.prompts[0]
+        request = replace(request, token_ids=(*prompt, *answer), pulled_tokens=len(prompt))
+        return replace(plan, requests=(request,), remote_cached_tokens=cached_tokens)
 
     def _request(
         self, body: Mapping[str, Any], model: str, prompt: Sequence[int], request_id: str, choice: int
@@ -208,6 +217,8 @@ class Answer:
         choices = len(self.plan.requests) // len(self.plan.prompts)
         firsts = [member.first for member in self._group.members[::choices]]
         cached = [first.cached_tokens if first is not None else 0 for first in firsts]
+        if self.plan.remote_cached_tokens is not None:
+            cached = [self.plan.remote_cached_tokens]
         full = [len(prompt) // self._block_size * self._block_size for prompt in self.plan.prompts]
         media = [one for request in self.plan.requests[::choices] for one in request.media]
         return AnswerUsage(

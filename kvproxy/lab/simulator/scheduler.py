@@ -210,7 +210,9 @@ class Scheduler:
             sequence.cached_tokens = sequence.computed
             self.counters.prompt_tokens += request.prompt_tokens
             self.counters.prefix_cache_queries += request.prompt_tokens if self._settings.prefix_caching else 0
-            self.counters.prefix_cache_hits += hits * block_size
+            pulled = min(request.pulled_tokens, hits * block_size)
+            self.counters.prefix_cache_hits += hits * block_size - pulled
+            self.counters.external_prefix_cache_hits += pulled
         self.running[request.id] = sequence
         self.prefilling[request.id] = sequence
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvproxy.lab.simulator.answering import Serving, Shape
+from kvproxy.lab.simulator.generation import Answer, GenerationPlan
 from kvproxy.lab.simulator.http_call import HttpCall
 from kvproxy.lab.simulator.vllm_errors import (
     VllmError,
@@ -17,6 +19,7 @@ from kvproxy.lab.simulator.vllm_errors import (
     unsupported_media_type,
     validation_errors,
 )
+from kvproxy.lab.simulator.vllm_nixl import PARAMS, NixlSide
 from kvproxy.lab.simulator.vllm_state import VllmState
 
 
@@ -52,6 +55,12 @@ async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRou
     plan_id = call.headers.get("x-request-id") or body.get("request_id") or state.make_id()
     plan = state.planner.plan(body, route.prompts(state, body), str(plan_id))
     _admit(state)
+    params = body.get(PARAMS) or {}
+    if state.nixl is not None and params.get("do_remote_prefill") and state.faults.values.kv_fault != "ignored":
+        seen = await state.nixl.receive(call, plan, params)
+        if seen is None:
+            return
+        plan = state.planner.answer_by(plan, seen, params["remote_prefill_cached_tokens"])
     record = state.open_record(call.path, plan)
     state.in_flight += 1
     serving = Serving(
@@ -62,6 +71,7 @@ async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRou
         state.wall_clock,
         engine_dead,
         state.settings.sse_keep_alive_interval_s,
+        extend=partial(_hold, state.nixl, plan) if state.nixl and params.get("do_remote_decode") else lambda _: {},
     )
     try:
         await serving.answer(call, plan, route.shape(state), record)
@@ -69,6 +79,11 @@ async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRou
         state.in_flight -= 1
         for request in plan.requests:
             state.metrics.forget_request(request.id)
+
+
+def _hold(side: NixlSide, plan: GenerationPlan, answer: Answer) -> dict[str, Any]:
+    """Return the member by which a decoder pulls the prompt."""
+    return {PARAMS: side.hold(plan.prompts[0], plan.id, answer.count_usage().cached_tokens)}
 
 
 def _admit(state: VllmState) -> None:

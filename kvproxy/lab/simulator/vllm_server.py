@@ -21,6 +21,7 @@ from kvproxy.lab.simulator.prompts import Prompts
 from kvproxy.lab.simulator.tokenizer import Tokenizer
 from kvproxy.lab.simulator.vllm_generate import GenerateRoute, answer_generation
 from kvproxy.lab.simulator.vllm_metrics import VllmMetrics
+from kvproxy.lab.simulator.vllm_nixl import NixlSide
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled, Prefilled, VllmState
 
@@ -101,6 +102,11 @@ class VllmApp(HttpApp):
             fingerprint=f"vllm-{settings.version}-{rng.getrandbits(32):08x}",
             started_at=began_at,
         )
+        if settings.nixl is not None:
+            size = settings.engine.block_size
+            self.state.nixl = NixlSide(
+                settings.nixl, block_size=size, runner=runner, faults=self.state.faults, clock=clock, rng=rng
+            )
         self.parts = [runner] if publisher is None else [publisher, runner]
 
     async def answer_call(self, call: HttpCall) -> None:

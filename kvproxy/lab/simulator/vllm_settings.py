@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.nixl_links import NixlLinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,8 @@ class VllmSettings:
 
     `default_output_tokens` is the length of an answer that the client does not bound (it then ends with "stop").
     Without `word_pieces` the model has another tokenizer. With `refuse_priority` a request's `priority` is an error
-    under fcfs, as in older versions. Without `multimodal` it refuses pictures. `rank` is the rank in its metrics."""
+    under fcfs, as in older versions. Without `multimodal` it refuses pictures. `rank` is the rank in its metrics.
+    Engines with the same `nixl` read each other's KV."""
 
     model: str = "sim"
     root: str = "models/sim"
@@ -35,6 +37,7 @@ class VllmSettings:
     refuse_priority: bool = False
     multimodal: bool = True
     rank: int = 0
+    nixl: NixlLinks | None = None
 
     def __post_init__(self) -> None:
         if not self.engine.token_outputs:

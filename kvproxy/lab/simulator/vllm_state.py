@@ -15,6 +15,7 @@ from kvproxy.lab.simulator.kv_event_publisher import KvEventPublisher
 from kvproxy.lab.simulator.prompts import Prompts
 from kvproxy.lab.simulator.tokenizer import Tokenizer
 from kvproxy.lab.simulator.vllm_metrics import VllmMetrics
+from kvproxy.lab.simulator.vllm_nixl import NixlSide
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 
 _KEPT_REQUESTS = 256
@@ -50,6 +51,7 @@ class VllmState:
     started_at: float
     calls: Counter[str] = field(default_factory=Counter)
     in_flight: int = 0
+    nixl: NixlSide | None = None
     requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_REQUESTS))
 
     def make_id(self) -> str:

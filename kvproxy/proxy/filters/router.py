@@ -136,16 +136,16 @@ def _build_forwarder(settings: RouterSettings, context: FilterContext, budget: R
         clock=context.clock,
         rng=context.rng,
         cached_counts=_cached_counts(settings, context.metrics),
-        legs=_find_legs(services.clusters),
+        legs=_find_legs(services.clusters, config),
     )
 
 
-def _find_legs(clusters: Mapping[str, Cluster]) -> dict[str, SplitsRequests]:
+def _find_legs(clusters: Mapping[str, Cluster], config: ServingSettings) -> dict[str, SplitsRequests]:
     """Return the clusters whose requests a feature may send in legs."""
     found = {}
     for name, cluster in clusters.items():
         for feature in installed(ProxyFeature):
-            if (legs := feature.split_requests(cluster)) is not None:
+            if (legs := feature.split_requests(cluster, config.clusters[name])) is not None:
                 found[name] = legs
     return found
 

@@ -10,7 +10,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.real.engines.place import HERE, LMCACHE, MID, SGLANG, TINY, VLLM, Environment, Model, root
+from tests.real.engines.place import (
+    HERE,
+    LMCACHE,
+    MID,
+    NIXL,
+    NIXL_VERSIONS,
+    SGLANG,
+    TINY,
+    VLLM,
+    Environment,
+    Model,
+    root,
+)
 
 #: The Python the lists of versions were made for; LMCache's hashes must agree with the engines'.
 PYTHON = os.environ.get("KVPROXY_REAL_PYTHON", "python3.11")
@@ -98,6 +110,15 @@ def _install_torch(pip: Sequence[str | Path], environment: Environment, steps: S
         steps.run(f"torch for CPU, from {TORCH_INDEX}", *pip, wanted, "--extra-index-url", TORCH_INDEX)
 
 
+def install_nixl(steps: Steps) -> None:
+    """Install it into a folder of its own, without what CUDA needs."""
+    if (NIXL / "nixl").exists():
+        steps.say(f"nixl: installed in {NIXL}")
+        return
+    pip = (VLLM.python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--progress-bar=off")
+    steps.run("NIXL, 70 MB", *pip, "--target", NIXL, *NIXL_VERSIONS)
+
+
 def make_model(model: Model, steps: Steps) -> None:
     """Random weights by a fixed seed."""
     if model.made:
@@ -113,6 +134,7 @@ def main() -> int:
     try:
         for environment in (VLLM, LMCACHE, SGLANG):
             install_environment(environment, steps)
+        install_nixl(steps)
         for model in (TINY, MID):
             make_model(model, steps)
     except StepFailed as error:

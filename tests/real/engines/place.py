@@ -47,6 +47,11 @@ LMCACHE = Environment("lmcache")
 SGLANG = Environment("sglang", base=VLLM)
 
 
+#: NIXL by its wheels for CUDA, whose transfers work without: apart, so that engines without it stay as they are.
+NIXL = root() / "nixl"
+NIXL_VERSIONS = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+
+
 class Model:
     """A small random model with a true tokenizer and chat template, made by `inside/tiny_model.py`."""
 

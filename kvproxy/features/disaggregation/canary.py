@@ -1,0 +1,170 @@
+"""The canary: 16 greedy tokens on a pair of endpoints, separated and at the decoder alone, must be the same, and the
+decoder's counters must show that it pulled the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import NamedTuple
+
+import msgspec
+
+from kvproxy.base.errors import ClientError, UpstreamError
+from kvproxy.base.types import Headers, RequestKind
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.cache.clients.vllm import VllmClient
+from kvproxy.features.disaggregation.bodies import Names, encode, read_body, shorten
+from kvproxy.features.disaggregation.connectors.base import Engine, KvConnector, LegTerms, NoHandle
+from kvproxy.features.disaggregation.legs import MAX_ANSWER_BYTES
+from kvproxy.features.disaggregation.pairs import PairState
+
+TOKENS = 16
+#: Numbers in the prompt: more tokens than a chunk of LMCache's.
+_NUMBERS = 160
+_LARGEST = 10_000
+_PATH = b"/v1/completions"
+#: Share of the prompt that must have been pulled.
+_PULLED = 0.5
+_JSON: Headers = [(b"content-type", b"application/json")]
+
+
+class Verdict(NamedTuple):
+    """Finding of a canary. State None: it could not be sent."""
+
+    state: PairState | None
+    why: str = ""
+
+
+class _Choice(msgspec.Struct):
+    text: str
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage = msgspec.field(default_factory=_Usage)
+
+
+class CanaryFailed(Exception):
+    """An engine did not answer as expected."""
+
+
+class Canary:
+    """Examines pairs with one connector. `timeout_s` bounds each request."""
+
+    def __init__(self, connector: KvConnector, *, pool: UpstreamPool, rng: Random, timeout_s: float) -> None:
+        self._connector = connector
+        self._pool = pool
+        self._rng = rng
+        self._timeout_s = timeout_s
+
+    async def examine(
+        self, prefill: Engine, decode: Engine, clients: tuple[VllmClient, VllmClient], model: str
+    ) -> Verdict:
+        """Return the verdict on a pair. `clients` are those of its endpoints."""
+        try:
+            if why := await _compare_versions(*clients):
+                return Verdict(PairState.VERSIONS, why)
+            await self._connector.prepare(prefill, self._fetch)
+            different = ""
+            for _ in range(2):  # greedy answers may part by the size of a batch, seldom twice
+                verdict = await self._compare(prefill, decode, clients[1], model)
+                if verdict.state is not PairState.WRONG:
+                    return verdict
+                different = verdict.why
+            return Verdict(PairState.WRONG, different)
+        except (CanaryFailed, ClientError, UpstreamError, TimeoutError, NoHandle, msgspec.DecodeError) as error:
+            return Verdict(None, f"{type(error).__name__}: {error}")
+
+    async def _compare(self, prefill: Engine, decode: Engine, client: VllmClient, model: str) -> Verdict:
+        prompt = " ".join(str(self._rng.randrange(_LARGEST)) for _ in range(_NUMBERS))
+        asked = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        body = msgspec.json.encode({"model": model, **asked} if model else asked)
+        before = await self._count_pulled(client)
+        separated = await self._ask_separated(prefill, decode, body)
+        after = await self._count_pulled(client)
+        salted = msgspec.json.encode(
+            {**msgspec.json.decode(body), "cache_salt": f"canary-{self._rng.getrandbits(64):x}"}
+        )
+        alone = await self._ask(decode, salted)
+        if separated.choices[0].text != alone.choices[0].text:
+            return Verdict(PairState.WRONG, f"answered {separated.choices[0].text!r}, alone {alone.choices[0].text!r}")
+        if before is not None and after is not None and after - before < _PULLED * separated.usage.prompt_tokens:
+            why = f"of {separated.usage.prompt_tokens} prompt tokens the decoder pulled {after - before}"
+            return Verdict(PairState.NO_EFFECT, why)
+        return Verdict(PairState.GOOD)
+
+    async def _count_pulled(self, client: VllmClient) -> int | None:
+        if not self._connector.counts_pulls:
+            return None
+        return (await client.fetch_metrics(timeout_s=self._timeout_s)).external_hits_tokens
+
+    async def _ask_separated(self, prefill: Engine, decode: Engine, body: bytes) -> _Completion:
+        connector = self._connector
+        names = read_body(body, RequestKind.COMPLETION)
+        assert names is not None
+        terms = connector.begin(prefill)
+        if not connector.sends_prefill:
+            return await self._ask(decode, body, terms)
+        first = encode({**_short(connector, names), **terms.prefill})
+        if connector.at_once:
+            _, answer = await asyncio.gather(self._send(prefill, first), self._ask(decode, body, terms))
+            return answer
+        member = connector.read_member(await self._send(prefill, first))
+        return await self._ask(decode, body, terms._replace(decode=member))
+
+    async def _ask(self, engine: Engine, body: bytes, terms: LegTerms = LegTerms({})) -> _Completion:
+        answer = await self._send(engine, b"{" + terms.decode + body[1:], *terms.fields)
+        completion = msgspec.json.decode(answer, type=_Completion)
+        if not completion.choices:
+            raise CanaryFailed("an answer without a choice")
+        return completion
+
+    async def _send(self, engine: Engine, body: bytes, *fields: tuple[bytes, bytes]) -> bytes:
+        return await self._call(engine.origin, b"POST", _PATH, engine, body, fields)
+
+    async def _fetch(self, endpoint: Engine, port: int, path: str) -> bytes:
+        origin = endpoint.origin
+        at_port = Origin(origin.scheme, origin.host, port, tls=origin.tls, server_name=origin.server_name)
+        return await self._call(at_port, b"GET", path.encode(), None, None, ())
+
+    async def _call(
+        self,
+        origin: Origin,
+        method: bytes,
+        path: bytes,
+        engine: Engine | None,
+        body: bytes | None,
+        fields: Sequence[tuple[bytes, bytes]],
+    ) -> bytes:
+        headers = [*_JSON, *fields]
+        if engine is not None and engine.authorization is not None:
+            headers.append((b"authorization", engine.authorization))
+        async with asyncio.timeout(self._timeout_s):
+            response = await self._pool.request(origin, method, path, headers, body, timeouts=Timeouts())
+            answer = b""
+            try:
+                while not response.complete and len(answer) <= MAX_ANSWER_BYTES:
+                    answer += await response.next_chunk()
+                answer += response.take() or b""
+            finally:
+                response.abort()
+        if response.status != 200:
+            raise CanaryFailed(f"{origin}{path.decode()} answered {response.status}: {answer[:200]!r}")
+        return answer
+
+
+def _short(connector: KvConnector, names: Names) -> Mapping[str, msgspec.Raw]:
+    return shorten(names, RequestKind.COMPLETION) if connector.shortens else names
+
+
+async def _compare_versions(prefill: VllmClient, decode: VllmClient) -> str:
+    """Return how the engines' versions differ; "": they are the same, or not reported."""
+    found = await asyncio.gather(*(client.fetch_version() for client in (prefill, decode)), return_exceptions=True)
+    versions = [one for one in found if isinstance(one, str)]
+    return f"the engines' versions are {versions[0]} and {versions[1]}" if len(set(versions)) > 1 else ""

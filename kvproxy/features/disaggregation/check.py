@@ -1,0 +1,70 @@
+"""Check of `kvproxy doctor`: the canary on each pair of endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvproxy.base.settings.compose import part_of
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.cluster.settings import EndpointRole
+from kvproxy.features.disaggregation.canary import Canary
+from kvproxy.features.disaggregation.connectors import CONNECTORS
+from kvproxy.features.disaggregation.findings import FIXES
+from kvproxy.features.disaggregation.pairs import PairState
+from kvproxy.features.disaggregation.settings import DisaggregationPlace
+from kvproxy.operate.doctor.deployment import ClusterCheck
+from kvproxy.operate.doctor.engine import EngineFacts
+from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+
+#: Pairs that are examined, at most.
+MAX_PAIRS = 16
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class VisitedEngine:
+    """An engine of the configuration, as the canary asks it."""
+
+    origin: Origin
+    authorization: bytes | None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PairsCheck(ClusterCheck):
+    """16 greedy tokens, separated and at the decoder alone."""
+
+    name = "disaggregation"
+    calls = 8 * MAX_PAIRS
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        engines = self.engines
+        prefillers = [one for one in engines if one.endpoint.role is not EndpointRole.DECODE]
+        decoders = [one for one in engines if one.endpoint.role is not EndpointRole.PREFILL]
+        pairs = [(p, d) for p in prefillers for d in decoders if p is not d]
+        if not pairs:
+            fix = "set `role: prefill` and `role: decode` of endpoints"
+            return [warning(self.where, "has no pair of endpoints for `disaggregation`", fix)]
+        async with UpstreamPool() as pool:
+            return [await self._examine(pool, *pair) for pair in pairs[:MAX_PAIRS]]
+
+    async def _examine(self, pool: UpstreamPool, prefill: EngineFacts, decode: EngineFacts) -> Finding:
+        settings = part_of(self.deployment.config.clusters[self.cluster], DisaggregationPlace).disaggregation
+        connector = CONNECTORS[settings.connector](settings.bootstrap_port, self.deployment.tools.rng)
+        canary = Canary(connector, pool=pool, rng=self.deployment.tools.rng, timeout_s=_TIMEOUT_S)
+        models = await decode.list_models()
+        model = models[0].id if models else ""
+        verdict = await canary.examine(_visit(prefill), _visit(decode), (prefill.vllm, decode.vllm), model)
+        what = f"prefill at {prefill.endpoint.id} for {decode.endpoint.id}"
+        if verdict.state is PairState.GOOD:
+            return ok(self.where, f"{what} gives the same tokens as {decode.endpoint.id} alone")
+        if verdict.state is None:
+            return problem(self.where, f"{what} fails: {verdict.why}", "see the logs of both engines")
+        return problem(self.where, f"{what} does not work: {verdict.why}", FIXES[verdict.state])
+
+
+def _visit(engine: EngineFacts) -> VisitedEngine:
+    key = engine.endpoint.api_key
+    return VisitedEngine(engine.origin, None if key is None else b"Bearer " + key.get_secret_value().encode())

@@ -1,0 +1,85 @@
+"""The interface of connectors: what each leg carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from kvproxy.base.types import Headers
+from kvproxy.base.upstream.origin import Origin
+
+Members = Mapping[str, msgspec.Raw]
+
+
+class NoHandle(Exception):
+    """The prefill's answer has no parameters by which its KV could be pulled."""
+
+
+class Engine(Protocol):
+    """An endpoint, as connectors see it."""
+
+    @property
+    def origin(self) -> Origin: ...
+    @property
+    def authorization(self) -> bytes | None: ...
+    @property
+    def rank(self) -> int | None: ...
+
+
+class Fetch(Protocol):
+    """Asks an engine's host. Raises UpstreamError's kinds, and TimeoutError."""
+
+    async def __call__(self, endpoint: Engine, port: int, path: str) -> bytes: ...
+
+
+class LegTerms(NamedTuple):
+    """Additions to the legs of one request: members of the prefill's body; the beginning of the decoder's, and its
+    header fields."""
+
+    prefill: Members
+    decode: bytes = b""
+    fields: Headers = []
+
+
+class KvConnector:
+    """One connector. A leg after the other, each prefill for one token, unless a subclass says otherwise."""
+
+    #: Both legs go out at once.
+    at_once = False
+    #: The prefill leg is for one token; else its body is the client's.
+    shortens = True
+    #: The proxy sends the prefill leg; else the decoder's side does.
+    sends_prefill = True
+    #: Metrics of vLLM show that KV was pulled.
+    counts_pulls = True
+
+    def __init__(self, port: int, rng: Random) -> None:
+        self.port = port
+        self.rng = rng
+
+    async def prepare(self, prefill: Engine, fetch: Fetch) -> None:
+        """Learn what legs need to know of an engine, before its first and after each change of its health."""
+
+    def forget(self, endpoint: Engine) -> None:
+        """Forget what was learned of an engine."""
+
+    def begin(self, prefill: Engine) -> LegTerms:
+        """Return the additions to the legs of one request. Raises NoHandle."""
+        raise NotImplementedError
+
+    def read_member(self, answer: bytes) -> bytes:
+        """Return the beginning of the decoder's body by the answer to the prefill. Raises NoHandle."""
+        return b""
+
+
+def raw(value: object) -> msgspec.Raw:
+    """Return a member's value."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def member_of(name: str, value: bytes) -> bytes:
+    """Return the member as it stands in front of others."""
+    return b'"%b":%b,' % (name.encode(), value)

@@ -1,0 +1,24 @@
+"""SGLang's bootstrap: both engines get the same body at once, with the room where they meet."""
+
+from __future__ import annotations
+
+from kvproxy.features.disaggregation.connectors.base import Engine, KvConnector, LegTerms, member_of, raw
+
+_ROOM_BITS = 63
+
+
+class SglangConnector(KvConnector):
+    """Servers started with `--disaggregation-mode prefill` and `decode`."""
+
+    at_once = True
+    shortens = False
+    counts_pulls = False
+
+    def begin(self, prefill: Engine) -> LegTerms:
+        """Return a fresh room at the prefiller's bootstrap server, for both."""
+        members = {
+            "bootstrap_host": raw(prefill.origin.host),
+            "bootstrap_port": raw(self.port),
+            "bootstrap_room": raw(self.rng.getrandbits(_ROOM_BITS)),
+        }
+        return LegTerms(members, b"".join(member_of(name, bytes(value)) for name, value in members.items()))

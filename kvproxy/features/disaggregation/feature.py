@@ -1,0 +1,114 @@
+"""The feature, as the core meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvproxy.base.settings.compose import part_of
+from kvproxy.base.settings.paths import Finding, error_at, warning_at
+from kvproxy.cluster.settings import ClusterSettings, EndpointRole
+from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace
+from kvproxy.operate.feature import OFF, ON, Capability, Feature
+
+if TYPE_CHECKING:
+    from msgspec import Struct
+
+    from kvproxy.base.metrics.groups import Metrics
+    from kvproxy.base.types import Clock
+    from kvproxy.cluster.cluster import Cluster
+    from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
+    from kvproxy.operate.admin.findings import Trouble
+    from kvproxy.operate.admin.operated import AdminTarget
+    from kvproxy.operate.companion import Companion, Siblings
+    from kvproxy.operate.config.schema import Config
+    from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.report import Check
+    from kvproxy.operate.receipts.receipt import Receipt
+    from kvproxy.proxy.forward.asking import SplitsRequests
+
+
+class Disaggregation(Feature):
+    """Has prompts computed at one endpoint and answered at another, where that is cheaper."""
+
+    name = "disaggregation"
+    metric_group = "DisaggregationMetrics"
+    settings = {ClusterSettings: (DisaggregationPlace,)}
+
+    def verify(self, config: Config) -> Iterator[Finding]:
+        """Doubt roles without effect, and refuse separation that no endpoints carry."""
+        for name, cluster in config.clusters.items():
+            roles = {one.role for one in cluster.endpoints}
+            where = ("clusters", name, "disaggregation")
+            on = part_of(cluster, DisaggregationPlace).disaggregation.connector is not Connector.OFF
+            if not on and EndpointRole.PREFILL in roles:
+                what = "is off, and endpoints with `role: prefill` take no requests without it"
+                yield warning_at((*where, "connector"), what, "name the engines' connector")
+            elif on and roles and not cluster.discovery.named and roles <= {EndpointRole.PREFILL}:
+                yield error_at((*where, "connector"), "needs an endpoint that answers: all have `role: prefill`")
+
+    def observe_cluster(self, cluster: ObservedCluster, tools: ClusterTools) -> ClusterObserver:
+        """Return the pairs of a cluster, which the settings may use from any reload on."""
+        from kvproxy.features.disaggregation.watch import Disaggregated
+
+        return Disaggregated(cluster, tools)
+
+    def show_clusters(self, metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> None:
+        """Bind the gauge of pairs."""
+        from kvproxy.features.disaggregation.watch import show_pairs
+
+        show_pairs(metrics, clusters)
+
+    def split_requests(self, cluster: Cluster, settings: ClusterSettings) -> SplitsRequests | None:
+        """None while it is off."""
+        if part_of(settings, DisaggregationPlace).disaggregation.connector is Connector.OFF:
+            return None
+        from kvproxy.features.disaggregation.splitting import Splitter
+        from kvproxy.features.disaggregation.watch import find_all
+
+        return next((Splitter(cluster, state) for state in find_all([cluster])), None)
+
+    def accompany(self, proxy: AdminTarget, config: Config, *, siblings: Siblings | None) -> Companion:
+        """Return the sender of canaries."""
+        from kvproxy.features.disaggregation.companion import CanaryService
+
+        return CanaryService(clock=proxy.clock)
+
+    def list_notes(self) -> Mapping[str, type[Struct]]:
+        """Return the legs of a request."""
+        from kvproxy.features.disaggregation.note import NOTE, Legs
+
+        return {NOTE: Legs}
+
+    def explain(self, receipt: Receipt) -> Iterator[str]:
+        """Yield where the prompt was computed, and why there."""
+        from kvproxy.features.disaggregation.note import NOTE, Legs, explain
+        from kvproxy.operate.receipts.receipt import note_of
+
+        if (legs := note_of(receipt, NOTE, Legs)) is not None:
+            yield explain(legs)
+
+    def find_troubles(self, operated: AdminTarget) -> Iterable[Trouble]:
+        """Return the pairs that are out."""
+        from kvproxy.features.disaggregation.findings import find_pairs_out
+
+        return find_pairs_out(operated.clusters)
+
+    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
+        """Return the canary on each pair."""
+        from kvproxy.features.disaggregation.check import PairsCheck
+
+        settings = part_of(deployment.config.clusters[cluster], DisaggregationPlace).disaggregation
+        return () if settings.connector is Connector.OFF else (PairsCheck(deployment, cluster),)
+
+    def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
+        """Return one row."""
+        used = {
+            part_of(one, DisaggregationPlace).disaggregation.connector.value for one in config.clusters.values()
+        } - {Connector.OFF.value}
+        if not used:
+            return (Capability("prefill apart from decode", OFF, "`disaggregation.connector: off`, the default"),)
+        return (Capability("prefill apart from decode", ON, f"`disaggregation.connector: {'/'.join(sorted(used))}`"),)
+
+
+FEATURE = Disaggregation()

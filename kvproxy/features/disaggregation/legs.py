@@ -1,0 +1,323 @@
+"""One request in two legs: the prefill at one endpoint; then, or beside it, the answer at another.
+
+Every failure before the first byte ends at the decoder, which computes the prompt itself, or in an error that the
+forwarder knows how to retry. Nothing but the decode leg frees the blocks that a prefiller holds, so it is sent, and
+then aborted, for a client that left meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import msgspec
+
+from kvproxy.base.background_task import TaskSet, cancel_tasks
+from kvproxy.base.errors import FirstByteTimeout, PoolFull, UpstreamError
+from kvproxy.base.types import Clock
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
+from kvproxy.cluster.routing.selector import PREFERRED, Decision
+from kvproxy.cluster.routing.work import PromptSplit
+from kvproxy.features.disaggregation.bodies import Names, encode, shorten
+from kvproxy.features.disaggregation.connectors.base import KvConnector, LegTerms, NoHandle
+from kvproxy.features.disaggregation.handle import Handle, HandleRefused
+from kvproxy.features.disaggregation.metrics import DisaggregationMetrics
+from kvproxy.features.disaggregation.note import FAILED, LOCAL, PULLED, REFUSED, Legs
+from kvproxy.features.disaggregation.pairs import Pairs
+from kvproxy.features.disaggregation.plan import split_of_pulled
+from kvproxy.features.disaggregation.settings import DisaggregationSettings
+from kvproxy.proxy.forward.answer import read_short
+from kvproxy.proxy.forward.asking import Answer, EngineRequest
+
+#: Endpoints that are asked to prefill one prompt, at most.
+MAX_PREFILLS = 2
+#: Longest answer to a prefill; the block ids of a million tokens are shorter.
+MAX_ANSWER_BYTES = 4 << 20
+#: Time for which the decode leg of a client that left goes on, so that its engine has it.
+FREEING_S = 0.25
+#: In the error of an engine that is dead, whatever the request.
+_DEAD = b"EngineCore"
+_NOT_ABOUT_KV = frozenset({501, 503})
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """Resources shared by all requests of a cluster that go in legs."""
+
+    cluster: Cluster
+    connector: KvConnector
+    settings: DisaggregationSettings
+    pairs: Pairs
+    metrics: DisaggregationMetrics
+    tasks: TaskSet
+    clock: Clock
+
+
+class TwoLegs:
+    """Made in the turn of the decision, in which its first prefill is reserved; `run` is awaited in place of the plain
+    request."""
+
+    def __init__(
+        self, shared: Splitting, request: EngineRequest, pick: Pick, *, names: Names, legs: Legs, others: list[Endpoint]
+    ) -> None:
+        """`others` prefill if the first endpoint fails, the cheapest first."""
+        self._shared = shared
+        self._request = request
+        self._plain = request  # without what the decode leg adds to the head
+        self._pick = pick
+        self._names = names
+        self._legs = legs
+        self._others = others
+        own = pick.reservation
+        self._local = PromptSplit(own.uncached_tokens, own.cached_tokens, own.lower, own.features[3])
+        self._prefill: Pick | None = None
+        self._beside: asyncio.Task[None] | None = None  # the prefill leg of a connector that needs both at once
+        self._sent: asyncio.Task[Answer] | None = None  # the decode leg
+
+    def reserve(self, endpoint: Endpoint) -> None:
+        """Count the prefill in at its endpoint, and out at the decoder."""
+        now = self._shared.clock()
+        made = self._pick.decision
+        cluster = self._shared.cluster
+        asked = msgspec.structs.replace(made.request, streams=True)  # the end of its answer is its first token
+        decision = Decision(asked, (endpoint,), 0, endpoint, PREFERRED, made.policy, made.decided_by)
+        reservation = reserve(endpoint, asked, cluster.speeds, now)
+        self._prefill = Pick(decision, endpoint, reservation, endpoint.breaker.admit(), cluster)
+        if endpoint.saturated:
+            cluster.screening.invalidate()
+        self._legs.prefill = endpoint.id
+        self._legs.prefills += 1
+        self._count_at_decoder(split_of_pulled(asked.facts, self._pick.endpoint, cluster.speeds))
+
+    async def run(self) -> Answer:
+        """Return the decoder's answer. Raises UpstreamError's kinds."""
+        connector = self._shared.connector
+        result = "left"
+        try:
+            handle: Handle | None
+            if connector.sends_prefill and not connector.at_once:
+                handle = await self._prefill_first()
+            else:
+                handle = self._prefill_beside()
+            answer = await (self._compute_here(LOCAL) if handle is None else self._pull(handle))
+            result = self._legs.result
+            return answer
+        except UpstreamError:
+            result = self._legs.result = FAILED
+            raise
+        finally:
+            if result == "left" and self._beside is not None:
+                self._beside.cancel()
+            self._settle(AttemptOutcome.CANCELLED)
+            self._shared.metrics.requests.labels(self._shared.cluster.name, result).inc()
+
+    async def _prefill_first(self) -> Handle | None:
+        """Return what the decoder pulls by; None: no endpoint has prefilled the prompt."""
+        while (pick := self._prefill) is not None:
+            terms = self._shared.connector.begin(pick.endpoint)
+            answer, result = await self._ask_prefill(pick, terms)
+            handle = None
+            if answer is not None:
+                try:
+                    handle = self._make_handle(self._shared.connector.read_member(answer))
+                except NoHandle:
+                    result = "no_handle"
+            self._count_prefill(pick, result)
+            if handle is not None:
+                return handle
+            self._prefill = None
+            if result in _ELSEWHERE and self._others and self._legs.prefills < MAX_PREFILLS:
+                self.reserve(self._others.pop(0))
+        return None
+
+    def _prefill_beside(self) -> Handle | None:
+        """Start the prefill leg, unless the decoder's side sends it; the decode leg need not wait for it."""
+        pick = self._prefill
+        assert pick is not None
+        try:
+            terms = self._shared.connector.begin(pick.endpoint)
+        except NoHandle:
+            return None
+        if terms.fields:
+            head = self._request.head
+            fields = msgspec.structs.replace(head, own=[*head.own, *terms.fields])
+            self._request = msgspec.structs.replace(self._request, head=fields)
+        if self._shared.connector.sends_prefill:
+            self._prefill = None  # it is the task's from now on
+            self._beside = self._shared.tasks.start(self._follow_prefill(pick, terms), name="prefill leg")
+        return self._make_handle(terms.decode)
+
+    async def _follow_prefill(self, pick: Pick, terms: LegTerms) -> None:
+        """Read the prefill's answer to its end, after the decoder's too; its failure ends the decode leg."""
+        result = "left"
+        try:
+            _, result = await self._ask_prefill(pick, terms)
+        finally:
+            self._count_prefill(pick, result)
+            pick.settle(AttemptOutcome.CANCELLED, self._shared.clock())
+        if result != "done" and self._sent is not None:
+            self._sent.cancel()
+
+    def _make_handle(self, member: bytes) -> Handle:
+        body = self._request.body.whole
+        assert body is not None
+        return Handle(member, body, lease_s=self._shared.settings.lease, now=self._shared.clock())
+
+    async def _ask_prefill(self, pick: Pick, terms: LegTerms) -> tuple[bytes | None, str]:
+        """Return the engine's answer, if it is good, and the result. The pick is settled unless the client leaves."""
+        shared = self._shared
+        began = shared.clock()
+        result = "timeout"
+        outcome = AttemptOutcome.FAILURE
+        answer = None
+        try:
+            async with asyncio.timeout(shared.settings.prefill_timeout) as limit:
+                now = asyncio.get_running_loop().time
+                pick.on_unhealthy(lambda: None if limit.expired() else limit.reschedule(now()))
+                status, answer = await self._send_prefill(pick, terms)
+            result, outcome = _judge(status)
+        except TimeoutError:
+            if not pick.endpoint.health.is_healthy:  # found by its probes, which have judged it
+                result = "unhealthy"
+                outcome = AttemptOutcome.CANCELLED
+        except UpstreamError as error:
+            result = error.reason
+            if isinstance(error, PoolFull):
+                outcome = AttemptOutcome.BUSY
+        now_s = shared.clock()
+        if outcome is AttemptOutcome.SUCCESS:
+            pick.first_token(now_s)
+            self._legs.prefill_s = now_s - began
+            shared.metrics.seconds.labels(shared.cluster.name).observe(now_s - began)
+        pick.settle(outcome, now_s)
+        return (answer if outcome is AttemptOutcome.SUCCESS else None), result
+
+    async def _send_prefill(self, pick: Pick, terms: LegTerms) -> tuple[int, bytes]:
+        request = self._request
+        names = self._names
+        inference = request.exchange.inference
+        assert inference is not None
+        if self._shared.connector.shortens:
+            names = shorten(names, inference.kind)
+        head = request.head_for(pick.endpoint)
+        if pick.endpoint.rank is not None:
+            head = head.with_rank(pick.endpoint.engine.ranks.number(pick.endpoint.rank))
+        response = await request.pool.request(
+            pick.endpoint.origin,
+            request.method,
+            request.target,
+            head.own,
+            encode({**names, **terms.prefill}),
+            timeouts=request.timeouts,
+            repeated=head.repeated,
+        )
+        answer = b""
+        try:
+            while not response.complete and len(answer) <= MAX_ANSWER_BYTES:
+                answer += await response.next_chunk()
+            return response.status, answer + (response.take() or b"")
+        finally:
+            response.abort()
+
+    async def _pull(self, handle: Handle) -> Answer:
+        """Return the answer of the decoder, which pulls; if it refuses to, it computes the prompt itself."""
+        shared = self._shared
+        body = self._request.body.whole
+        assert body is not None
+        try:
+            member = handle.take(body, shared.clock())
+        except HandleRefused:
+            return await self._compute_here(LOCAL)
+        decode = self._pick.endpoint
+        facts = self._pick.decision.request.facts
+        self._count_at_decoder(split_of_pulled(facts, decode, shared.cluster.speeds))
+        self._sent = sent = asyncio.ensure_future(self._request.ask_whole(self._pick, member))
+        answer = await self._await_decode(sent)
+        if answer is None:
+            return await self._compute_here(LOCAL)
+        response, status, first = answer
+        if status >= 500 and status not in _NOT_ABOUT_KV:
+            self._doubt()
+            first, whole = await read_short(response, first)
+            if whole and _DEAD not in first:
+                response.abort()
+                return await self._compute_here(REFUSED)
+            self._legs.result = FAILED
+        elif status < 400:
+            self._legs.result = PULLED
+            self._request.exchange.outcome.prefill_endpoint = self._legs.prefill
+            shared.metrics.tokens.labels(shared.cluster.name).inc(self._legs.tokens)
+        return response, status, first
+
+    async def _await_decode(self, sent: asyncio.Task[Answer]) -> Answer | None:
+        """Wait for the decode leg within its limit; None: its prefill failed beside it."""
+        limit_s = self._shared.settings.decode_timeout
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asyncio.shield(sent)
+        except TimeoutError:
+            self._doubt()
+            await cancel_tasks([sent])
+            raise FirstByteTimeout(f"{self._pick.endpoint.id} gave no first byte within {limit_s:g} s") from None
+        except asyncio.CancelledError:
+            if sent.cancelled():
+                return None
+            left_s = FREEING_S - (asyncio.get_running_loop().time() - began)
+            await _let_go(sent, left_s)
+            raise
+        except UpstreamError:
+            self._doubt()
+            raise
+
+    async def _compute_here(self, result: str) -> Answer:
+        """Send the request as the client sent it: the decoder computes the prompt."""
+        self._legs.result = result
+        self._count_at_decoder(self._local)
+        return await self._plain.ask_whole(self._pick)
+
+    def _doubt(self) -> None:
+        """After a failed decode leg, have its pair examined before it is used again, and end its prefill leg."""
+        if self._beside is not None:
+            self._beside.cancel()
+        prefill = self._shared.cluster.find_endpoint(self._legs.prefill)
+        if prefill is not None:
+            self._shared.pairs.doubt(prefill, self._pick.endpoint)
+
+    def _count_at_decoder(self, split: PromptSplit) -> None:
+        self._pick.endpoint.load.begin(self._pick.reservation, split, self._shared.clock())
+
+    def _count_prefill(self, pick: Pick, result: str) -> None:
+        name = self._shared.cluster.name
+        self._shared.metrics.prefills.labels(name, str(pick.endpoint.id), result).inc()
+
+    def _settle(self, outcome: AttemptOutcome) -> None:
+        if self._prefill is not None:
+            self._prefill.settle(outcome, self._shared.clock())
+
+
+#: Failures after which another endpoint may prefill. Not of an engine that died of it: the next one would, too.
+_ELSEWHERE = frozenset({"timeout", "unhealthy", "busy", "connect_error", "connect_timeout", "pool_full"})
+
+
+def _judge(status: int) -> tuple[str, AttemptOutcome]:
+    """Return the result of a prefill with this status, and what it means for the endpoint."""
+    if status == 503:
+        return "busy", AttemptOutcome.BUSY
+    if status >= 500:
+        return "status_5xx", AttemptOutcome.FAILURE
+    if status >= 400:
+        return "status_4xx", AttemptOutcome.CLIENT_ERROR
+    return "done", AttemptOutcome.SUCCESS
+
+
+async def _let_go(sent: asyncio.Task[Answer], left_s: float) -> None:
+    """End the decode leg of a client that left, once its engine has it: the engine then frees the prefiller's blocks,
+    too."""
+    if left_s > 0:
+        await asyncio.wait([sent], timeout=left_s)
+    if sent.done() and not sent.cancelled() and sent.exception() is None:
+        sent.result()[0].abort()
+        return
+    await cancel_tasks([sent])

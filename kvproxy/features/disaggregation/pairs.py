@@ -1,0 +1,97 @@
+"""Pairs of endpoints: which may carry a request in two legs, by what is known of each."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvproxy.cluster.endpoint import Endpoint
+
+log = logging.getLogger("kvproxy.disaggregation")
+
+#: Pause before a pair whose canary could not be sent is tried again.
+RETRY_S = 5.0
+MAX_PAIRS = 4096
+
+
+class PairState(StrEnum):
+    """Finding of the canary; a metric label."""
+
+    UNPROVEN = "unproven"
+    GOOD = "good"
+    WRONG = "wrong"  # another text than the decoder's own
+    NO_EFFECT = "no_effect"  # the decoder computes the prompt again
+    VERSIONS = "versions"  # the engines differ
+
+
+#: States by which a pair is out until one of its engines is another process.
+OUT = frozenset({PairState.WRONG, PairState.NO_EFFECT, PairState.VERSIONS})
+
+
+@dataclass(slots=True)
+class Pair:
+    """An endpoint that prefills, one that decodes, and the model of the request that wanted them."""
+
+    prefill: Endpoint
+    decode: Endpoint
+    model: str
+    state: PairState = PairState.UNPROVEN
+    why: str = ""
+    due_at: float = -math.inf  # of its next canary
+
+
+class Pairs:
+    """Those of one cluster, made on first use."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Endpoint, Endpoint], Pair] = {}
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(list(self._known.values()))
+
+    def may_carry(self, prefill: Endpoint, decode: Endpoint, model: str) -> bool:
+        """Return whether the pair was found good; an unknown one is to be examined."""
+        pair = self._known.get((prefill, decode))
+        if pair is None:
+            if len(self._known) < MAX_PAIRS:
+                self._known[prefill, decode] = Pair(prefill, decode, model)
+            return False
+        return pair.state is PairState.GOOD
+
+    def find_due(self, now: float) -> Pair | None:
+        """Return the pair whose canary is due for longest."""
+        due = [pair for pair in self if pair.due_at <= now and pair.state not in OUT]
+        return min(due, key=lambda pair: pair.due_at, default=None)
+
+    def doubt(self, prefill: Endpoint, decode: Endpoint) -> None:
+        """Use the pair no more before its next canary: its decoder refused a handle."""
+        pair = self._known.get((prefill, decode))
+        if pair is not None and pair.state is PairState.GOOD:
+            pair.state = PairState.UNPROVEN
+            pair.due_at = -math.inf
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """Forget what was found about an endpoint, whose engine may be another process with other flags."""
+        self._known = {pair: found for pair, found in self._known.items() if endpoint not in pair}
+
+    def keep_only(self, endpoints: Collection[Endpoint]) -> None:
+        """Forget pairs with an endpoint that left."""
+        present = set(endpoints)
+        self._known = {pair: found for pair, found in self._known.items() if present.issuperset(pair)}
+
+    def count_states(self) -> Counter[PairState]:
+        """Return the number of pairs by state."""
+        return Counter(pair.state for pair in self)
+
+
+def settle(pair: Pair, state: PairState, why: str, *, next_at: float) -> None:
+    """Record what a canary found, loudly if the pair is out by it."""
+    if state in OUT and pair.state is not state:
+        log.error("%s -> %s are used as a pair no more: %s", pair.prefill.id, pair.decode.id, why)
+    pair.state = state
+    pair.why = why
+    pair.due_at = next_at

@@ -1,0 +1,81 @@
+"""Decides for each request of a cluster whether it goes in two legs."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.pick import Pick
+from kvproxy.cluster.routing.costs import wait_s
+from kvproxy.cluster.routing.selector import PANIC
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.work import seconds_of
+from kvproxy.features.disaggregation.bodies import read_body
+from kvproxy.features.disaggregation.legs import Splitting, TwoLegs
+from kvproxy.features.disaggregation.note import FAILED, NOTE, REFUSED, Legs
+from kvproxy.features.disaggregation.plan import Plan, choose_plan
+from kvproxy.features.disaggregation.watch import Disaggregated
+from kvproxy.proxy.forward.asking import Answer, EngineRequest
+
+
+class Splitter:
+    """Of one cluster; made for each configuration."""
+
+    def __init__(self, cluster: Cluster, state: Disaggregated) -> None:
+        self._cluster = cluster
+        self._state = state
+
+    def split(self, request: EngineRequest, pick: Pick) -> Coroutine[None, None, Answer] | None:
+        """As of SplitsRequests."""
+        state = self._state
+        connector = state.connector
+        exchange = request.exchange
+        inference = exchange.inference
+        notes = exchange.outcome.notes
+        earlier = notes.pop(NOTE, None)
+        body = request.body.whole
+        if connector is None or state.tasks is None or body is None or inference is None:
+            return None
+        if pick.decision.reason == PANIC or (isinstance(earlier, Legs) and earlier.result in (FAILED, REFUSED)):
+            return None
+        now = state.tools.clock()
+        plans = self._list_plans(pick, exchange.barred, now)
+        if not plans or (names := read_body(body, inference.kind)) is None:
+            return None
+        best = plans[0]
+        legs = Legs(best.prefill.id, best.pulled_tokens, best.expected_s, best.local_s)
+        notes[NOTE] = legs
+        shared = Splitting(
+            self._cluster, connector, state.settings, state.pairs, state.metrics, state.tasks, state.tools.clock
+        )
+        others = [plan.prefill for plan in plans[1:]]
+        two = TwoLegs(shared, request, pick, names=names, legs=legs, others=others)
+        two.reserve(best.prefill)
+        return two.run()
+
+    def _list_plans(self, pick: Pick, barred: frozenset[str], now: float) -> Sequence[Plan]:
+        """Return the plans that are cheaper than the decoder alone, the cheapest first."""
+        asked = pick.decision.request
+        decode = pick.endpoint
+        settings = self._state.settings
+        facts = asked.facts
+        if facts.prompt_tokens - facts.matched_tokens(decode.id) < settings.min_tokens:
+            return ()
+        speeds = self._cluster.speeds
+        able = [
+            one
+            for one in self._cluster.screening.find_prefillers(asked.model, now)
+            if one.engine is not decode.engine and one.id not in asked.excluded and one.id not in barred
+        ]
+        if settings.canary:
+            able = [one for one in able if self._state.pairs.may_carry(one, decode, asked.model)]
+        stall = self._cluster.settings.parameters.kv_aware.stall
+        waits_s = 0.0 if speeds is None else _wait_before(pick, decode, speeds, now)
+        return choose_plan(facts, decode, able, speeds, now, stall=stall, decode_wait_s=waits_s)
+
+
+def _wait_before(pick: Pick, decode: Endpoint, speeds: SpeedModel, now: float) -> float:
+    """Return the wait there without this request, which is counted in already."""
+    own_s = speeds.slowness(decode.id, now) * seconds_of(pick.reservation.features, speeds.seconds)
+    return max(0.0, wait_s(decode, speeds, now) - own_s)

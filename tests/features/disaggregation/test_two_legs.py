@@ -1,0 +1,231 @@
+"""Requests in two legs, end to end on simulated engines, and what becomes of each failure."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.base.settings.compose import part_of
+from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace
+from tests.features.disaggregation.support import Separated, prompt, separated, text_of, until_freed, words
+from tests.support.until import until
+
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": words("chat")}], "max_tokens": 6},
+    "/v1/completions": {"prompt": words("completion"), "max_tokens": 6},
+    "/v1/responses": {"input": words("responses"), "max_output_tokens": 6},
+    "/v1/messages": {"messages": [{"role": "user", "content": words("messages")}], "max_tokens": 6},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_text_is_that_of_one_engine(stream: bool) -> None:
+    """The decoder pulls the whole prompt, and computes none of it."""
+    async with separated("p", "d") as two:
+        for number in range(10):
+            text = words(f"{number}", 20 + 20 * number)
+            answer = await two.ask(text, stream=stream)
+            assert answer.headers["x-kvproxy-endpoint"] == "d"
+            assert text_of(answer) == await two.ask_engine("d", text)
+        assert two.requests("pulled") == 10
+        assert two.prefills("p", "done") == 10
+        assert two.fleet.side("d").pulled_tokens > 0
+        assert not two.fleet.side("p").held
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_every_api_goes_in_two_legs(path: str) -> None:
+    """The first leg generates one token, by each API's own bound."""
+    async with separated("p", "d") as two:
+        body = {"model": "tiny", "temperature": 0, **PATHS[path]}
+        answer = await two.proxy.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        async with httpx.AsyncClient(base_url=two.fleet.urls["d"]) as client:
+            alone = (await client.post(path, json={**body, "cache_salt": "alone"})).json()
+        said = answer.json()
+        for key in ("choices", "output", "content"):
+            if key in alone:
+                assert _texts(said[key]) == _texts(alone[key])
+        assert two.requests("pulled") == 1
+        assert two.fleet.apps["p"].state.metrics.render_exposition().count(b"vllm:generation_tokens_total") > 0
+        (prefilled,) = two.fleet.apps["p"].state.requests
+        assert prefilled["stream"] is False
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [one for key, inner in value.items() if key != "id" for one in _texts(inner)]
+    if isinstance(value, list):
+        return [one for inner in value for one in _texts(inner)]
+    return [value] if isinstance(value, str) and not value.startswith(("msg_", "resp_")) else []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"n": 2}, {"echo": True}, {"prompt": [words("a"), words("b")]}, {"prompt_logprobs": 1}, {"best_of": 2}],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_what_needs_more_than_the_prompts_kv_goes_whole(fields: dict[str, Any]) -> None:
+    """Each of several prompts would pull the blocks of one, which ends an engine."""
+    async with separated("p", "d") as two:
+        await two.proxy.client.post("/v1/completions", json={**prompt(words("x")), **fields})
+        assert two.fleet.calls("p") == 0
+        assert two.fleet.calls("d") == 1
+
+
+async def test_a_short_prompt_stays_at_the_decoder() -> None:
+    """By `min_tokens`."""
+    async with separated("p", "d", disaggregation={"min_tokens": 1000}) as two:
+        assert text_of(await two.ask(words("short"))) == await two.ask_engine("d", words("short"))
+        assert two.fleet.calls("p") == 0
+
+
+async def test_a_clients_own_parameters_do_not_reach_an_engine() -> None:
+    """They could crash a decoder, or have it read another user's KV."""
+    async with separated("p", "d") as two:
+        await two.ask(words("first"))
+        stolen = {"do_remote_prefill": True, "remote_block_ids": [[0, 1]], "remote_engine_id": "x"}
+        answer = await two.ask(words("second"), kv_transfer_params=stolen)
+        assert text_of(answer) == await two.ask_engine("d", words("second"))
+        assert not two.fleet.is_dead("d")
+
+
+# Failures of the first leg.
+
+
+@pytest.mark.parametrize("fault", ["no_handle", "no_request_id"])
+async def test_an_answer_without_a_usable_handle_leaves_the_prompt_to_the_decoder(fault: str) -> None:
+    """Without `remote_request_id` a decoder hangs, and dies of the client that gives up."""
+    async with separated("p", "d") as two:
+        two.fleet.fault("p", kv_fault=fault)
+        async with asyncio.timeout(10):
+            assert text_of(await two.ask(words(fault))) == await two.ask_engine("d", words(fault))
+        assert two.prefills("p", "no_handle") == 1
+        assert two.requests("local") == 1
+        assert not two.fleet.is_dead("d")
+
+
+async def test_another_endpoint_prefills_for_one_that_is_busy() -> None:
+    """Within the same request."""
+    async with separated("p", "q", "d") as two:
+        two.fleet.fault("p", busy_next=100)
+        two.fleet.fault("q", busy_next=0)
+        for number in range(4):
+            assert text_of(await two.ask(words(f"{number}"))) == await two.ask_engine("d", words(f"{number}"))
+        assert two.requests("pulled") == 4
+        assert two.prefills("p", "busy") >= 1
+
+
+async def test_a_prefill_that_takes_too_long_is_left() -> None:
+    """Its own limit is no error of the request."""
+    async with separated("p", "d", disaggregation={"prefill_timeout": 0.2}) as two:
+        two.fleet.fault("p", stall_head_s=60.0)
+        async with asyncio.timeout(10):
+            assert text_of(await two.ask(words("slow"))) == await two.ask_engine("d", words("slow"))
+        assert two.prefills("p", "timeout") == 1
+
+
+async def test_an_engine_that_dies_of_a_prompt_is_not_followed_by_another() -> None:
+    """The decoder is the second engine that gets it; no other prefills it."""
+    async with separated("p", "q", "d") as two:
+        two.fleet.fault("p", fail_next=100)
+        two.fleet.fault("q", fail_next=100)
+        assert text_of(await two.ask(words("x"))) == await two.ask_engine("d", words("x"))
+        assert two.prefills("p", "status_5xx") + two.prefills("q", "status_5xx") == 1
+
+
+async def test_no_prefiller_at_all() -> None:
+    """All of them are gone: decoders serve as ever."""
+    async with separated("p", "d") as two:
+        two.fleet.fault("p", engine_dead=True)
+        for number in range(5):
+            assert text_of(await two.ask(words(f"{number}"))) == await two.ask_engine("d", words(f"{number}"))
+        assert two.requests("local") >= 1
+
+
+# Failures of the second leg.
+
+
+async def test_a_refused_handle_is_not_used_again() -> None:
+    """The decoder's engine lives: it computes the prompt itself, at once, and its pair is examined first."""
+    async with separated("p", "d") as two:
+        two.fleet.fault("p", kv_fault="unknown_engine")
+        assert text_of(await two.ask(words("x"))) == await two.ask_engine("d", words("x"))
+        assert two.requests("refused") == 1
+
+
+async def test_a_decoder_that_dies_of_a_handle_is_replaced() -> None:
+    """Fewer blocks than the prompt needs end its process: the other decoder answers, without a handle."""
+    async with separated("p", "d", "e") as two:
+        two.fleet.fault("p", kv_fault="fewer_blocks")
+        answer = await two.ask(words("x"))
+        (dead,) = (name for name in ("d", "e") if two.fleet.is_dead(name))
+        alive = "e" if dead == "d" else "d"
+        assert text_of(answer) == await two.ask_engine(alive, words("x"))
+        assert answer.headers["x-kvproxy-endpoint"] == alive
+        assert two.requests("failed") == 1
+
+
+async def test_a_decoder_that_does_not_answer_is_left() -> None:
+    """Its own limit; another decoder answers."""
+    async with separated("p", "d", "e", disaggregation={"decode_timeout": 0.3}) as two:
+        two.fleet.fault("d", stall_head_s=60.0)
+        async with asyncio.timeout(20):
+            for number in range(2):
+                assert text_of(await two.ask(words(f"{number}"))) == await two.ask_engine("e", words(f"{number}"))
+        two.fleet.fault("d", reset=True)
+
+
+# Clients that leave.
+
+
+async def test_a_client_that_leaves_during_the_prefill_holds_no_blocks() -> None:
+    """The prefill is aborted, and the decoder never gets the request."""
+    async with separated("p", "d") as two:
+        two.fleet.fault("p", stall_head_s=60.0)
+        await _leave(two, until_there="p")
+        await until(lambda: two.fleet.apps["p"].state.in_flight == 0)
+        assert two.fleet.calls("d") == 0
+        assert not two.fleet.side("p").held
+        await until(lambda: two.requests("left") == 1)
+        assert all(one.load.in_flight == 0 for one in two.proxy.proxy.clusters["default"].endpoints)
+
+
+async def test_a_client_that_leaves_during_the_decode_leg_frees_both() -> None:
+    """Blocks are not held for the lease, and the decoder lives."""
+    async with separated("p", "d") as two:
+        two.fleet.fault("d", stall_head_s=60.0)
+        await _leave(two, until_there="d")
+        await until(lambda: two.fleet.apps["d"].state.in_flight == 0)
+        await until_freed(two.fleet.side("p"))
+        assert not two.fleet.is_dead("d")
+        await until(lambda: all(one.load.in_flight == 0 for one in two.proxy.proxy.clusters["default"].endpoints))
+
+
+async def _leave(two: Separated, *, until_there: str) -> None:
+    task = asyncio.create_task(two.ask(words("leaves")))
+    await until(lambda: two.fleet.apps[until_there].state.in_flight == 1)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+# Reloads.
+
+
+async def test_a_reload_switches_it_on_and_off() -> None:
+    """From the next request on."""
+    async with separated("p", "d", disaggregation={"connector": "off"}) as two:
+        await two.ask(words("off"))
+        assert two.fleet.calls("p") == 0
+        raw = two.proxy.proxy.config
+        for connector, pulled in (("nixl", 1), ("off", 1)):
+            cluster = raw.clusters["default"]
+            settings = part_of(cluster, DisaggregationPlace).disaggregation
+            wanted = settings.model_copy(update={"connector": Connector(connector)})
+            place = cluster.model_copy(update={"disaggregation": wanted})
+            await two.proxy.proxy.reload(raw.model_copy(update={"clusters": {"default": place}}))
+            await two.ask(words(connector))
+            assert two.requests("pulled") == pulled

@@ -1,0 +1,113 @@
+"""Prefill and decode on two real vLLMs: the same text as one alone, the whole prompt pulled, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.features.disaggregation.pairs import PairState
+from kvproxy.features.disaggregation.watch import Disaggregated, find_all
+from tests.real.conftest import Saw
+from tests.real.engines.place import TINY
+from tests.real.pair import Pair, engine_client, until_in_flight
+from tests.real.prompts import text
+from tests.support.proxy import RunningProxy, running_proxy
+from tests.support.until import until
+
+pytestmark = pytest.mark.real
+
+#: Words of each prompt, about three tokens each.
+LENGTHS = (40, 150, 400, 900)
+PROMPTS = 40
+
+
+@contextlib.asynccontextmanager
+async def separating(two: Pair, **settings: Any) -> AsyncIterator[tuple[RunningProxy, Disaggregated]]:
+    """Yield a proxy that separates every prompt, once its pair is proven."""
+    roles = {"a": "prefill", "b": "decode"}
+    endpoints = [{"id": name, "url": url, "role": roles[name]} for name, url in two.urls.items()]
+    settings = {"connector": "nixl", "min_tokens": 1, **settings}
+    async with running_proxy(endpoints, disaggregation=settings) as proxy:
+        state = next(find_all(proxy.proxy.clusters.values()))
+        await ask(proxy.client, "a first request names the pair")
+        await until(lambda: any(pair.state is not PairState.UNPROVEN for pair in state.pairs), within_s=60)
+        yield proxy, state
+
+
+async def ask(client: httpx.AsyncClient, prompt: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": TINY.name, "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True, **fields}
+    answer = await client.post("/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> None:
+    """Of prompts of 100 to 3,000 tokens; every prompt token is pulled."""
+    async with (
+        separating(two) as (proxy, state),
+        engine_client(two.b) as decoder,
+        httpx.AsyncClient(base_url=two.b.url) as alone,
+    ):
+        assert [pair.state for pair in state.pairs] == [PairState.GOOD]
+        before = (await decoder.fetch_metrics()).external_hits_tokens or 0
+        equal = tokens = 0
+        took: dict[str, list[float]] = {"separated": [], "alone": []}
+        for number in range(PROMPTS):
+            prompt = text(LENGTHS[number % len(LENGTHS)], seed=f"separated {number}")
+            began = time.monotonic()
+            answer = await ask(proxy.client, prompt)
+            took["separated"].append(time.monotonic() - began)
+            tokens += answer["usage"]["prompt_tokens"]
+            began = time.monotonic()
+            other = await ask(alone, prompt, cache_salt=f"alone {number}")
+            took["alone"].append(time.monotonic() - began)
+            equal += answer["choices"][0]["text"] == other["choices"][0]["text"]
+        pulled = ((await decoder.fetch_metrics()).external_hits_tokens or 0) - before
+        means = ", ".join(f"{name} {statistics.mean(seconds):.2f} s" for name, seconds in took.items())
+        saw(f"{equal} of {PROMPTS} texts equal; {pulled} of {tokens} prompt tokens pulled; 16 tokens took {means}")
+        assert equal == PROMPTS
+        assert pulled == tokens
+        assert proxy.metric("kvproxy_disaggregated_requests_total", cluster="default", result="pulled") == PROMPTS
+
+
+async def test_a_client_that_leaves_kills_no_engine(two: Pair, saw: Saw) -> None:
+    """At any moment of both legs; afterwards both engines serve and nothing is in flight."""
+    async with separating(two) as (proxy, _), httpx.AsyncClient() as http:
+        for number in range(20):
+            prompt = text(600, seed=f"leaves {number}")
+            task = asyncio.create_task(ask(proxy.client, prompt, max_tokens=64))
+            await asyncio.wait([task], timeout=0.05 * number)
+            task.cancel()
+            await asyncio.wait([task])
+        for server in (two.a, two.b):
+            await until_in_flight(http, server, 0)
+        assert (await ask(proxy.client, text(100, seed="after")))["choices"]
+        saw(f"20 clients left; the pool serves {[server.program.running for server in (two.a, two.b)]}")
+        assert two.a.program.running
+        assert two.b.program.running
+
+
+async def test_the_decoder_serves_alone_once_the_prefiller_is_killed(two: Pair, saw: Saw) -> None:
+    """In the middle of a prefill, and after."""
+    async with separating(two) as (proxy, _), httpx.AsyncClient(base_url=two.b.url) as alone:
+        try:
+            prompt = text(1500, seed="killed")
+            task = asyncio.create_task(ask(proxy.client, prompt))
+            async with httpx.AsyncClient() as http:
+                await until_in_flight(http, two.a, 1)
+            two.a.program.kill()
+            began = time.monotonic()
+            answer = await task
+            saw(f"the answer came {time.monotonic() - began:.1f} s after the kill")
+            assert answer["choices"][0]["text"] == (await ask(alone, prompt, cache_salt="x"))["choices"][0]["text"]
+            assert (await ask(proxy.client, text(200, seed="next")))["choices"]
+        finally:
+            two.revive()
