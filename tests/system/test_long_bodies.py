@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvproxy.cache.overlap.prompt_hashes import PromptHashes
-from kvproxy.proxy.filters import inference_request
+from kvproxy.proxy.filters.inference_request import InferenceRequestFilter
 from kvproxy.proxy.forward import body_guard
 from kvproxy.proxy.forward.body_guard import BodySanitizer
 from kvproxy.proxy.request.body import LONG_BYTES
@@ -51,7 +51,7 @@ async def test_the_looks_at_a_long_body_are_in_turns_of_their_own(monkeypatch: p
 
             return look
 
-        monkeypatch.setattr(inference_request, "decode_body", noting("parse", inference_request.decode_body))
+        monkeypatch.setattr(InferenceRequestFilter, "_parse", noting("parse", InferenceRequestFilter._parse))
         monkeypatch.setattr(PromptHashes, "hash_prompt", noting("hash", PromptHashes.hash_prompt))
         monkeypatch.setattr(BodySanitizer, "passes", noting("guard", BodySanitizer.passes))
         async with running_proxy({"a": url}, policy="kv_aware") as proxy:

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from kvproxy.base.metrics.collectors import CounterCell
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers, InferenceRequest, RequestKind
+from kvproxy.cache.metrics import IndexMetrics
 from kvproxy.proxy.filter_settings import InferenceRequestSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
@@ -19,6 +20,7 @@ from kvproxy.proxy.request.body import LONG_BYTES, BodyReader
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.parse import decode_body, scan_body
+from kvproxy.proxy.request.repeats import CHATS, MIN_BYTES, EarlierBodies
 from kvproxy.proxy.request.session import NO_CALLER, Caller, SessionHeaders
 
 KIND_OF_PATH = {
@@ -44,6 +46,7 @@ class InferenceRequestFilter(Step):
         self._session_headers = SessionHeaders(session_header)
         self._reader = reader
         self._pace = asyncio.Lock()
+        self.earlier = EarlierBodies()
         self._counted: dict[tuple[str, str], CounterCell] = {}
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
@@ -75,7 +78,11 @@ class InferenceRequestFilter(Step):
         downstream.replayed = body
         if kind is None:
             return None
-        inference = exchange.inference = decode_body(kind, body, caller)
+        if len(body) >= MIN_BYTES and kind in CHATS:
+            inference, exchange.repeats = self.earlier.decode(kind, body, caller)
+        else:
+            inference = decode_body(kind, body, caller)
+        exchange.inference = inference
         if inference is None:
             return self._scan(exchange, kind, body, caller)
         self._take_note(exchange, inference)
@@ -112,7 +119,7 @@ class InferenceRequestFilter(Step):
 
 def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterContext) -> ASGIApp:
     """Return the filter around `app`."""
-    return InferenceRequestFilter(
+    made = InferenceRequestFilter(
         app,
         session_header=settings.session_header,
         reader=BodyReader(
@@ -123,3 +130,6 @@ def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterConte
         metrics=context.metrics,
         clock=context.clock,
     )
+    held = context.metrics.group(IndexMetrics).index_bytes.labels("earlier_bodies")
+    context.on_serving.append(lambda: held.set_function(lambda: made.earlier.held_bytes))
+    return made

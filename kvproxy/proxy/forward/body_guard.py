@@ -35,7 +35,7 @@ from kvproxy.base.json_scan import (
     scan_to_replace_model,
 )
 from kvproxy.base.json_scan import replace_model as replaced_model
-from kvproxy.base.types import Headers, RequestKind
+from kvproxy.base.types import Headers
 from kvproxy.proxy.forward.media_names import (
     MEDIA_ROOTS,
     Rename,
@@ -46,6 +46,7 @@ from kvproxy.proxy.forward.media_names import (
 from kvproxy.proxy.forward.request_body import START_BYTES
 from kvproxy.proxy.request.body import BodyUnchecked
 from kvproxy.proxy.request.exchange import Exchange, TopNames
+from kvproxy.proxy.request.repeats import CHATS
 
 #: Fields no client may set: copies of KV (vLLM) or encoder caches, the data-parallel rank, and keys of cached media
 #: (SGLang).
@@ -91,8 +92,6 @@ _SLICE_BYTES = 512 * 1024
 _SHORTENED_BYTES = 8 * 1024
 _PROMPT_NAMES = (b'"messages":', b'"prompt":', b'"input":')
 _SEPARATORS = (b",", b", ")
-#: APIs whose messages have media only in content parts.
-_CHATS = frozenset({RequestKind.CHAT, RequestKind.MESSAGES})
 _MAX_NUMBER_BYTES = 32
 _MAX_SALT_BYTES = 64 * 1024  # a longer one is replaced by its digest
 _BOM = b"\xef\xbb\xbf"
@@ -267,6 +266,9 @@ def _are_clients(names: Mapping[str, object]) -> bool:
 
 def beside_messages(body: bytes, exchange: Exchange) -> bytes:
     """Return the body, or as much of a long one as has its names."""
+    repeats = exchange.repeats
+    if repeats is not None and body is exchange.body and repeats.rest is not body:
+        return repeats.rest
     inference = exchange.inference
     if exchange.members is None and inference is not None and body is exchange.body and len(body) > _SHORTENED_BYTES:
         return without_messages(body, inference.prompt.parts)
@@ -283,10 +285,22 @@ def read_names(body: bytes, exchange: Exchange) -> Mapping[str, msgspec.Raw] | N
 
 
 def _names_media(body: bytes, exchange: Exchange) -> bool:
-    """Return whether a body whose names were read may name media; messages of a long chat are searched one by one."""
+    """Return whether a body whose names were read may name media; messages of a long chat are searched one by one, and
+    those that came before not once more."""
+    repeats = exchange.repeats if body is exchange.body else None
+    if repeats is not None and repeats.harmless and repeats.rest is not body:
+        found = may_name_media(repeats.rest)
+    else:
+        found = _may_any_part_name_media(body, exchange)
+    if repeats is not None and not found:
+        repeats.note_harmless()
+    return found
+
+
+def _may_any_part_name_media(body: bytes, exchange: Exchange) -> bool:
     read = exchange.names
     inference = exchange.inference
-    if read is None or read.beside is body or inference is None or inference.kind not in _CHATS:
+    if read is None or read.beside is body or inference is None or inference.kind not in CHATS:
         return may_name_media(body)
     return may_name_media(read.beside) or any(map(may_message_name_media, inference.prompt.parts))
 

@@ -14,6 +14,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import RequestAddition
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.proxy.request.continuation import Continuation
+from kvproxy.proxy.request.repeats import Repeats
 
 SCOPE_KEY = "kvproxy"
 
@@ -109,7 +110,7 @@ class TopNames(NamedTuple):
     """Members of a body as one strict parse reads them."""
 
     body: bytes
-    beside: bytes  # the parsed text: the body, or a long one without its messages
+    beside: bytes  # the parsed text: the body, or a long one without its messages, or those that came before
     names: Mapping[str, msgspec.Raw] | None  # None: not readable at once
 
 
@@ -132,6 +133,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     inference: InferenceRequest | None = None
     members: Members | None = None  # of a scanned body: members that are read, guarded, salted or examined
     names: TopNames | None = None  # of an unscanned body
+    repeats: Repeats | None = None  # messages of a longer one that came before
     #: Requested by the client and permitted; "": the cluster's own. It decides alone, without preferences.
     policy: str = ""
     preferred: EndpointId | None = None

@@ -110,6 +110,19 @@ class _Reader:
         shape = b"" if self._shapes(data) == self._unshaped else self._shape(data)
         return self._request(data, Prompt(shape, self._parts(data)), caller)
 
+    def read_rest(
+        self, rest: bytes, caller: Caller, *, stand_in: bytes, earlier: tuple[bytes, ...]
+    ) -> InferenceRequest | None:
+        """Return the same of a body with `stand_in` in place of its `earlier` messages; None if it does not come out
+        as the first one."""
+        data = self._decode(rest) if len(rest) <= _LISTED_BYTES else self._decode_large(rest)
+        parts = self._parts(data)
+        if not parts or parts[0] != stand_in:
+            return None
+        if len(earlier) + len(parts) - 1 > MAX_PARTS:
+            raise _TooMany
+        return self._request(data, Prompt(self._shape(data), earlier + parts[1:]), caller)
+
     def scan(
         self, body: bytes, caller: Caller, also: Callable[[str], bool] = _none
     ) -> Steps[tuple[InferenceRequest, Members]]:
@@ -309,6 +322,17 @@ def decode_body(kind: RequestKind, body: bytes, caller: Caller) -> InferenceRequ
         return None
     try:
         return _READERS[kind].read(body, caller)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _TooMany):
+        return None
+
+
+def decode_rest(
+    kind: RequestKind, rest: bytes, caller: Caller, *, stand_in: bytes, earlier: tuple[bytes, ...]
+) -> InferenceRequest | None:
+    """Return the same of a body with `stand_in` in place of its first messages, which are the `earlier` ones; None if
+    all of it has to be read."""
+    try:
+        return _READERS[kind].read_rest(rest, caller, stand_in=stand_in, earlier=earlier)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _TooMany):
         return None
 
