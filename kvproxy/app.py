@@ -10,7 +10,7 @@ from asyncio import get_running_loop
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,7 @@ _OF_THE_HOST = frozenset({b"authorization", b"x-api-key", b"cookie"})
 _TENANT_CHARS = 128
 
 
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
+_utc_now = partial(datetime.now, UTC)
 
 
 class Proxy:

@@ -98,6 +98,8 @@ class RouterQueue:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._load_decreased = asyncio.Event()
+        #: Has it look again: an endpoint has less to do than before.
+        self.on_load_decrease = self._load_decreased.set
         self._closed = False
         self._cluster = cluster
         self._name = f"router/{cluster}"
@@ -215,10 +217,6 @@ class RouterQueue:
         self._metrics.group(RoutingMetrics).router_queue_wait.labels(self._cluster).observe(self._clock() - now)
         return Refusal.NO_ENDPOINTS if verdict is None else verdict
 
-    def on_load_decrease(self) -> None:
-        """Look again: an endpoint has less to do than before."""
-        self._load_decreased.set()
-
     def on_endpoints_change(self) -> None:
         """There may be an endpoint now."""
         if self._candidates("", self._clock()):
@@ -264,6 +262,7 @@ class RouterQueue:
     async def _release_in_turn(self) -> None:
         """Places what may go, whenever load fell or time alone may have changed the answer, until nothing waits."""
         self._load_decreased = asyncio.Event()  # one belongs to the event loop in which it was waited for
+        self.on_load_decrease = self._load_decreased.set
         while len(self._queue):
             self._load_decreased.clear()
             try:

@@ -225,7 +225,7 @@ def uploads(**changed: Any) -> Uploads:
 
 def body_of(receive: Any, shared: Uploads, length: bytes = b"") -> RequestBody:
     headers = [(b"content-length", length)] if length else [(b"transfer-encoding", b"chunked")]
-    return RequestBody.of(receive, headers, whole=None, uploads=shared)
+    return RequestBody.of(receive, headers, uploads=shared)
 
 
 BIG = b"x" * START_BYTES

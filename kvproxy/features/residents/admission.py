@@ -42,25 +42,14 @@ class _Ledger(Protocol):
     def engine(self) -> EngineState | None: ...
 
 
-class SessionStay:
+class SessionStay(msgspec.Struct, eq=False):
     """One turn of a session, from its placement to its end."""
 
-    __slots__ = ("_admission", "_last", "_session", "_turn", "_waited_s")
-
-    def __init__(self, admission: SessionAdmission, session: Session, waited_s: float) -> None:
-        self._admission = admission
-        self._session = session
-        self._last = False
-        self._turn = session.turns
-        self._waited_s = waited_s
-
-    @property
-    def note(self) -> tuple[str, SessionTurn] | None:
-        """As of Stay; none of a single request."""
-        session = self._session
-        if not session.stays and not self._waited_s:
-            return None
-        return NOTE, SessionTurn(self._turn, session.endpoint is not None, round(self._waited_s, 3))
+    _admission: SessionAdmission
+    _session: Session
+    #: As of Stay; none of a single request.
+    note: tuple[str, SessionTurn] | None
+    _last: bool = False
 
     def is_last(self) -> None:
         """As of Stay."""
@@ -179,14 +168,19 @@ class SessionAdmission:
         session.blocks = len(blocks)
         session.tokens = facts.prompt_tokens
         granted, waited_s = self._granted
-        return SessionStay(self, session, waited_s if granted == tail else 0.0)
+        if granted != tail:
+            waited_s = 0.0
+        note = None
+        if session.stays or waited_s:
+            note = NOTE, SessionTurn(session.turns, session.endpoint is not None, round(waited_s, 3))
+        return SessionStay(self, session, note)
 
     def turn_ended(self, session: Session, now: float, *, goes_on: bool) -> None:
         """Keep the session's room until its next turn, or give it up."""
         session.running = False
         session.ended_at = now
         if session.endpoint is not None:
-            self.sets[session.endpoint].turn_ended(session)
+            self.sets[session.endpoint].running_tokens -= session.tokens
         if not goes_on:
             self._forget(session)
             return

@@ -85,10 +85,6 @@ class ResidentSet:
         self._blocks += len(blocks)
         self.running_tokens += tokens
 
-    def turn_ended(self, session: Session) -> None:
-        """Note the end of a resident's turn."""
-        self.running_tokens -= session.tokens
-
     def leave(self, session: Session) -> None:
         """Remove a session."""
         assert session.leaf is not None

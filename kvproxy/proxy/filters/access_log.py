@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import msgspec
 from starlette.types import ASGIApp
@@ -67,7 +67,7 @@ class AccessLogFilter(Step):
         status = downstream.status or outcome.status
         end = outcome.end or ("completed" if downstream.complete else "aborted")
         passed_over = self._sample < 1.0 and self._rng.random() >= self._sample and result_of(end, status) != FAILED
-        if passed_over or not self._lines.wanted:
+        if passed_over or not self._lines.is_wanted():
             return
         scope = downstream.scope
         now = self.clock()
@@ -104,6 +104,8 @@ class LineBatch:
         self._lines: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        #: Returns True if lines are written anywhere.
+        self.is_wanted = partial(logger.isEnabledFor, logging.INFO)
 
     async def __aenter__(self) -> LineBatch:
         self._loop = asyncio.get_running_loop()
@@ -112,11 +114,6 @@ class LineBatch:
     async def __aexit__(self, *_: object) -> None:
         self._loop = None
         self.flush_lines()
-
-    @property
-    def wanted(self) -> bool:
-        """True if lines are written anywhere."""
-        return self._logger.isEnabledFor(logging.INFO)
 
     def add_line(self, line: str) -> None:
         """One line, without line breaks in it."""

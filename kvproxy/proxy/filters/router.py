@@ -218,7 +218,10 @@ class RouterFilter:
         watcher = DisconnectWatcher(scope.get(CONNECTION), downstream.receive, self._arming)
         try:
             target = self._target(exchange, scope)
-            body = RequestBody.of(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
+            if exchange.body is None:
+                body = RequestBody.of(downstream.receive, scope["headers"], uploads=parts.uploads)
+            else:
+                body = RequestBody(downstream.receive, parts.uploads, exchange.body)
             request_id = exchange.upstream_id or exchange.request_id
             head = parts.headers.build_head(scope, request_id=request_id, trusted=exchange.trusted)
             forwarding = Forwarding.of(

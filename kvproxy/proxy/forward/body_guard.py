@@ -124,12 +124,13 @@ class BodySanitizer:
         """Return True if an engine may get the body unchanged, as nearly always."""
         if exchange.isolated:
             return False
-        own = _own_member(exchange)
+        own = None if exchange.addition is None else exchange.addition.member
         if exchange.trusted and not own:
             return True
         known = exchange.members
         if known is None:
-            names = read_names(body, exchange)
+            read = exchange.names
+            names = read.names if read is not None and read.body is body else read_names(body, exchange)
             if names is None or own in names:
                 return False
             return exchange.trusted or (_are_clients(names) and not _names_media(body, exchange))
@@ -287,37 +288,30 @@ def read_names(body: bytes, exchange: Exchange) -> Mapping[str, msgspec.Raw] | N
 def _names_media(body: bytes, exchange: Exchange) -> bool:
     """Return whether a body whose names were read may name media; messages of a long chat are searched one by one, and
     those that came before not once more."""
-    repeats = exchange.repeats if body is exchange.body else None
-    if repeats is not None and repeats.harmless and repeats.rest is not body:
-        found = may_name_media(repeats.rest)
-    else:
-        found = _may_any_part_name_media(body, exchange)
-    if repeats is not None and not found:
-        repeats.note_harmless()
-    return found
-
-
-def _may_any_part_name_media(body: bytes, exchange: Exchange) -> bool:
     read = exchange.names
     inference = exchange.inference
     if read is None or read.beside is body or inference is None or inference.kind not in CHATS:
-        return may_name_media(body)
-    return may_name_media(read.beside) or any(map(may_message_name_media, inference.prompt.parts))
+        found = may_name_media(body)
+    else:
+        repeats = exchange.repeats
+        known = repeats is not None and repeats.rest is read.beside and repeats.harmless
+        parts = () if known else inference.prompt.parts
+        found = may_name_media(read.beside) or any(map(may_message_name_media, parts))
+    if not found and exchange.repeats is not None and body is exchange.body:
+        exchange.repeats.note_harmless()
+    return found
 
 
 def _salted_at_once(body: bytes, exchange: Exchange) -> bytes | None:
     """Return what `checked` makes of nearly all bodies of isolated tenants; None if there is more to it than a salt."""
     names = None if exchange.members is not None else read_names(body, exchange)
-    if names is None or _SALT in names or _own_member(exchange) in names:
+    if names is None or _SALT in names:
+        return None
+    if exchange.addition is not None and exchange.addition.member in names:
         return None
     if not exchange.trusted and (not _are_clients(names) or _names_media(body, exchange)):
         return None
     return _with_salt_in_front(body, exchange.tenant, None, last=not names)
-
-
-def _own_member(exchange: Exchange) -> str | None:
-    """Return the name of the member that the proxy sets; None: it sets none. (A member's name may be "".)"""
-    return None if exchange.addition is None else exchange.addition.member
 
 
 def _lacks(body: bytes, name: str | None, known: Members | None) -> bool:

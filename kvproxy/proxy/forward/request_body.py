@@ -29,7 +29,8 @@ class Uploads:
 
 
 class RequestBody(msgspec.Struct, eq=False):
-    """Hands out the body per attempt; `replayable` shows whether another attempt may have it. Made by `of`.
+    """Hands out the body per attempt; `replayable` shows whether another attempt may have it. Made by `of`, unless all
+    of it is there.
 
     `read_beginning` comes before the first attempt and `release_bytes` when the request is over, whatever the end. A
     body that breaks a bound raises BodyRefused's kinds, out of `read_beginning` or out of the stream.
@@ -38,7 +39,7 @@ class RequestBody(msgspec.Struct, eq=False):
     _receive: Receive
     _uploads: Uploads
     #: The whole body, once it has arrived.
-    whole: bytes | None
+    whole: bytes | None = None
     #: The body has been read to its end, so that the next message can only be a disconnect.
     consumed: bool = True
     #: Called when a stream has been read to its end.
@@ -53,13 +54,12 @@ class RequestBody(msgspec.Struct, eq=False):
     _started: bool = False
 
     @classmethod
-    def of(cls, receive: Receive, headers: Headers, *, whole: bytes | None, uploads: Uploads) -> RequestBody:
-        """Return that of a request with these headers; `whole` where all of it is there already."""
-        body = cls(receive, uploads, whole)
-        if whole is None:
-            body._left_s = uploads.timeout_s
-            body._read_framing(headers)
-            body.consumed = not body._streams
+    def of(cls, receive: Receive, headers: Headers, *, uploads: Uploads) -> RequestBody:
+        """Return that of a request with these headers, of which nothing was read."""
+        body = cls(receive, uploads)
+        body._left_s = uploads.timeout_s
+        body._read_framing(headers)
+        body.consumed = not body._streams
         return body
 
     def _read_framing(self, headers: Headers) -> None:

@@ -208,11 +208,13 @@ class RecentDecisions(RequestObserver):
             (now, exchange.received_at, exchange.request_id, exchange.tenant, model, streamed, facts, outcome)
         )
         self._recorded += 1
-        key = (outcome.cluster, endpoint, result_of(outcome.end, outcome.status))
+        result = "ok"
+        if outcome.status >= 400 or outcome.end != "completed":
+            result = result_of(outcome.end, outcome.status)
+            self._count_failure(outcome)
+        key = (outcome.cluster, endpoint, result)
         tally = self._tally
         tally[key] = tally.get(key, 0) + 1
-        if outcome.status >= 400 or outcome.end != "completed":
-            self._count_failure(outcome)
 
     def _count_failure(self, outcome: Outcome) -> None:
         if cause := outcome.failure_cause():

@@ -164,12 +164,18 @@ class _Reader:
         named = self._naming(data) != self._unnamed
         session = caller.session or (data.session() if named else None)
         continues, continuable = data.history() if isinstance(data, Responses) else (None, False)
+        limit: int | None = None
+        for name in self._max_tokens:
+            asked: int | None = getattr(data, name)
+            if asked is not None and 0 <= asked <= _MAX_TOKENS:
+                limit = asked
+                break
         return InferenceRequest(
             self._kind,
             model if len(model) <= MAX_NAME else _digest(model),
             prompt,
             data.stream is True,
-            self._limit(data),
+            limit,
             None if session is None else session.key,
             salt if salt is None or len(salt) <= MAX_NAME else _digest(salt),
             caller.client,
@@ -215,13 +221,6 @@ class _Reader:
         if self._kind is RequestKind.RESPONSES and body[single.start : single.start + 1] == b"[":
             return (yield from find_items(body, single, MAX_PARTS))
         return [single]
-
-    def _limit(self, data: Common) -> int | None:
-        for name in self._max_tokens:
-            limit: int | None = getattr(data, name)
-            if limit is not None and 0 <= limit <= _MAX_TOKENS:
-                return limit
-        return None
 
 
 class _Room:

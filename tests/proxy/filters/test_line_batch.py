@@ -75,6 +75,6 @@ async def test_the_end_loses_nothing(logger: logging.Logger, records: Records) -
 def test_who_listens_is_known(logger: logging.Logger) -> None:
     """A line that would not be seen need not be made."""
     lines = LineBatch(logger)
-    assert lines.wanted
+    assert lines.is_wanted()
     logger.setLevel(logging.WARNING)
-    assert not lines.wanted
+    assert not lines.is_wanted()
