@@ -43,7 +43,6 @@ from kvproxy.operate.metrics.process import ProcessMetrics
 from kvproxy.operate.receipts.recorder import make_recorder
 from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.operate.runtime.generation import Generations, Shared
-from kvproxy.proxy.filter_settings import AuthSettings
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, RequestGuard, WallClock
 from kvproxy.proxy.filters.registry import discover
@@ -275,7 +274,7 @@ class Proxy:
     def _with_tenant(self, scope: Scope) -> Scope:
         """Return the scope as the tenant's whom the host app authenticated, if there is one."""
         name = (self._tenant_of or name_user)(scope)[:_TENANT_CHARS]
-        if not name or any(isinstance(spec.settings, AuthSettings) for spec in self.config.filters):
+        if not name or any(spec.name == "auth" for spec in self.config.filters):
             return scope
         scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] not in _OF_THE_HOST]}
         Exchange.of(scope, now=self.clock()).tenant = name

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 
 #: Where a record keeps its fields, for logs that are JSON.
 FIELDS = "fields"
+#: Characters of a foreign text that a line shows.
+MAX_TEXT = 512
 
 
 def format_time(moment: datetime) -> str:
@@ -19,6 +21,15 @@ def format_time(moment: datetime) -> str:
 def format_console_line(time: str, level: str, message: str) -> str:
     """Return a line for people; `level` as logging names it."""
     return f"{time} {level:<7} {message}"
+
+
+def printable(text: str) -> str:
+    """`text` as one visible ASCII word of bounded length: it can forge no field, no line and no terminal code."""
+    if len(text) > MAX_TEXT:
+        text = text[:MAX_TEXT] + "..."
+    if text.isascii() and text.isprintable() and " " not in text:
+        return text
+    return text.encode("unicode_escape").decode("ascii").replace(" ", "\\x20")
 
 
 def log_fields(logger: logging.Logger, event: str, fields: Mapping[str, object]) -> None:

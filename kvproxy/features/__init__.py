@@ -5,6 +5,8 @@ Delete a line and its folder, and everything else works as before. The order is 
 
 SHIPPED = (
     "tracing",
+    "access_log",
+    "access_control",
     "normalize",
     "autoscaling",
     "shadow",

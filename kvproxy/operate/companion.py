@@ -10,7 +10,7 @@ from typing import Protocol, Self
 from kvproxy.base.resilience.retry import RetryBudget
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.proxy.filters.buckets import BucketTable
+from kvproxy.proxy.filters.chain import ChargedLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Serving(Protocol):
         ...
 
     @property
-    def limits(self) -> Mapping[str, BucketTable]:
+    def limits(self) -> Mapping[str, ChargedLimits]:
         """By name of the filter."""
         ...
 

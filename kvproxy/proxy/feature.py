@@ -27,11 +27,22 @@ class FilterOrder(NamedTuple):
     severity: Severity = "warning"
 
 
+class FilterPlace(NamedTuple):
+    """Place of a filter in a chain that is not written out: right before a filter of the core, after those of features
+    earlier in the list."""
+
+    name: str
+    before: str
+    default: bool = False  # in the chain if the configuration does not name it
+
+
 class ProxyFeature(BaseFeature):
     """Contributions of a feature to the request path."""
 
     #: Filters by name, each with the model of its settings.
     filters: ClassVar[Mapping[str, type[Model]]] = {}
+    #: Filters that do not stand where third-party filters do.
+    filter_places: ClassVar[Sequence[FilterPlace]] = ()
     filter_order: ClassVar[Sequence[FilterOrder]] = ()
 
     def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:

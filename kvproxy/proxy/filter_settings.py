@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.compose import composed
-from kvproxy.base.settings.model import Duration, Fraction, Model, Name, Secret
+from kvproxy.base.settings.model import Model
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.proxy.feature import ProxyFeature
-
-
-class AccessLogSettings(Model):
-    """Settings of `access_log`."""
-
-    sample: Fraction = 1.0
-    """Share of the requests logged; those that failed (5xx, or broken off) always are."""
-    format: Literal["text", "json"] | None = None
-    """One readable line, or one JSON object; unset: as `log.format`."""
 
 
 class RequestIdSettings(Model):
@@ -32,69 +23,6 @@ class RequestIdSettings(Model):
     """Header read from the client, sent upstream and answered."""
     trust_client: bool = True
     """Take the client's id if it is sane (up to 128 visible ASCII characters)."""
-
-
-class CorsSettings(Model):
-    """Settings of `cors` (Starlette's CORSMiddleware)."""
-
-    allow_origins: tuple[str, ...] = ()
-    """Origins that may call; `*` for any."""
-    allow_origin_regex: str = ""
-    """Or a regular expression for them."""
-    allow_methods: tuple[str, ...] = ("GET", "POST", "DELETE")
-    """Methods."""
-    allow_headers: tuple[str, ...] = ("*",)
-    """Request headers; `*` for any."""
-    allow_credentials: bool = False
-    """Let browsers send cookies and authorization."""
-    expose_headers: tuple[str, ...] = ("x-request-id", "x-kvproxy-endpoint", "retry-after")
-    """Response headers a page may read."""
-    max_age: Duration = 600.0
-    """How long a preflight answer may be cached."""
-
-
-class ApiKey(Model):
-    """One client's key."""
-
-    name: Name
-    """Name of the client: shown in logs and used as the tenant. Never the key itself."""
-    key: Secret
-    """The bearer token, usually `${VARIABLE}`."""
-    debug: bool = False
-    """May use the router's `debug_header`, which reveals cached prefixes of other tenants."""
-    trusted: bool = False
-    """Belongs to another proxy or scheduler of yours: fields and headers by which engines talk to each other
-    (`kv_transfer_params`, `bootstrap_*`, ranks) pass. From all other clients they are taken out."""
-
-
-class AuthSettings(Model):
-    """Settings of `auth`: bearer API keys, compared in constant time."""
-
-    keys: tuple[ApiKey, ...] = ()
-    """Keys given here."""
-    file: str = ""
-    """A file of `name: key` lines, read at start."""
-    forward: bool = False
-    """Send the client's Authorization header on to endpoints that have no key of their own."""
-    isolate_tenants: bool = False
-    """Cached prefixes of one tenant never serve another: its name goes into every hash and into the `cache_salt` that
-    the engine gets, together with the salt of the client's own. A prefix that tenants share (a system prompt) is then
-    computed and held once for each."""
-    exempt_paths: tuple[str, ...] = ()
-    """Exact paths that need no key."""
-
-
-class RateLimitSettings(Model):
-    """Settings of `rate_limit`: token buckets per tenant (or per client address without `auth`)."""
-
-    requests_per_minute: float = Field(default=0, ge=0)
-    """0: no limit."""
-    tokens_per_minute: float = Field(default=0, ge=0)
-    """Prompt and completion tokens by the engine's own count, charged afterwards; 0: no limit."""
-    burst: float = Field(default=1.0, gt=0)
-    """Size of a bucket in minutes' worth of its rate."""
-    max_keys: int = Field(default=10_000, ge=1)
-    """Buckets kept; the longest unused goes first."""
 
 
 class InferenceRequestSettings(Model):
@@ -152,17 +80,11 @@ class RouterSettings(Model):
 
 #: Settings types of the core's filters; third-party filters bring their own (entry point `kvproxy.filters`).
 FILTER_SETTINGS: dict[str, type[Model]] = {
-    "access_log": AccessLogSettings,
-    "auth": AuthSettings,
-    "cors": CorsSettings,
     "inference_request": InferenceRequestSettings,
     "kvcache": KvCacheSettings,
-    "rate_limit": RateLimitSettings,
     "request_id": RequestIdSettings,
     "router": RouterSettings,
 }
-
-DEFAULT_FILTERS: tuple[str, ...] = ("request_id", "access_log", "inference_request", "kvcache", "router")
 
 
 @cache
@@ -172,24 +94,21 @@ def filter_models() -> Mapping[str, type[Model]]:
     return {name: composed(kind) for name, kind in {**added, **FILTER_SETTINGS}.items()}
 
 
-#: Positions of filters in a chain that is not written out: the first names are outermost, the last ones next to the
-#: engines. Third-party filters stand between the two, so that they see the parsed request and may refuse it.
-OUTER_FILTERS: tuple[str, ...] = (
-    "tracing",
-    "request_id",
-    "access_log",
-    "cors",
-    "auth",
-    "rate_limit",
-    "inference_request",
-)
-INNER_FILTERS: tuple[str, ...] = ("normalize", "kvcache", "router")
+#: Filters of the core from the outermost to the one next to the engines, all in the default chain. Before the kvcache
+#: stand third-party filters, so that they see the parsed request and may refuse it.
+CORE_CHAIN: tuple[str, ...] = ("request_id", "inference_request", "kvcache", "router")
 
 
-def order_filters(names: Iterable[str]) -> list[str]:
+def order_filters(names: Iterable[str] = ()) -> list[str]:
     """Return the default chain with `names` added, each at its place; other people's filters in the order given."""
-    wanted = dict.fromkeys([*DEFAULT_FILTERS, *names])
-    others = [name for name in wanted if name not in OUTER_FILTERS and name not in INNER_FILTERS]
-    outer = [name for name in OUTER_FILTERS if name in wanted]
-    inner = [name for name in INNER_FILTERS if name in wanted]
-    return [*outer, *others, *inner]
+    features = installed(ProxyFeature)
+    places = [place for feature in features for place in feature.filter_places]
+    wanted = dict.fromkeys([*CORE_CHAIN, *(place.name for place in places if place.default), *names])
+    placed = {*CORE_CHAIN, *(place.name for place in places)}
+    chain: list[str] = []
+    for core in CORE_CHAIN:
+        if core == "kvcache":
+            chain += [name for name in wanted if name not in placed]
+        chain += [place.name for place in places if place.before == core and place.name in wanted]
+        chain.append(core)
+    return chain

@@ -112,8 +112,6 @@ class ClientBoundMetrics(MetricGroup):
     """Bounds on clients."""
 
     def __init__(self, r: CollectorRegistry) -> None:
-        self.rate_limited = Counter("kvproxy_rate_limited", "Requests refused by rate_limit", ["kind"], registry=r)
-        self.auth_failures = Counter("kvproxy_auth_failures", "Requests refused by auth", ["reason"], registry=r)
         self.body_refused = Counter("kvproxy_bodies_refused", "Bodies over the limit", registry=r)
         self.connections_refused = Counter(
             "kvproxy_connections_refused", "Client connections beyond the bound", registry=r

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvproxy.operate.config.load import load_config
-from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
+from kvproxy.proxy.filter_settings import order_filters
 from tests.docs.blocks import ROOT, Block, blocks
 from tests.support.certificates import make_certificate
 
@@ -55,7 +55,7 @@ def test_a_chain_written_out_lacks_no_default_filter(block: Block) -> None:
     chain = yaml.safe_load(block.text).get("filters", {})
     if isinstance(chain, list):
         names = {spec if isinstance(spec, str) else next(iter(spec)) for spec in chain}
-        lacking = [name for name in DEFAULT_FILTERS if name not in names]
+        lacking = [name for name in order_filters() if name not in names]
         assert [name for name in lacking if f"# without {name}: " not in block.text] == []
 
 

@@ -22,6 +22,7 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cli import _parser
 from kvproxy.cluster.routing.policy import FactSource, Overlap
 from kvproxy.cluster.settings import PolicyName
+from kvproxy.features.access_log.access_log import as_text, fields
 from kvproxy.features.hygiene.causes import Cause
 from kvproxy.features.hygiene.command import Row, traffic_report
 from kvproxy.lab.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, why_not_given
@@ -45,7 +46,6 @@ from kvproxy.operate.doctor.flags import Setting
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
 from kvproxy.operate.receipts.explain import explain_receipt
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate
-from kvproxy.proxy.filters.access_log import as_text, fields
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.settings import LogSettings
 from tests.docs.blocks import ROOT, block, blocks
@@ -206,7 +206,7 @@ async def _planned() -> str:
 
 #: Page, a text of the block, and what prints it.
 PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
-    ("docs/filters.md", "POST /v1"): _access_log,
+    ("kvproxy/features/access_log/README.md", "POST /v1"): _access_log,
     ("docs/quickstart.md", "config.yaml:3:1"): _check,
     ("docs/doctor.md", "fix: set"): _doctor,
     ("kvproxy/features/hygiene/README.md", "volatile_header"): _traffic,
@@ -238,7 +238,7 @@ def test_there_are_no_others() -> None:
 
 
 def test_every_language_is_looked_at() -> None:
-    """sh, yaml and python have tests of their own; toml is installed by tests/proxy/filters/test_documented_filter,
+    """sh, yaml and python have tests of their own; toml is installed by tests/docs/test_documented_filter,
     and tests/features/shield sends the request of the page in `console`."""
     assert {found.language for found in blocks()} == {"sh", "yaml", "python", "json", "toml", "", "text", "console"}
     assert [found.page for found in blocks("json")] == [

@@ -20,7 +20,7 @@ from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 
-#: Page, and a text of its program; the filter's is installed and run by tests/proxy/filters/test_documented_filter.
+#: Page, and a text of its program; the filter's is installed and run by tests/docs/test_documented_filter.
 PROGRAMS = {
     "README.md": "http_client=http",
     "docs/quickstart.md": "from openai import OpenAI",

@@ -169,7 +169,7 @@ class Journal:
         self.add(acted(action))
 
     def spend(self, limit: str, key: str, kind: str, amount: float) -> float:
-        """As of BucketTable."""
+        """As of ChargedLimits."""
         if not self._spent and not self._waiting and not self._touched:
             self._on_news()
         where = (limit, key, kind)

@@ -23,7 +23,7 @@ from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.work import Features
 from kvproxy.features.exchange.deltas import Delta, EngineRead, Probed
 from kvproxy.features.exchange.wire import Origin
-from kvproxy.proxy.filters.buckets import BucketTable
+from kvproxy.proxy.filters.chain import ChargedLimits
 
 
 class ClusterPart(Protocol):
@@ -76,7 +76,7 @@ class SharedState:
     state: CacheState | None = None
     actions: StrategyRunner | None = None
     scraper: MetricsScraper | None = None
-    limits: Mapping[str, BucketTable] = field(default_factory=dict)  # by filter
+    limits: Mapping[str, ChargedLimits] = field(default_factory=dict)  # by filter
     budgets: Mapping[str, RetryBudget] = field(default_factory=dict)
 
     @classmethod
@@ -85,7 +85,7 @@ class SharedState:
         clusters: Mapping[str, Cluster],
         kvcache: KvCache | None,
         *,
-        limits: Mapping[str, BucketTable],
+        limits: Mapping[str, ChargedLimits],
         budgets: Mapping[str, RetryBudget],
     ) -> SharedState:
         """Of a running proxy."""

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import httpx
 
+from kvproxy.base.log_lines import printable
 from kvproxy.features.hygiene.causes import ADVICE, Cause
 from kvproxy.features.hygiene.note import NOTE, PrefixBreak
 from kvproxy.operate.commands.doctor import print_report
@@ -18,7 +19,6 @@ from kvproxy.operate.commands.operate import AdminAddress, AdminRefused, ask_adm
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity
 from kvproxy.operate.receipts.files import ReceiptReader
 from kvproxy.operate.receipts.receipt import Receipt, note_of
-from kvproxy.proxy.filters.access_log import printable
 
 CHECK = "prefixes"
 

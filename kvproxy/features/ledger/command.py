@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from kvproxy.base.log_lines import printable
 from kvproxy.features.ledger.ledger import LedgerReader, LedgerSum
-from kvproxy.proxy.filters.access_log import printable
 
 #: Beginnings of a formula in spreadsheets.
 _FORMULA = ("=", "+", "-", "@", "\t")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvproxy.base.settings.paths import Finding, error_at
 from kvproxy.features.normalize.settings import NormalizeSettings
 from kvproxy.operate.feature import Feature
-from kvproxy.proxy.feature import FilterOrder
+from kvproxy.proxy.feature import FilterOrder, FilterPlace
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -23,6 +23,7 @@ class Normalize(Feature):
     name = "normalize"
     metric_group = "NormalizeMetrics"
     filters = {"normalize": NormalizeSettings}
+    filter_places = (FilterPlace("normalize", "kvcache"),)
     filter_order = (
         FilterOrder(
             "inference_request", "normalize", "normalize rewrites prompts that inference_request parses", "error"

@@ -32,6 +32,8 @@ def translate_chain(translation: Translation, manager: ConnectionManager, at: Pa
     """Routes and filters of the manager; returns the scheme of its proxy filter."""
     _routes(translation, list(manager.route_config.routes), (*at, "route_config", "routes"))
     for name in ("request_id", "access_log", "inference_request"):
+        if name not in filter_models():
+            continue  # a feature that is not installed
         translation.form.filters.append((name, None, (*at, "http_filters")))
     scheme = "http"
     proxy_at = None

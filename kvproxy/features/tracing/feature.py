@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvproxy.features.tracing.settings import TracingSettings
 from kvproxy.operate.feature import Feature
-from kvproxy.proxy.feature import FilterOrder
+from kvproxy.proxy.feature import FilterOrder, FilterPlace
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -19,6 +19,7 @@ class Tracing(Feature):
 
     name = "tracing"
     filters = {"tracing": TracingSettings}
+    filter_places = (FilterPlace("tracing", "request_id"),)
     filter_order = (FilterOrder("tracing", "kvcache", "spans leave out the time kvcache takes"),)
 
     def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:

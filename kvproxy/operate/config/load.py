@@ -31,7 +31,7 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.shorthand import Canonical, to_canonical_form
 from kvproxy.operate.config.verify import find_faults
 from kvproxy.operate.feature import Feature
-from kvproxy.proxy.filter_settings import DEFAULT_FILTERS, filter_models
+from kvproxy.proxy.filter_settings import filter_models, order_filters
 from kvproxy.proxy.settings import FilterSpec
 
 
@@ -97,7 +97,7 @@ def _with_shorthands(problem: Problem, form: Canonical) -> Problem:
 
 def _filters(form: Canonical, known: Mapping[str, type[Model] | None]) -> tuple[FilterSpec, ...]:
     specs: list[FilterSpec] = []
-    named = form.filters or [(name, None, ("filters",)) for name in DEFAULT_FILTERS]
+    named = form.filters or [(name, None, ("filters",)) for name in order_filters()]
     for name, settings, written in named:
         if name in known:
             specs.append(FilterSpec(name=name, settings=_settings(form, known[name], settings, written)))

@@ -19,7 +19,7 @@ from kvproxy.base.settings.model import Model, parse_duration_s, parse_size_byte
 from kvproxy.base.settings.paths import bare_type, keys_of
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.operate.config.schema import Config
-from kvproxy.proxy.filter_settings import DEFAULT_FILTERS, filter_models
+from kvproxy.proxy.filter_settings import filter_models, order_filters
 
 _INTRODUCTION = f"""# Configuration reference
 
@@ -49,7 +49,7 @@ for editors.
   endpoint without an id gets its `host:port`.
 - **One cluster**: the fields of a cluster (`endpoints`, `policy`, `health`, ...) at the top level are short for
   `clusters.default`.
-- **Filters**: without `filters` the chain is {", ".join(f"`{name}`" for name in DEFAULT_FILTERS)}.
+- **Filters**: without `filters` the chain is {", ".join(f"`{name}`" for name in order_filters())}.
   A mapping, `filters: {{auth: {{keys: [...]}}}}`, adds filters to it at their places and sets those it has. A list of
   names and of `name: {{settings}}` is the whole chain ([order](filters.md)).
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origin, url_fault
-from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
+from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, warning_at
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.settings import (
@@ -25,10 +24,7 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.feature import FilterOrder, ProxyFeature
 from kvproxy.proxy.filter_settings import (
-    AuthSettings,
     CachedTokens,
-    CorsSettings,
-    RateLimitSettings,
     RouterSettings,
     filter_models,
 )
@@ -133,10 +129,6 @@ def _intervals(config: Config) -> Iterator[Finding]:
 
 _ORDER = (
     FilterOrder("inference_request", "kvcache", "kvcache needs the request that inference_request parses", "error"),
-    FilterOrder("auth", "rate_limit", "rate_limit counts by client address, since auth names the tenant only later"),
-    FilterOrder("auth", "kvcache", "kvcache works for requests that auth then refuses"),
-    FilterOrder("cors", "auth", "auth refuses browsers' preflight requests before cors can answer them"),
-    FilterOrder("request_id", "access_log", "the access log runs before the request id is set"),
 )
 
 
@@ -214,37 +206,6 @@ def _without_parsing(config: Config, names: list[str]) -> Iterator[Finding]:
             )
 
 
-def _auth(settings: AuthSettings, at: Path, _: Config) -> Iterator[Finding]:
-    if not settings.keys and not settings.file:
-        yield error_at((*at, "keys"), "auth has neither keys nor a file: it would refuse everything", absence=True)
-    if settings.file:
-        yield from missing_file((*at, "file"), settings.file)
-    seen: set[str] = set()
-    for index, key in enumerate(settings.keys):
-        if key.key.get_secret_value() in seen:
-            yield error_at((*at, "keys", index, "key"), "the same key is given twice: its owner would be ambiguous")
-        seen.add(key.key.get_secret_value())
-    for index, path in enumerate(settings.exempt_paths):
-        if not path.startswith("/"):
-            yield error_at((*at, "exempt_paths", index), "must start with /")
-
-
-def _cors(settings: CorsSettings, at: Path, _: Config) -> Iterator[Finding]:
-    if not settings.allow_origins and not settings.allow_origin_regex:
-        yield error_at((*at, "allow_origins"), "cors allows no origin")
-    if settings.allow_credentials and "*" in settings.allow_origins:
-        yield error_at((*at, "allow_credentials"), "with the origin * any page could act with a user's credentials")
-    try:
-        re.compile(settings.allow_origin_regex)
-    except re.error as fault:
-        yield error_at((*at, "allow_origin_regex"), f"not a regular expression: {fault.msg}")
-
-
-def _rate_limit(settings: RateLimitSettings, at: Path, _: Config) -> Iterator[Finding]:
-    if not settings.requests_per_minute and not settings.tokens_per_minute:
-        yield warning_at((*at, "requests_per_minute"), "rate_limit has no limit")
-
-
 def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Finding]:
     if not settings.enabled:
         return
@@ -302,10 +263,7 @@ def _router(settings: RouterSettings, at: Path, config: Config) -> Iterator[Find
 
 
 _SETTINGS: dict[str, Callable[[Any, Path, Config], Iterator[Finding]]] = {
-    "auth": _auth,
-    "cors": _cors,
     "kvcache": _kvcache,
-    "rate_limit": _rate_limit,
     "router": _router,
 }
 

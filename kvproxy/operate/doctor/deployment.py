@@ -20,7 +20,6 @@ from kvproxy.operate.doctor.lmcache import LmcacheFacts
 from kvproxy.operate.doctor.report import Finding, problem, warning
 from kvproxy.operate.doctor.tools import Tools
 from kvproxy.operate.doctor.trial import TrialPlan
-from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
 
 T = TypeVar("T")
 _FORBIDDEN = 403
@@ -97,7 +96,7 @@ async def survey_deployment(config: Config, *, tools: Tools, open_files: int | N
 def find_kvcache_settings(config: Config) -> KvCacheSettings | None:
     """Return the settings of the kvcache filter; None when the chain has none, or it is switched off."""
     if not config.filters:
-        return KvCacheSettings() if "kvcache" in DEFAULT_FILTERS else None
+        return KvCacheSettings()
     for spec in config.filters:
         if spec.name == "kvcache":
             settings = spec.settings if isinstance(spec.settings, KvCacheSettings) else KvCacheSettings()

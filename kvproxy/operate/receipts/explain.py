@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvproxy.base.installed import installed
+from kvproxy.base.log_lines import printable
 from kvproxy.cluster.routing import selector
 from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, matched_tokens, prefill_s
-from kvproxy.proxy.filters.access_log import printable
 
 #: What the reasons of the policies and of the cluster mean.
 REASONS = {

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from kvproxy.base.errors import KvproxyError
+from kvproxy.base.log_lines import printable
 from kvproxy.operate.receipts.receipt import Receipt, decode_receipt
-from kvproxy.proxy.filters.access_log import printable
 
 _MAX_SIMILAR = 20
 _MAX_SHOWN = 4

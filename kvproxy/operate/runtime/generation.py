@@ -31,7 +31,7 @@ from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify import own_address_fault
 from kvproxy.operate.feature import Feature
-from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
+from kvproxy.proxy.filter_settings import order_filters
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
 from kvproxy.proxy.filters.registry import discover, list_filters
 from kvproxy.proxy.request.body import HeldBodies
@@ -156,7 +156,7 @@ class Generation:
             self.states,
             observers=list(shared.observers),
         )
-        specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
+        specs = config.filters or tuple(FilterSpec(name=name) for name in order_filters())
         extra = shared.extra_filters
         types = {**(discover({spec.name for spec in specs}) if extra is None else extra), **list_filters()}
         if specs[-1].name == "router":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,7 +20,6 @@ from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.types import Clock, Headers
-from kvproxy.proxy.filters.buckets import BucketTable
 from kvproxy.proxy.filters.step import Step, joined
 from kvproxy.proxy.request.observer import RequestObserver
 from kvproxy.proxy.settings import FilterSpec, ServingSettings
@@ -34,6 +33,21 @@ if TYPE_CHECKING:
     from kvproxy.proxy.request.exchange import Exchange
 
 T = TypeVar("T")
+
+
+class ChargedLimits(Protocol):
+    """Limits by key and kind that several processes charge together."""
+
+    #: Called with the key, the kind and the amount of each charge; returns the amount to charge.
+    watch: Callable[[str, str, float], float] | None
+
+    def take(self, key: str, kind: str, amount: float, now: float) -> None:
+        """Take an amount that another process charged."""
+        ...
+
+    def missing(self, now: float) -> Iterator[tuple[str, str, float]]:
+        """Yield key, kind and what is missing of each limit that is not unused. Not to be changed meanwhile."""
+        ...
 
 
 class RequestGuard(Protocol):
@@ -92,9 +106,9 @@ class FilterContext:
     kvcaches: dict[str, KvCache] = field(default_factory=dict)
     #: Called when the chain begins to serve: gauges are bound there, since a chain that is built may still be refused.
     on_serving: list[Callable[[], None]] = field(default_factory=list)
-    #: Retry budgets of routers, and buckets of rate limits, by the name of their filter.
+    #: Retry budgets of routers, and charged limits, by the name of their filter.
     budgets: dict[str, RetryBudget] = field(default_factory=dict)
-    limits: dict[str, BucketTable] = field(default_factory=dict)
+    limits: dict[str, ChargedLimits] = field(default_factory=dict)
     #: Checks for requests that pass no filter.
     guards: list[RequestGuard] = field(default_factory=list)
     #: Observe every request that reaches the router.

@@ -13,27 +13,19 @@ from kvproxy.base.installed import installed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.proxy.feature import ProxyFeature
 from kvproxy.proxy.filter_settings import (
-    AccessLogSettings,
-    AuthSettings,
-    CorsSettings,
     InferenceRequestSettings,
-    RateLimitSettings,
     RequestIdSettings,
     RouterSettings,
 )
-from kvproxy.proxy.filters import access_log, auth, cors, inference_request, kvcache, rate_limit, request_id, router
+from kvproxy.proxy.filters import inference_request, kvcache, request_id, router
 from kvproxy.proxy.filters.chain import FilterType
 
 GROUP = "kvproxy.filters"
 
 
 FILTERS: dict[str, FilterType] = {
-    "access_log": FilterType(AccessLogSettings, access_log.build),
-    "auth": FilterType(AuthSettings, auth.build),
-    "cors": FilterType(CorsSettings, cors.build),
     "inference_request": FilterType(InferenceRequestSettings, inference_request.build),
     "kvcache": FilterType(KvCacheSettings, kvcache.build),
-    "rate_limit": FilterType(RateLimitSettings, rate_limit.build),
     "request_id": FilterType(RequestIdSettings, request_id.build),
     "router": FilterType(RouterSettings, router.build, terminal=True),
 }

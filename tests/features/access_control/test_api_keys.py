@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvproxy.base.errors import ConfigError
-from kvproxy.proxy.filter_settings import ApiKey
-from kvproxy.proxy.filters.auth import KeyRing, Owner, load_keys
+from kvproxy.features.access_control.auth import KeyRing, Owner, load_keys
+from kvproxy.features.access_control.settings import ApiKey
 
 
 def key(name: str, value: str) -> ApiKey:

@@ -8,8 +8,8 @@ import pytest
 from starlette.types import ASGIApp
 
 from kvproxy.base.errors import ConfigError
-from kvproxy.proxy.filter_settings import AuthSettings
-from kvproxy.proxy.filters.auth import build
+from kvproxy.features.access_control.auth import build
+from kvproxy.features.access_control.settings import AuthSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from tests.support.asgi import Inner, Pairs, Reply, call, http_scope
 from tests.support.filter_context import counted, filter_context

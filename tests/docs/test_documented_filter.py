@@ -13,12 +13,12 @@ import pytest
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.filter_settings import FILTER_SETTINGS
 from kvproxy.proxy.filters.chain import build_chain
-from kvproxy.proxy.filters.registry import FILTERS, discover
+from kvproxy.proxy.filters.registry import discover, list_filters
 from kvproxy.proxy.settings import FilterSpec
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import counted, filter_context
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def block(language: str, *, containing: str) -> str:
@@ -44,7 +44,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 async def answer(key: str, model: str) -> tuple[int, object, float]:
     """Status, error code and count of refusals of one request through the documented chain (all but its router)."""
-    types = {**FILTERS, **discover({"model_policy"})}
+    types = {**list_filters(), **discover({"model_policy"})}
     config = load_config(
         block("yaml", containing="model_policy"),
         extra_filters={"model_policy": types["model_policy"].settings},

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvproxy.features.access_control.buckets import Buckets, BucketTable, Limit, TokenBucket
+from kvproxy.features.access_control.rate_limit import build
+from kvproxy.features.access_control.settings import RateLimitSettings
 from kvproxy.operate.runtime.generation import StateStore
-from kvproxy.proxy.filter_settings import RateLimitSettings
-from kvproxy.proxy.filters.buckets import Buckets, BucketTable, Limit, TokenBucket
-from kvproxy.proxy.filters.rate_limit import build
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import counted, filter_context

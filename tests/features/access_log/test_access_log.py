@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
-from kvproxy.proxy.filter_settings import AccessLogSettings
-from kvproxy.proxy.filters.access_log import LOGGER, AccessLogFilter, build, fields, printable
+from kvproxy.features.access_log.access_log import LOGGER, AccessLogFilter, build, fields, printable
+from kvproxy.features.access_log.settings import AccessLogSettings
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.settings import LogSettings
 from tests.support.asgi import Inner, call, http_scope

@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.base.errors import ConfigError
 from kvproxy.base.types import InferenceRequest, Prompt, RequestKind
-from kvproxy.proxy.filter_settings import RateLimitSettings
+from kvproxy.features.access_control.rate_limit import bucket_key, build, tokens_used
+from kvproxy.features.access_control.settings import RateLimitSettings
 from kvproxy.proxy.filters.chain import FilterContext
-from kvproxy.proxy.filters.rate_limit import bucket_key, build, tokens_used
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
 from tests.support.asgi import Inner, Reply, call, http_scope

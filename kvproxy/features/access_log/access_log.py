@@ -13,10 +13,10 @@ from functools import lru_cache, partial
 import msgspec
 from starlette.types import ASGIApp
 
-from kvproxy.base.log_lines import format_console_line, format_time
+from kvproxy.base.log_lines import MAX_TEXT, format_console_line, format_time, printable
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
-from kvproxy.proxy.filter_settings import AccessLogSettings
+from kvproxy.features.access_log.settings import AccessLogSettings
 from kvproxy.proxy.filters.chain import FilterContext, WallClock
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.downstream import Downstream
@@ -26,7 +26,6 @@ LOGGER = "kvproxy.access"
 
 #: Methods, paths, endpoints and tenants repeat.
 _REMEMBERED_WORDS = 1024
-_MAX_TEXT = 512
 #: Longest wait of a line, and most lines that wait.
 DELAY_S = 0.1
 MAX_LINES = 256
@@ -154,7 +153,7 @@ def fields(
     outcome = exchange.outcome
     line: dict[str, Value] = {
         "method": word(method),
-        "path": word(path[: _MAX_TEXT + 1].decode("latin-1")),
+        "path": word(path[: MAX_TEXT + 1].decode("latin-1")),
         "status": status,
         "bytes": sent_bytes,
         "duration_ms": int(duration_s * 10_000 + 0.5) / 10,  # (`round` takes ten times as long)
@@ -196,15 +195,6 @@ def as_json(line: Mapping[str, Value], now: datetime) -> str:
     """One JSON object: first what every line of the log has, then the line's own."""
     every = {"time": format_time(now), "level": "info", "logger": "kvproxy.access"}
     return msgspec.json.encode({**every, **line}).decode()
-
-
-def printable(text: str) -> str:
-    """`text` as one visible ASCII word of bounded length: it can forge no field, no line and no terminal code."""
-    if len(text) > _MAX_TEXT:
-        text = text[:_MAX_TEXT] + "..."
-    if text.isascii() and text.isprintable() and " " not in text:
-        return text
-    return text.encode("unicode_escape").decode("ascii").replace(" ", "\\x20")
 
 
 def build(app: ASGIApp, settings: AccessLogSettings, context: FilterContext) -> ASGIApp:

@@ -12,11 +12,11 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
-from kvproxy.proxy.filter_settings import RateLimitSettings
-from kvproxy.proxy.filters.buckets import Buckets, BucketTable, Limit, TokenBucket
+from kvproxy.features.access_control.buckets import Buckets, BucketTable, Limit, TokenBucket
+from kvproxy.features.access_control.metrics import AccessMetrics
+from kvproxy.features.access_control.settings import RateLimitSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
-from kvproxy.proxy.metrics import ClientBoundMetrics
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
@@ -77,7 +77,7 @@ class RateLimitFilter(Step):
             ((bucket.wait_s(1.0, now), limit) for limit, bucket in zip(self._limits, buckets, strict=True)),
             key=lambda pair: pair[0],
         )
-        self.metrics.group(ClientBoundMetrics).rate_limited.labels(limit.kind).inc()
+        self.metrics.group(AccessMetrics).rate_limited.labels(limit.kind).inc()
         retry_after_s = math.ceil(wait_s)
         message = f"Over the limit of {limit.per_minute:g} {limit.kind} per minute; retry in {retry_after_s} s."
         headers = [(b"retry-after", b"%d" % retry_after_s), *self._standing(buckets, now)]

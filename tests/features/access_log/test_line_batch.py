@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvproxy.proxy.filters.access_log import MAX_LINES, LineBatch
+from kvproxy.features.access_log.access_log import MAX_LINES, LineBatch
 
 
 class Records(logging.Handler):

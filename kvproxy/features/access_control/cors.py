@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Send
 
 from kvproxy.base.errors import ConfigError, Problem
-from kvproxy.proxy.filter_settings import CorsSettings
+from kvproxy.features.access_control.settings import CorsSettings
 from kvproxy.proxy.filters.chain import FilterContext
 
 

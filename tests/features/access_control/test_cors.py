@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.base.errors import ConfigError
-from kvproxy.proxy.filter_settings import CorsSettings
-from kvproxy.proxy.filters.cors import build
+from kvproxy.features.access_control.cors import build
+from kvproxy.features.access_control.settings import CorsSettings
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import filter_context
 

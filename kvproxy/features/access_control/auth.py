@@ -16,10 +16,11 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.model import Name
 from kvproxy.base.types import Clock, Headers
-from kvproxy.proxy.filter_settings import ApiKey, AuthSettings, RouterSettings
+from kvproxy.features.access_control.metrics import AccessMetrics
+from kvproxy.features.access_control.settings import ApiKey, AuthSettings
+from kvproxy.proxy.filter_settings import RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
-from kvproxy.proxy.metrics import ClientBoundMetrics
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
@@ -103,7 +104,7 @@ class AuthFilter(Step):
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
         """Set the request's tenant, or refuse the request."""
         if fault := self._admit(exchange, downstream.scope):
-            self.metrics.group(ClientBoundMetrics).auth_failures.labels(fault).inc()
+            self.metrics.group(AccessMetrics).auth_failures.labels(fault).inc()
             message = "A valid API key is required: `Authorization: Bearer <key>` or `x-api-key: <key>`."
             raise LocalReply(401, "invalid_api_key", message, headers=_REFUSED_HEADERS)
 
@@ -113,7 +114,7 @@ class AuthFilter(Step):
             return False
         fault = self._admit(Exchange.of(scope, now=self.clock()), scope)
         if fault:
-            self.metrics.group(ClientBoundMetrics).auth_failures.labels(fault).inc()
+            self.metrics.group(AccessMetrics).auth_failures.labels(fault).inc()
             await send({"type": "websocket.close", "code": 1008})
         return bool(fault)
 

@@ -1,0 +1,1 @@
+"""Tests of auth, cors and rate_limit."""
