@@ -14,7 +14,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.embed.lives import Life, Lives
 from kvproxy.embed.no_endpoint import NoEndpoint
-from kvproxy.proxy.carried import CarriedRequest, Placer
+from kvproxy.operate.placing.carried import CarriedRequest, Placer
 from kvproxy.proxy.request.error_reply import LocalReply
 
 _CHAT = "/v1/chat/completions"

@@ -6,11 +6,11 @@ from __future__ import annotations
 from kvproxy.base.errors import UpstreamError
 from kvproxy.base.types import Headers
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.proxy.carried import CarriedRequest
-from kvproxy.proxy.external import address_of
+from kvproxy.operate.placing.carried import CarriedRequest
+from kvproxy.operate.placing.external import address_of
+from kvproxy.operate.placing.reservations import PickReservation
 from kvproxy.proxy.forward.relay import LAST_PIECES, TAIL_BYTES, read_end
 from kvproxy.proxy.request.body import BodyTooLarge, HeldBodies
-from kvproxy.proxy.reservations import PickReservation
 
 
 class CarriedBody:

@@ -13,8 +13,8 @@ from kvproxy.features.picker.answer import CarriedAnswer, CarriedBody
 from kvproxy.features.picker.grpc import Replies, Status
 from kvproxy.features.picker.messages import Beginning, BodyMode, DecodeError, Message, ProcessingRequest
 from kvproxy.features.picker.metrics import PickerMetrics
-from kvproxy.proxy.carried import CarriedRequest, Placer
-from kvproxy.proxy.external import address_of
+from kvproxy.operate.placing.carried import CarriedRequest, Placer
+from kvproxy.operate.placing.external import address_of
 from kvproxy.proxy.request.body import BodiesFull, BodyTooLarge, HeldBodies, SharedTimer
 from kvproxy.proxy.request.error_reply import LocalReply
 

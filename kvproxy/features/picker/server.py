@@ -25,8 +25,8 @@ from kvproxy.features.picker.protocol import (
     HealthCheckResponse,
 )
 from kvproxy.features.picker.settings import PickerSettings
-from kvproxy.proxy.carried import Placer
-from kvproxy.proxy.external import PlacerTarget
+from kvproxy.operate.placing.carried import Placer
+from kvproxy.operate.placing.external import PlacerTarget
 from kvproxy.proxy.request.body import HeldBodies
 
 #: Memory of a message beside a body in it.

@@ -24,7 +24,8 @@ from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import RequestRefused, read_json_object, receive_body, reply_json
-from kvproxy.proxy.external import ExternalPlacement, engine_headers
+from kvproxy.operate.placing.external import ExternalPlacement, engine_headers
+from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import prefers
 from kvproxy.proxy.request.error_reply import LocalReply
@@ -32,7 +33,6 @@ from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.parse import read_body
 from kvproxy.proxy.request.session import Caller, Session, bounded_key
 from kvproxy.proxy.request.usage import MAX_COUNT
-from kvproxy.proxy.reservations import Ended, PickReservation, Reservations
 
 DEFAULT_PATH = "/v1/chat/completions"
 _MAX_REST_BYTES = 64 * 1024

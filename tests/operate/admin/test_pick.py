@@ -16,7 +16,7 @@ from kvproxy.base.json_scan import MAX_DECODED_BYTES
 from kvproxy.base.types import EndpointId
 from kvproxy.operate.admin.pick import PickRoutes
 from kvproxy.operate.admin.replies import RequestRefused, on_refused
-from kvproxy.proxy.reservations import Reservations
+from kvproxy.operate.placing.reservations import Reservations
 from tests.operate.admin.support import admin_of, problems_of, proxy_of
 
 ENDPOINTS = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10/base"}

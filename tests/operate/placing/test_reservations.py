@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.policy import PickRequest
-from kvproxy.proxy.reservations import Ended, PickReservation, Reservations
+from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations
 from tests.operate.admin.support import proxy_of
 
 

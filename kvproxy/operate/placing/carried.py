@@ -15,7 +15,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.cluster.screening import Refusal
-from kvproxy.proxy.external import (
+from kvproxy.operate.placing.external import (
     ExternalPlacement,
     PlacerTarget,
     engine_headers,
@@ -25,6 +25,7 @@ from kvproxy.proxy.external import (
     refusal_reply,
     shed_reply,
 )
+from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations
 from kvproxy.proxy.filter_settings import InferenceRequestSettings, RouterSettings
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import needs_facts, prefers, use_facts
@@ -38,7 +39,6 @@ from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
 from kvproxy.proxy.request.parse import decode_body, scan_body
 from kvproxy.proxy.request.session import SessionHeaders
-from kvproxy.proxy.reservations import Ended, PickReservation, Reservations
 
 log = logging.getLogger("kvproxy")
 

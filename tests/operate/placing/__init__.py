@@ -1,0 +1,1 @@
+"""Tests of placing requests that other programs carry."""
