@@ -41,7 +41,7 @@ ARROWS = Path(__file__).with_name("arrows_up.txt")
 SIMULATOR_MAY_IMPORT = ("kvproxy.lab.simulator", "kvproxy.cache.prefix", "kvproxy.base.types", "kvproxy.base.errors")
 
 #: Names of features that are words of their own in every room.
-ORDINARY = frozenset({"exchange", "ledger", "normalize", "priority", "published", "shield", "workers"})
+ORDINARY = frozenset({"resume", "exchange", "ledger", "normalize", "priority", "published", "shield", "workers"})
 #: `file name` where a room below names a feature. Nothing is added here.
 NAMED = Path(__file__).with_name("features_named.txt")
 

@@ -29,6 +29,7 @@ class RouteTarget:
 
     cluster: Cluster
     upstream_model: str = ""
+    route: RouteSettings | None = None  # None: no route leads there
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Routes:
         routes = routes or tuple(RouteSettings(cluster=name) for name in clusters)
         return cls(
             [
-                _Rule(route.prefix, route.model, RouteTarget(clusters[route.cluster], route.upstream_model))
+                _Rule(route.prefix, route.model, RouteTarget(clusters[route.cluster], route.upstream_model, route))
                 for route in routes
             ]
         )

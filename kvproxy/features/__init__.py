@@ -27,4 +27,5 @@ SHIPPED = (
     "shield",
     "residents",
     "disaggregation",
+    "resume",
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import random
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -132,9 +133,15 @@ class Planner:
         return priority
 
     def _answer(self, prompt: Sequence[int], choice: int, count: int) -> list[int]:
-        seed = xxhash.xxh3_64_intdigest(repr(prompt).encode(), seed=choice)
+        """Each token follows from all before it, so that an answer may go on elsewhere from any place."""
         words = self._tokenizer.slice_output_ids
-        return random.Random(seed).choices(words, k=count)
+        before = xxhash.xxh3_64(array("q", prompt).tobytes(), seed=choice)
+        answer = []
+        for _ in range(count):
+            token = words[before.intdigest() % len(words)]
+            answer.append(token)
+            before.update(token.to_bytes(8, sys.byteorder))
+        return answer
 
     def _output_length(self, body: Mapping[str, Any], prompt_tokens: int) -> tuple[int, str]:
         limit = self._settings.context_tokens

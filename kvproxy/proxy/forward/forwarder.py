@@ -445,6 +445,8 @@ class Forwarding(Placement, kw_only=True):
             return "not_replayable"
         if self.exchange.outcome.attempts >= shared.retry.attempts:
             return "attempts"
+        if self._lost and not unprocessed:  # the prompt itself may have killed both engines
+            return "engines_lost"
         now = shared.clock()
         if self.cluster.verdicts.has_outage(self._model, now):
             return "outage"
@@ -527,8 +529,8 @@ class Forwarding(Placement, kw_only=True):
         leg = continuation.next_leg(error, target=asking.target, body=asking.body.whole, debug=self._delivery.debug)
         if leg is not None:
             self._last = error
-            self._lost |= {pick.endpoint.id, *pick.endpoint.engine.members}
             refusal = self._why_no_retry(unprocessed=False)
+            self._lost |= {pick.endpoint.id, *pick.endpoint.engine.members}
             if self._after_failure(error.reason, refusal) is _Next.RETRY:
                 self._asking = asking.with_leg(leg)
                 return _Next.RESUME

@@ -16,7 +16,7 @@ from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.pick import Pick
 from kvproxy.proxy.request.continuation import Leg
 from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
-from tests.support.fake_engine import Call, FakeEngine, event, start_stream
+from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, chat, running_proxy
 
@@ -177,11 +177,23 @@ async def test_no_leg_is_sent_beyond_the_retry_budget() -> None:
     assert b"The engine failed in the middle of this response" in body
 
 
+async def test_no_third_engine_is_asked_where_two_were_lost() -> None:
+    """The prompt itself may kill them."""
+    a, b, c = FakeEngine("a", breaks_off), FakeEngine("b", breaks_off), FakeEngine("c", goes_on)
+    following = Following(LEG)
+    async with gateway(a, b, c, retry={"attempts": 5, "min_per_second": 10}) as proxy:
+        body, exchange = await ask(proxy, following)
+    assert (following.endpoints, following.refusals) == (["a", "b"], ["engines_lost"])
+    assert not c.calls
+    assert b"The engine failed in the middle of this response" in body
+    assert exchange.outcome.end == "upstream_died"
+
+
 async def test_a_leg_that_fails_before_its_first_byte_is_tried_elsewhere() -> None:
     """As every request."""
 
     async def refuses(engine: FakeEngine, call: Call, send: Send) -> None:
-        raise ConnectionResetError
+        await reply(send, 503, b"{}")
 
     a, b, c = FakeEngine("a", breaks_off), FakeEngine("b", refuses), FakeEngine("c", goes_on)
     async with gateway(a, b, c, retry={"attempts": 3, "min_per_second": 10}) as proxy:

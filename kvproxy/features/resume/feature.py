@@ -1,0 +1,67 @@
+"""The feature, as the core meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvproxy.base.settings.compose import part_of
+from kvproxy.cluster.settings import RouteSettings
+from kvproxy.features.resume.settings import Grade, ResumePlace
+from kvproxy.operate.feature import Feature
+
+if TYPE_CHECKING:
+    from msgspec import Struct
+
+    from kvproxy.operate.admin.operated import AdminTarget
+    from kvproxy.operate.config.schema import Config
+    from kvproxy.operate.feature import Capability
+    from kvproxy.operate.receipts.receipt import Receipt
+    from kvproxy.proxy.filters.chain import FilterType
+
+
+class Resume(Feature):
+    """Streams whose engine fails go on with another one."""
+
+    name = "resume"
+    metric_group = "ResumeMetrics"
+    settings = {RouteSettings: (ResumePlace,)}
+
+    def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
+        """Return the filter, if a route wants it."""
+        from kvproxy.features.resume.filter import FILTER
+
+        return (("resume", FILTER),) if _list_grades(config) else ()
+
+    def list_notes(self) -> Mapping[str, type[Struct]]:
+        """Return the breaks of a stream, and how it went on."""
+        from kvproxy.features.resume.note import NOTE, ResumeNote
+
+        return {NOTE: ResumeNote}
+
+    def explain(self, receipt: Receipt) -> Iterator[str]:
+        """Yield a line for each break."""
+        from kvproxy.features.resume.note import NOTE, ResumeNote, describe_leg
+        from kvproxy.operate.receipts.receipt import note_of
+
+        if (note := note_of(receipt, NOTE, ResumeNote)) is not None:
+            yield from map(describe_leg, note.legs)
+
+    def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
+        """Return one row."""
+        from kvproxy.operate.feature import OFF, ON, Capability
+
+        grades = _list_grades(config)
+        if not grades:
+            gain = "`resume: exact` on a route has streams go on when their engine fails"
+            return (Capability("resumed streams", OFF, "no route asks for it", gain),)
+        return (Capability("resumed streams", ON, f"routes with `resume`: {', '.join(grades)}"),)
+
+
+def _list_grades(config: Config) -> list[str]:
+    """Return the grades that routes ask for."""
+    grades = {part_of(route, ResumePlace).resume for route in config.routes}
+    return sorted(grade.value for grade in grades if grade is not Grade.OFF)
+
+
+FEATURE = Resume()

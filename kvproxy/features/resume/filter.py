@@ -1,0 +1,65 @@
+"""Filter before the router: streams on routes with `resume` get a continuation."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp
+
+from kvproxy.base.settings.compose import part_of
+from kvproxy.base.types import RequestKind
+from kvproxy.cluster.pick import Pick
+from kvproxy.features.resume.context import ContextLengths
+from kvproxy.features.resume.metrics import ResumeMetrics
+from kvproxy.features.resume.openai import OpenAiEvents
+from kvproxy.features.resume.plan import Wishes
+from kvproxy.features.resume.settings import Grade, ResumePlace
+from kvproxy.features.resume.stream import ResumableStream
+from kvproxy.proxy.filters.chain import FilterContext, FilterType
+from kvproxy.proxy.filters.step import Step
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.exchange import Exchange
+
+_KINDS = frozenset({RequestKind.CHAT, RequestKind.COMPLETION})
+
+
+class ResumeFilter(Step):
+    """Has the streams of some routes go on with another engine when theirs fails."""
+
+    reads_state = False
+
+    def __init__(self, app: ASGIApp, context: FilterContext) -> None:
+        super().__init__(app, metrics=context.metrics, clock=context.clock)
+        self._routes = context.services.routes
+        self._lengths = ContextLengths(context.services.pool)
+        context.lifetimes.append(self._lengths)
+        self._counts = context.metrics.group(ResumeMetrics)
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> None:
+        """Set the continuation of a stream."""
+        inference = exchange.inference
+        if inference is None or not inference.stream or inference.kind not in _KINDS:
+            return
+        target = self._routes.resolve(downstream.scope["path"], inference.model)
+        if target is None or target.route is None:
+            return
+        wanted = part_of(target.route, ResumePlace)
+        if wanted.resume is Grade.OFF:
+            return
+        exchange.continuation = ResumableStream(
+            exchange,
+            OpenAiEvents(inference.kind),
+            kind=inference.kind,
+            wishes=Wishes(wanted.resume, wanted.resume_best_effort),
+            metrics=self._counts,
+            clock=self.clock,
+            context_tokens=self._find_length if inference.max_tokens is None else _unneeded,
+        )
+
+    def _find_length(self, pick: Pick) -> int | None:
+        return self._lengths.find(pick.endpoint)
+
+
+def _unneeded(pick: Pick) -> None:
+    """Find nothing: the request has a limit of its own."""
+
+
+FILTER = FilterType(None, lambda inner, _, context: ResumeFilter(inner, context))

@@ -1,0 +1,148 @@
+"""Events of streamed chat and text completions: what they add to an answer, and how those of a later engine read on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvproxy.base.types import RequestKind
+from kvproxy.features.resume.progress import Progress
+from kvproxy.features.resume.splice import Mismatch, Splice
+
+_ABSENT = msgspec.Raw()
+_NO_CALLS = (b"", b"null", b"[]")
+_REASONING = ("reasoning", "reasoning_content")
+
+
+class _Delta(msgspec.Struct, gc=False):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: msgspec.Raw = _ABSENT
+    function_call: msgspec.Raw = _ABSENT
+
+    def calls(self) -> bool:
+        """Return whether it is a part of a tool call."""
+        return any(bytes(raw) not in _NO_CALLS for raw in (self.tool_calls, self.function_call))
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
+    delta: _Delta | None = None
+    text: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = _ABSENT
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    prompt_token_ids: msgspec.Raw = _ABSENT
+    usage: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class OpenAiEvents:
+    """Chat completions or text completions."""
+
+    #: Text in the event that ends an answer.
+    last = b'"finish_reason":"'
+
+    def __init__(self, kind: RequestKind) -> None:
+        self._chat = kind is RequestKind.CHAT
+        self._template: dict[str, Any] | None = None
+
+    def read(self, data: bytes, progress: Progress) -> None:
+        """Add a chunk of the first engine. Raises msgspec.DecodeError."""
+        chunk = _decode(data)
+        progress.head = progress.head or data
+        if chunk.usage is not None:
+            progress.prompt_tokens = chunk.usage.prompt_tokens
+            progress.cached_details = chunk.usage.prompt_tokens_details or progress.cached_details
+        _keep_prompt(progress, chunk.prompt_token_ids)
+        for choice in chunk.choices:
+            if choice.index:
+                progress.obstacle = "n"
+            _keep_prompt(progress, choice.prompt_token_ids)
+            delta = choice.delta
+            if delta is None:
+                progress.add(choice.text or "", choice.token_ids)
+            elif delta.reasoning or delta.reasoning_content:
+                progress.think(choice.token_ids)
+            else:
+                progress.role_sent = progress.role_sent or delta.role is not None
+                progress.tools = progress.tools or delta.calls()
+                progress.add(delta.content or "", choice.token_ids)
+
+    def join(self, data: bytes, progress: Progress, splice: Splice) -> bytes:
+        """Return the chunk of a later engine as one of the first one's stream; b"" if it has nothing new. Raises
+        Mismatch and msgspec.DecodeError."""
+        chunk: dict[str, Any] = msgspec.json.decode(data)
+        if self._template is None:
+            self._template = self._make_template(chunk, progress)
+        made = dict(self._template)
+        choices = [self._join_choice(choice, progress, splice) for choice in chunk.get("choices") or ()]
+        made["choices"] = kept = [choice for choice in choices if choice is not None]
+        if isinstance(chunk.get("usage"), dict):
+            made["usage"] = splice.join_usage(chunk["usage"])
+            if choices and not kept:
+                return b""
+        elif not kept:
+            return b""
+        return msgspec.json.encode(made)
+
+    def _make_template(self, chunk: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        """Return the members that all chunks share: those of the first one, or of this one if there was none."""
+        first: dict[str, Any] = msgspec.json.decode(progress.head) if progress.head else chunk
+        own = ("choices", "usage", "prompt_token_ids", "prompt_text")
+        return {name: value for name, value in first.items() if name not in own}
+
+    def _join_choice(self, choice: dict[str, Any], progress: Progress, splice: Splice) -> dict[str, Any] | None:
+        ids = choice.pop("token_ids", None)
+        choice.pop("prompt_token_ids", None)
+        ended = choice.get("finish_reason") is not None
+        if not self._chat or splice.plan.by_ids:
+            text = splice.take(choice.pop("text", None) or "", ids, last=ended)
+            if self._chat:
+                choice = {"index": 0, "delta": self._with_role({"content": text}, progress), **choice}
+            else:
+                choice = {"index": choice.pop("index", 0), "text": text, **choice}
+            return choice if text or ended else None
+        return self._join_chat(choice, ids, progress, splice, ended=ended)
+
+    def _join_chat(
+        self, choice: dict[str, Any], ids: list[int] | None, progress: Progress, splice: Splice, *, ended: bool
+    ) -> dict[str, Any] | None:
+        delta = {name: value for name, value in (choice.get("delta") or {}).items() if value not in (None, [])}
+        if any(delta.get(name) for name in _REASONING):
+            if splice.plan.grade != "restart":
+                raise Mismatch("the engine takes the rest for reasoning")
+            progress.think(ids)
+        else:
+            delta["content"] = text = splice.take(delta.get("content") or "", ids, last=ended)
+            if not text:
+                del delta["content"]
+        progress.tools = progress.tools or "tool_calls" in delta
+        if delta.pop("role", None) is not None or not progress.role_sent:
+            delta = self._with_role(delta, progress)
+        return {**choice, "delta": delta} if delta or ended else None
+
+    def _with_role(self, delta: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        if progress.role_sent:
+            return delta
+        progress.role_sent = True
+        return {"role": "assistant", **delta}
+
+
+def _keep_prompt(progress: Progress, ids: msgspec.Raw) -> None:
+    array = bytes(ids)
+    if array.startswith(b"[") and array != b"[]":
+        progress.prompt_ids = array

@@ -1,0 +1,269 @@
+"""Whether and how a broken stream goes on: a pure function of its request and of the part of the answer that came."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvproxy.base.types import RequestKind
+from kvproxy.features.resume.progress import START, Mark, Progress
+from kvproxy.features.resume.settings import Grade
+from kvproxy.proxy.request.continuation import Leg
+
+#: Tokens that a greedy leg computes again, and characters where tokens are unknown: they must come out the same.
+OVERLAP_TOKENS = 8
+OVERLAP_CHARS = 24
+
+_GUIDED = ("structured_outputs", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids")
+_UNUSUAL = ("echo", "suffix", "use_beam_search", "prompt_embeds", "kv_transfer_params")
+#: Sampling of a chat that a request with token ids takes as well.
+_SAMPLING = frozenset(
+    {
+        *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "logit_bias"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "bad_words", "stream_options"),
+        *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids"),
+        *("user", "priority", "cache_salt", "session_id", "vllm_xargs", "request_id"),
+    }
+)
+#: Content parts of other media than text.
+_media = re.compile(
+    rb'"(?:image|video|audio|input_audio|input_image|input_file|file)(?:_url|_embeds|_pil)?"\s*:'
+).search
+_COMPLETION = b"/completions"
+_CHAT_COMPLETION = b"/chat/completions"
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_DEFAULT_MAX_TOKENS = 16  # of text completions
+
+
+class BrokenRequest(NamedTuple):
+    """The request of a stream that broke, as its first engine got it."""
+
+    kind: RequestKind
+    target: bytes
+    members: Mapping[str, msgspec.Raw]
+
+    def value(self, name: str) -> Any:
+        """Return a member's value; None if there is none, or one that cannot be read."""
+        raw = self.members.get(name)
+        try:
+            return None if raw is None else msgspec.json.decode(raw)
+        except _INVALID:
+            return None
+
+    @property
+    def greedy(self) -> bool:
+        """True if the same prompt always gets the same answer."""
+        return bool(self.value("temperature") == 0 or self.value("top_k") == 1)
+
+    @property
+    def stop_chars(self) -> int:
+        """Characters that the engine holds back, since they may begin a stop string."""
+        stop = self.value("stop")
+        texts = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+        longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
+        return max(0, longest - 1)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Limit of the answer."""
+        if self.kind is RequestKind.COMPLETION:
+            limit = self.value("max_tokens")
+            return limit if isinstance(limit, int) else _DEFAULT_MAX_TOKENS
+        limits = (self.value(name) for name in ("max_completion_tokens", "max_tokens"))
+        return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+class Plan(NamedTuple):
+    """How the rest is requested: `grade` is exact, text or restart. The leg begins at `place` in the answer, so what is
+    behind must come out the same first. `by_ids`: it answers as a text completion."""
+
+    grade: str
+    leg: Leg
+    place: Mark
+    by_ids: bool = False
+
+
+class Wishes(NamedTuple):
+    """Settings of the route, and facts about the engines."""
+
+    grade: Grade
+    best_effort: bool = False
+    context_tokens: int | None = None  # longest prompt and answer of the model together
+
+
+def read_request(kind: RequestKind, target: bytes, body: bytes | None) -> BrokenRequest | None:
+    """Return the request; None if it is not at hand as a JSON object."""
+    try:
+        return None if body is None else BrokenRequest(kind, target, _members.decode(body))
+    except _INVALID:
+        return None
+
+
+def plan_leg(request: BrokenRequest, progress: Progress, wishes: Wishes) -> Plan | str:
+    """Return the plan, or the reason why there is none, from a closed set."""
+    if progress.obstacle or (request.value("n") or 1) != 1:
+        return progress.obstacle or "n"
+    if progress.empty:
+        return Plan("restart", _repeat(request), START)
+    obstacle = _find_obstacle(request, best_effort=wishes.best_effort)
+    if obstacle:
+        return obstacle
+    exact = _why_not_exact(request, progress, wishes)
+    if not exact:
+        place = _place_by_tokens(request, progress)
+        if place is START and progress.reasoned:
+            return "reasoning"
+        return Plan("exact", _continue_ids(request, progress, place, wishes), place, by_ids=True)
+    if wishes.grade is not Grade.TEXT:
+        return exact
+    return _why_not_text(request, progress) or _plan_text(request, progress)
+
+
+def _find_obstacle(request: BrokenRequest, *, best_effort: bool) -> str:
+    """Return why a request cannot be continued on any grade."""
+    kind_of_format = request.value("response_format")
+    if isinstance(kind_of_format, dict) and kind_of_format.get("type") != "text":
+        return "guided"
+    if any(request.value(name) is not None for name in _GUIDED):
+        return "guided"
+    choice = request.value("tool_choice")
+    if choice == "required" or isinstance(choice, dict):
+        return "guided"
+    if any(request.value(name) not in (None, False) for name in _LOGPROBS):
+        return "logprobs"
+    if any(request.value(name) for name in _UNUSUAL):
+        return "unusual"
+    if best_effort:
+        return ""
+    if any(request.value(name) not in (None, neutral) for name, neutral in _PENALTIES.items()):
+        return "penalties"
+    if not request.greedy:
+        return "seed" if request.value("seed") is not None else "stop" if request.stop_chars else ""
+    return ""
+
+
+def _why_not_exact(request: BrokenRequest, progress: Progress, wishes: Wishes) -> str:
+    """Return "" if the token ids can go on as they are."""
+    if request.kind not in (RequestKind.CHAT, RequestKind.COMPLETION):
+        return "api"
+    if not (progress.prompt_ids and progress.ids and progress.ids_known):
+        return "no_ids"
+    if progress.tools or (request.value("tools") and request.value("tool_choice") != "none"):
+        return "tools"
+    if progress.thinking:
+        return "reasoning"
+    if _media(request.members.get("messages", b"")):
+        return "media"
+    return "" if _find_limit(request, progress, wishes) is not None else "max_tokens"
+
+
+def _why_not_text(request: BrokenRequest, progress: Progress) -> str:
+    if progress.tools:
+        return "tools"
+    if progress.reasoned:
+        return "reasoning"
+    if request.kind is RequestKind.COMPLETION:
+        return "" if isinstance(request.value("prompt"), str) else "no_text"
+    return "prefilled" if request.value("continue_final_message") else ""
+
+
+def _find_limit(request: BrokenRequest, progress: Progress, wishes: Wishes) -> int | None:
+    """Return the limit of the whole answer; None if it is unknown."""
+    if request.max_tokens is not None or wishes.context_tokens is None:
+        return request.max_tokens
+    return wishes.context_tokens - count_ids(progress.prompt_ids)
+
+
+def count_ids(array: bytes) -> int:
+    """Return the length of a JSON array of numbers."""
+    return array.count(b",") + 1 if len(array) > 2 else 0
+
+
+def _place_by_tokens(request: BrokenRequest, progress: Progress) -> Mark:
+    """Return where a leg begins: what is behind is computed again. A sampled answer goes on behind its last text."""
+    marks = progress.marks
+    if not request.greedy:
+        return marks[-1] if marks else START
+    held = request.stop_chars
+    for mark in reversed(marks):
+        chars = mark.chars + held
+        if progress.tokens - mark.tokens >= OVERLAP_TOKENS and chars <= progress.chars - held:
+            return Mark(mark.tokens, chars)
+    return START
+
+
+def _continue_ids(request: BrokenRequest, progress: Progress, place: Mark, wishes: Wishes) -> Leg:
+    kept = msgspec.json.encode(progress.ids[: place.tokens])
+    joined = progress.prompt_ids[:-1] + b"," + kept[1:] if place.tokens else progress.prompt_ids
+    limit = _find_limit(request, progress, wishes)
+    assert limit is not None
+    target = request.target
+    if request.kind is RequestKind.CHAT:
+        target = target.replace(_CHAT_COMPLETION, _COMPLETION, 1)
+        members = {name: raw for name, raw in request.members.items() if name in _SAMPLING}
+    else:
+        members = dict(request.members)
+    members |= _raw(max_tokens=max(1, limit - place.tokens), stream=True, return_token_ids=True)
+    members["prompt"] = msgspec.Raw(joined)
+    _less_min_tokens(members, request, place)
+    return Leg(target, msgspec.json.encode(members))
+
+
+def _repeat(request: BrokenRequest) -> Leg:
+    """Return the request once more: nothing of its answer has come."""
+    members = dict(request.members)
+    if request.kind in (RequestKind.CHAT, RequestKind.COMPLETION):
+        members |= _raw(return_token_ids=True)
+    return Leg(request.target, msgspec.json.encode(members))
+
+
+def _plan_text(request: BrokenRequest, progress: Progress) -> Plan:
+    place = _place_by_text(request, progress)
+    if place is START:
+        return Plan("text", _repeat(request), place)
+    begun = progress.text[: place.chars]
+    members = dict(request.members)
+    limits = ("max_tokens",) if request.kind is RequestKind.COMPLETION else ("max_completion_tokens", "max_tokens")
+    given = [name for name in limits if request.value(name) is not None] or limits[:1]
+    if request.max_tokens is not None:
+        members |= _raw(**{name: max(1, request.max_tokens - place.tokens) for name in given})
+    if request.kind is RequestKind.COMPLETION:
+        members |= _raw(prompt=request.value("prompt") + begun)
+    else:
+        message = msgspec.json.encode({"role": "assistant", "content": begun})
+        messages = bytes(request.members["messages"]).rstrip()
+        members["messages"] = msgspec.Raw(messages[:-1] + b"," + message + b"]")
+        members |= _raw(continue_final_message=True, add_generation_prompt=False)
+    _less_min_tokens(members, request, place)
+    return Plan("text", Leg(request.target, msgspec.json.encode(members)), place)
+
+
+def _place_by_text(request: BrokenRequest, progress: Progress) -> Mark:
+    """Return the end of a whole word: of a greedy answer so far back that enough of it is computed again, of a sampled
+    one its last text, without white space at the end."""
+    text = progress.text
+    if not request.greedy:
+        chars = len(text.rstrip())
+        return Mark(progress.tokens, chars) if chars else START
+    enough = len(text) - max(OVERLAP_CHARS, request.stop_chars + 1)
+    for mark in reversed(progress.marks):
+        at = mark.chars
+        if at <= enough and text[at : at + 1].isspace() and text[at - 1 : at].strip():
+            return mark
+    return START
+
+
+def _less_min_tokens(members: dict[str, msgspec.Raw], request: BrokenRequest, place: Mark) -> None:
+    least = request.value("min_tokens")
+    if isinstance(least, int) and least:
+        members |= _raw(min_tokens=max(0, least - place.tokens))
+
+
+def _raw(**values: object) -> dict[str, msgspec.Raw]:
+    return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}

@@ -1,0 +1,89 @@
+"""The part of an answer that has come: text, token ids, and places where both are known."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+#: A longer answer is not resumed.
+MAX_CHARS = 4 * 1024 * 1024
+MAX_TOKENS = 1024 * 1024
+#: Last places kept, one a chunk with text.
+_MARKS = 128
+
+
+class Mark(NamedTuple):
+    """A place between two tokens: so many tokens and characters of the answer are before it."""
+
+    tokens: int
+    chars: int
+
+
+START = Mark(0, 0)
+
+
+class Progress:
+    """An answer with one choice, as far as it has come."""
+
+    def __init__(self) -> None:
+        self.head = b""  # data of its first event
+        self.prompt_ids = b""  # a JSON array; b"": unknown
+        self.prompt_tokens: int | None = None
+        self.cached_details: object = None  # as the first engine reported them
+        self.ids: list[int] = []
+        self.ids_known = True  # of every token so far
+        self.tokens = 0
+        self.chars = 0
+        self.marks: deque[Mark] = deque(maxlen=_MARKS)
+        self.role_sent = False
+        self.thinking = False  # its last text was reasoning
+        self.reasoned = False
+        self.tools = False  # a tool call has begun
+        self.obstacle = ""  # why it cannot be resumed, whatever the request
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Plain content delivered."""
+        whole = "".join(self._parts)
+        self._parts = [whole] if whole else []
+        return whole
+
+    @property
+    def empty(self) -> bool:
+        """True if the client has nothing but the beginning of an answer."""
+        return not (self.chars or self.tools or self.reasoned)
+
+    def add(self, text: str, ids: Sequence[int] | None, *, mark: int | None = None) -> None:
+        """Add the tokens of one chunk and the text that went to the client; `mark` is the place in the text behind
+        these tokens, if it is not the end."""
+        if ids:
+            self.ids += ids
+            self.tokens += len(ids)
+        elif text:
+            self.ids_known = False
+            self.tokens += 1
+        if text:
+            self._parts.append(text)
+            self.chars += len(text)
+            self.thinking = False
+        if text or mark is not None:
+            self.marks.append(Mark(self.tokens, self.chars if mark is None else mark))
+        if self.chars > MAX_CHARS or self.tokens > MAX_TOKENS:
+            self.obstacle = "too_long"
+
+    def think(self, ids: Sequence[int] | None) -> None:
+        """Add the tokens of a chunk of reasoning."""
+        self.thinking = self.reasoned = True
+        if not ids:
+            self.ids_known = False
+        self.add("", ids)
+
+    def cut(self, tokens: int) -> list[int]:
+        """Forget the tokens behind a place and return them; the text stays."""
+        behind = self.ids[tokens:]
+        del self.ids[tokens:]
+        self.tokens = tokens
+        self.marks = deque((mark for mark in self.marks if mark.tokens <= tokens), _MARKS)
+        return behind

@@ -1,0 +1,214 @@
+"""One stream that may go on elsewhere: follows its events, and makes the request for the rest when it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from kvproxy.base.errors import EngineReportedError, UpstreamDisconnected, UpstreamError
+from kvproxy.base.types import Clock, RequestKind
+from kvproxy.base.upstream.response import UpstreamResponse
+from kvproxy.cluster.pick import Pick
+from kvproxy.features.resume.events import DONE, read_data, split_events, strip_ids, with_data
+from kvproxy.features.resume.metrics import ResumeMetrics
+from kvproxy.features.resume.note import NOTE, ResumedLeg, ResumeNote
+from kvproxy.features.resume.plan import BrokenRequest, Wishes, plan_leg, read_request
+from kvproxy.features.resume.progress import Progress
+from kvproxy.features.resume.splice import Mismatch, Splice
+from kvproxy.proxy.request.continuation import Leg
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.usage import ERROR_MARK, error_status
+
+#: Breaks of one stream that another engine may mend.
+MAX_LEGS = 2
+#: A longer event is passed on as it comes, and its stream is not resumed.
+_MAX_EVENT_BYTES = 16 * 1024 * 1024
+_ASK_IDS = b'"return_token_ids":true,'
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class StreamEvents(Protocol):
+    """Events of one API. `last` is a text in the event that ends an answer."""
+
+    last: bytes
+
+    def read(self, data: bytes, progress: Progress) -> None:
+        """Add an event of the first engine. Raises msgspec.DecodeError."""
+        ...
+
+    def join(self, data: bytes, progress: Progress, splice: Splice) -> bytes:
+        """Return an event of a later engine as one of the first one's stream; b"": it is dropped. Raises Mismatch."""
+        ...
+
+
+class ResumableStream:
+    """The continuation of one exchange."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        events: StreamEvents,
+        *,
+        kind: RequestKind,
+        wishes: Wishes,
+        metrics: ResumeMetrics,
+        clock: Clock,
+        context_tokens: Callable[[Pick], int | None],
+    ) -> None:
+        body = exchange.body or b""
+        own = kind in (RequestKind.CHAT, RequestKind.COMPLETION) and b"return_token_ids" not in body
+        self.member = _ASK_IDS if own else b""
+        self.failure: UpstreamError | None = None
+        self.withheld = b""
+        self._outcome = exchange.outcome
+        self._events = events
+        self._kind = kind
+        self._wishes = wishes
+        self._metrics = metrics
+        self._clock = clock
+        self._context_tokens = context_tokens
+        self._progress = Progress()
+        self._strips = own
+        self._request: BrokenRequest | None = None
+        self._splice: Splice | None = None
+        self._legs: list[ResumedLeg] = []
+        self._broke_at = 0.0
+        self._held = b""
+        self._ended = False  # its last event came
+        self._debug = False
+        self._endpoint = ""
+
+    def follow(self, pick: Pick, response: UpstreamResponse) -> bool:
+        """Follow a stream of events, and no other answer."""
+        headers = dict(response.headers)
+        streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        if response.status != 200 or not streams or b"content-encoding" in headers:
+            return False
+        self._endpoint = str(pick.endpoint.id)
+        self._held = self.withheld = b""
+        self.failure = None
+        if self._wishes.context_tokens is None:
+            self._wishes = self._wishes._replace(context_tokens=self._context_tokens(pick))
+        return True
+
+    def next_piece(self, piece: bytes) -> bytes:
+        """Return the whole events in what came, as the client gets them."""
+        if self.failure is not None:
+            self.withheld += piece
+            return b""
+        events, self._held = split_events(self._held + piece if self._held else piece)
+        made = [self._take(event) for event in events]
+        if len(self._held) > _MAX_EVENT_BYTES:
+            self._progress.obstacle = "too_long"
+            made.append(self._held)
+            self._held = b""
+        return made[0] if len(made) == 1 else b"".join(made)
+
+    def finish(self, rest: bytes) -> bytes:
+        """Return the end; a stream that lacks its last event broke."""
+        last = self.next_piece(rest)
+        if self.failure is not None:
+            return last
+        if not self._ended:
+            self.failure = UpstreamDisconnected("the stream ended without its last event")
+            return last
+        return last + self._held
+
+    def _take(self, event: bytes) -> bytes:
+        if self.failure is not None:
+            self.withheld += event
+            return b""
+        data = read_data(event)
+        if not data:
+            return event
+        if data == DONE:
+            self._ended = True
+            return event
+        if ERROR_MARK in data and (status := error_status(event)) is not None:
+            if status < 500:
+                self._ended = True
+                return event
+            self.failure = EngineReportedError("the engine ended its stream with an error event", status=status)
+            self.withheld = event
+            return b""
+        return self._read(event, data) if self._splice is None else self._join(event, data, self._splice)
+
+    def _read(self, event: bytes, data: bytes) -> bytes:
+        try:
+            self._events.read(data, self._progress)
+        except _UNREADABLE:
+            self._progress.obstacle = "unreadable"
+        return strip_ids(event) if self._strips else event
+
+    def _join(self, event: bytes, data: bytes, splice: Splice) -> bytes:
+        began = splice.new_text
+        try:
+            made = self._events.join(data, self._progress, splice)
+        except Mismatch as error:
+            self.failure = error
+            return b""
+        except _UNREADABLE:
+            self.failure = Mismatch("its events cannot be read")
+            return b""
+        if splice.new_text and not began:
+            self._note_gap()
+        if self._debug and self._events.last in made:
+            made = made[:-1] + b',"kvproxy":' + msgspec.json.encode({"resumed": self._legs}) + b"}"
+        return with_data(event, made) if made else b""
+
+    def next_leg(self, error: UpstreamError, *, target: bytes, body: bytes | None, debug: bool) -> Leg | None:
+        """Return the request for the rest, if the answer so far and the request allow it."""
+        self._debug = debug
+        self._broke_at = self._clock()
+        self.member = b""
+        progress = self._progress
+        if self._request is None:
+            self._request = read_request(self._kind, target, body)
+        broken = ResumedLeg(self._endpoint, error.reason, progress.tokens)
+        refusal = ""
+        if isinstance(error, Mismatch):
+            refusal = "overlap"
+        elif len(self._legs) >= MAX_LEGS:
+            refusal = "twice"
+        elif self._request is None:
+            refusal = "body"
+        if refusal or self._request is None:
+            self._add_refused(broken, refusal)
+            return None
+        plan = plan_leg(self._request, progress, self._wishes)
+        if isinstance(plan, str):
+            self._add_refused(broken, plan)
+            return None
+        self._add(msgspec.structs.replace(broken, grade=plan.grade))
+        self._splice = Splice(plan, progress, greedy=self._request.greedy)
+        return plan.leg
+
+    def refuse(self, reason: str) -> None:
+        """Note that the proxy does not send the leg."""
+        self._replace_last(grade="", refusal=reason)
+        self._metrics.refused.labels(self._outcome.cluster, reason).inc()
+
+    def _add_refused(self, broken: ResumedLeg, reason: str) -> None:
+        self._add(msgspec.structs.replace(broken, refusal=reason))
+        self._metrics.refused.labels(self._outcome.cluster, reason).inc()
+
+    def _note_gap(self) -> None:
+        """Note the first new token of a leg."""
+        gap_s = self._clock() - self._broke_at
+        self._replace_last(gap_s=round(gap_s, 6))
+        cluster = self._outcome.cluster
+        self._metrics.gap.labels(cluster).observe(gap_s)
+        self._metrics.resumed.labels(cluster, self._legs[-1].grade).inc()
+
+    def _add(self, leg: ResumedLeg) -> None:
+        self._legs.append(leg)
+        self._publish()
+
+    def _replace_last(self, **changes: object) -> None:
+        self._legs[-1] = msgspec.structs.replace(self._legs[-1], **changes)
+        self._publish()
+
+    def _publish(self) -> None:
+        self._outcome.notes[NOTE] = ResumeNote(tuple(self._legs))

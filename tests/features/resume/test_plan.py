@@ -1,0 +1,194 @@
+"""Which broken streams go on, by which grade, and with which request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvproxy.base.types import RequestKind
+from kvproxy.features.resume.plan import Plan, Wishes, plan_leg, read_request
+from kvproxy.features.resume.progress import Progress
+from kvproxy.features.resume.settings import Grade
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 100}
+GREEDY = {**CHAT, "temperature": 0}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
+
+
+def progress_of(words: int = 20, *, ids: bool = True) -> Progress:
+    """Return an answer of so many words, a token each."""
+    progress = Progress()
+    progress.role_sent = True
+    progress.prompt_ids = b"[1,2,3]" if ids else b""
+    for number in range(words):
+        progress.add(f" word{number}", [100 + number] if ids else None)
+    return progress
+
+
+def plan(body: dict[str, Any], progress: Progress, grade: Grade = Grade.TEXT, **wishes: Any) -> Plan | str:
+    """Return the plan for a broken chat or text completion."""
+    kind = RequestKind.CHAT if "messages" in body else RequestKind.COMPLETION
+    target = b"/v1/chat/completions?x=1" if kind is RequestKind.CHAT else b"/v1/completions"
+    request = read_request(kind, target, json.dumps(body).encode())
+    assert request is not None
+    return plan_leg(request, progress, Wishes(grade, **wishes))
+
+
+def leg_of(planned: Plan | str) -> tuple[str, dict[str, Any]]:
+    """Return target and body of its leg."""
+    assert isinstance(planned, Plan), planned
+    return planned.leg.target.decode(), json.loads(planned.leg.body)
+
+
+def test_token_ids_go_on_as_a_text_completion() -> None:
+    """Prompt and answer but for its last 8 tokens, which are computed again; the limit is less by what came."""
+    target, body = leg_of(plan({**GREEDY, "min_tokens": 15, "seed": 1}, progress_of(), Grade.EXACT))
+    assert target == "/v1/completions?x=1"
+    assert body["prompt"] == [1, 2, 3, *range(100, 112)]
+    assert (body["max_tokens"], body["min_tokens"]) == (88, 3)
+    assert body["return_token_ids"] is body["stream"] is True
+    assert "messages" not in body
+
+
+def test_a_sampled_answer_goes_on_behind_its_last_text() -> None:
+    """A second draw would not come out the same. Tokens without text are drawn again."""
+    progress = progress_of()
+    progress.add("", [7])
+    planned = plan(CHAT, progress, Grade.EXACT)
+    assert leg_of(planned)[1]["prompt"] == [1, 2, 3, *range(100, 120)]
+    assert isinstance(planned, Plan)
+    assert planned.place.chars == progress.chars
+
+
+def test_text_that_may_begin_a_stop_string_is_computed_again() -> None:
+    """The engine holds it back, so that the place in the text is further on than what came with its tokens."""
+    progress = progress_of()
+    planned = plan({**GREEDY, "stop": ["0123456789", "x"]}, progress, Grade.EXACT)
+    assert isinstance(planned, Plan)
+    mark = next(mark for mark in progress.marks if mark.tokens == planned.place.tokens)
+    assert planned.place.chars == mark.chars + 9 <= progress.chars - 9
+
+
+def test_an_answer_without_a_limit_ends_with_the_context() -> None:
+    """A text completion without a limit would end after 16 tokens."""
+    body = {name: value for name, value in GREEDY.items() if name != "max_tokens"}
+    assert leg_of(plan(body, progress_of(), Grade.EXACT, context_tokens=1000))[1]["max_tokens"] == 1000 - 3 - 12
+    assert plan(body, progress_of(), Grade.EXACT) == "max_tokens"
+
+
+def test_text_goes_on_behind_a_whole_word() -> None:
+    """As the last message, which the engine is told to continue; some words are computed again."""
+    target, body = leg_of(plan({**GREEDY, "tools": TOOLS}, progress_of()))
+    assert target == "/v1/chat/completions?x=1"
+    *earlier, last = body["messages"]
+    assert earlier == GREEDY["messages"]
+    assert last["role"] == "assistant"
+    assert progress_of().text.startswith(last["content"] + " ")
+    assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+    assert body["max_tokens"] == 100 - len(last["content"].split())
+
+
+def test_text_without_a_word_to_cut_at_is_requested_anew() -> None:
+    """All of it must come out the same then."""
+    progress = Progress()
+    progress.add("x" * 100, None)
+    planned = plan(GREEDY, progress)
+    assert isinstance(planned, Plan)
+    assert (planned.grade, planned.place.chars) == ("text", 0)
+    assert len(leg_of(planned)[1]["messages"]) == 1
+
+
+@pytest.mark.parametrize(
+    "body", [{**CHAT, "tools": TOOLS, "seed": 3, "response_format": {"type": "json_object"}}, CHAT]
+)
+def test_a_stream_without_text_begins_again(body: dict[str, Any]) -> None:
+    """Whatever the request wants."""
+    progress = Progress()
+    progress.role_sent = True
+    planned = plan(body, progress, Grade.EXACT)
+    assert isinstance(planned, Plan)
+    assert planned.grade == "restart"
+    assert leg_of(planned)[1] == {**body, "return_token_ids": True}
+
+
+REFUSED = [
+    ({"n": 2}, "n"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "guided"),
+    ({"guided_regex": "a+"}, "guided"),
+    ({"structured_outputs": {"choice": ["a"]}}, "guided"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "guided"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "guided"),
+    ({"logprobs": True}, "logprobs"),
+    ({"prompt_logprobs": 1}, "logprobs"),
+    ({"use_beam_search": True}, "unusual"),
+    ({"frequency_penalty": 0.5}, "penalties"),
+    ({"repetition_penalty": 1.1}, "penalties"),
+    ({"temperature": 1, "seed": 4}, "seed"),
+    ({"temperature": 1, "stop": "END"}, "stop"),
+]
+
+
+@pytest.mark.parametrize("grade", [Grade.EXACT, Grade.TEXT])
+@pytest.mark.parametrize(("fields", "reason"), REFUSED)
+def test_requests_that_carry_state_are_not_resumed(fields: dict[str, Any], reason: str, grade: Grade) -> None:
+    """A grammar, a random state or counts of tokens are lost with the engine."""
+    assert plan({**GREEDY, **fields}, progress_of(), grade) == reason
+
+
+@pytest.mark.parametrize("fields", [{"frequency_penalty": 0.5}, {"temperature": 1, "seed": 4, "stop": "END"}])
+def test_some_are_with_best_effort(fields: dict[str, Any]) -> None:
+    """The rest may be another one then."""
+    assert isinstance(plan({**GREEDY, **fields}, progress_of(), best_effort=True), Plan)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"tools": TOOLS}, "tools"), ({"messages": [{"role": "user", "content": [IMAGE]}]}, "media")],
+)
+def test_the_exact_grade_alone_refuses_what_token_ids_lack(fields: dict[str, Any], reason: str) -> None:
+    """Tool calls would come as text, and pictures not at all."""
+    assert plan({**GREEDY, **fields}, progress_of(), Grade.EXACT) == reason
+    assert isinstance(plan({**GREEDY, **fields}, progress_of()), Plan)
+
+
+def test_half_a_tool_call_is_never_resumed() -> None:
+    """Nor text behind one."""
+    progress = progress_of()
+    progress.tools = True
+    assert plan({**GREEDY, "tools": TOOLS}, progress) == "tools"
+
+
+def test_text_behind_reasoning_goes_on_only_by_ids() -> None:
+    """Templates drop the reasoning of the last message."""
+    progress = Progress()
+    progress.prompt_ids = b"[1]"
+    progress.think([5, 6])
+    assert plan(GREEDY, progress) == "reasoning"
+    for number in range(12):
+        progress.add(f" w{number}", [number])
+    assert leg_of(plan(GREEDY, progress, Grade.EXACT))[1]["prompt"][:3] == [1, 5, 6]
+    progress.ids_known = False
+    assert plan(GREEDY, progress) == "reasoning"
+
+
+def test_a_prompt_of_ids_has_no_text_to_go_on_from() -> None:
+    """Unless the engine reports the answer's ids."""
+    body = {"model": "m", "prompt": [1, 2, 3], "temperature": 0}
+    assert plan(body, progress_of(ids=False)) == "no_text"
+    assert leg_of(plan(body, progress_of(12)))[1]["max_tokens"] == 16 - 4
+
+
+def test_long_answers_are_not_kept() -> None:
+    """Memory is bounded."""
+    progress = progress_of()
+    progress.add("x" * (4 * 1024 * 1024), [1])
+    assert plan(GREEDY, progress) == "too_long"
+
+
+@pytest.mark.parametrize("body", [None, b"", b"[1]", b"{"])
+def test_a_body_that_is_no_object_cannot_be_continued(body: bytes | None) -> None:
+    """It was streamed to the engine, or only the engine can read it."""
+    assert read_request(RequestKind.CHAT, b"/v1/chat/completions", body) is None
