@@ -96,7 +96,7 @@ class ResumableStream:
     def next_piece(self, piece: bytes) -> bytes:
         """Return the whole events in what came, as the client gets them."""
         if self.failure is not None:
-            self.withheld += piece
+            self._withhold(piece)
             return b""
         events, self._held = split_events(self._held + piece if self._held else piece)
         made = [self._take(event) for event in events]
@@ -118,7 +118,7 @@ class ResumableStream:
 
     def _take(self, event: bytes) -> bytes:
         if self.failure is not None:
-            self.withheld += event
+            self._withhold(event)
             return b""
         data = read_data(event)
         if not data:
@@ -134,6 +134,11 @@ class ResumableStream:
             self.withheld = event
             return b""
         return self._read(event, data) if self._splice is None else self._join(event, data, self._splice)
+
+    def _withhold(self, piece: bytes) -> None:
+        """Keep what follows an engine's own error event; what follows a mismatch is no part of this stream."""
+        if self.withheld:
+            self.withheld += piece
 
     def _read(self, event: bytes, data: bytes) -> bytes:
         try:

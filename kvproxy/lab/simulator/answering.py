@@ -174,6 +174,8 @@ class _Stream:
         take = self._faults.use_up
         self._cut_after = values.cut_after_chunks if take("cut_next") else None
         self._error_after = values.error_after_chunks if take("error_next") else None
+        #: A chunk for each token then, so that the place does not depend on the machine's speed.
+        self._breaks = self._cut_after is not None or self._error_after is not None
 
     async def run(self) -> str:
         """How it went: finished, cut or error."""
@@ -187,7 +189,8 @@ class _Stream:
             ended = self._group.ended
             if self._group.failed:
                 return await self._die()
-            for event in self._shape.build_events(self._answer, self._answer.take_deltas(), last=ended):
+            deltas = self._answer.take_deltas(singly=self._breaks)
+            for event in self._shape.build_events(self._answer, deltas, last=ended):
                 outcome = await self._faulted()
                 if outcome is not None:
                     return outcome

@@ -206,13 +206,14 @@ class Answer:
         self._block_size = block_size
         self._seen = [0] * len(plan.requests)
 
-    def take_deltas(self) -> list[Delta]:
-        """Return what came since the last call, at most one a choice; tokens that came together are together."""
+    def take_deltas(self, *, singly: bool = False) -> list[Delta]:
+        """Return what came since the last call, at most one a choice; tokens that came together are together, unless
+        they are taken `singly`."""
         found = []
         for index, member in enumerate(self._group.members):
-            if member.generated > self._seen[index]:
-                found.append(self._delta(index, self._seen[index], member.generated))
-                self._seen[index] = member.generated
+            while (first := self._seen[index]) < member.generated:
+                self._seen[index] = first + 1 if singly else member.generated
+                found.append(self._delta(index, first, self._seen[index]))
         return found
 
     def read_choice(self, index: int) -> Delta:
@@ -238,5 +239,6 @@ class Answer:
 
     def _delta(self, index: int, first: int, last: int) -> Delta:
         ids = tuple(self.plan.slice_output_ids(index, first, last))
-        finished = self._group.members[index].finished
+        member = self._group.members[index]
+        finished = member.finished if last == member.generated else None
         return Delta(index, self._tokenizer.decode(ids), ids, last, None if finished is None else finished.reason)

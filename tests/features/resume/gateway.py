@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
-from tests.lab.simulator.support import TINY, Running, engine, slow
+from tests.lab.simulator.support import TINY, Running, engine
 from tests.support.proxy import RunningProxy, running_proxy
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
-#: A chunk for each token.
-STEADY = replace(TINY, engine=slow(0.004))
 FILTERS = [{"inference_request": {}}, {"router": {}}]
 
 
@@ -43,7 +41,7 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    grade: str, *, engines: int = 2, settings: VllmSettings = STEADY, route: dict[str, Any] | None = None, **config: Any
+    grade: str, *, engines: int = 2, settings: VllmSettings = TINY, route: dict[str, Any] | None = None, **config: Any
 ) -> AsyncIterator[Gateway]:
     """Yield engines that answer alike, and the proxy."""
     async with contextlib.AsyncExitStack() as stack:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvproxy.features.resume.note import ResumeNote, describe_leg
-from tests.features.resume.gateway import CHAT, FILTERS, STEADY, chat_body, gateway, read_events, text_of
-from tests.lab.simulator.support import engine
+from tests.features.resume.gateway import CHAT, FILTERS, chat_body, gateway, read_events, text_of
+from tests.lab.simulator.support import TINY, engine
 from tests.support.proxy import running_proxy
 
 CUT = {"cut_next": 1, "cut_after_chunks": 15}
@@ -18,8 +18,8 @@ CUT = {"cut_next": 1, "cut_after_chunks": 15}
 async def test_another_models_answer_is_not_joined() -> None:
     """The overlap does not come out the same: the client gets an error event instead of wrong words."""
     async with (
-        engine(STEADY) as first,
-        engine(replace(STEADY, word_pieces=False)) as second,
+        engine(TINY) as first,
+        engine(replace(TINY, word_pieces=False)) as second,
         running_proxy({"a": first.url, "b": second.url}, filters=FILTERS, routes=[{"resume": "text"}]) as proxy,
     ):
         whole = read_events((await first.client.post(CHAT, json=chat_body())).text)

@@ -72,12 +72,12 @@ async def test_a_chat_with_tools_goes_on_by_text() -> None:
 
 @pytest.mark.parametrize("path", list(BODIES))
 async def test_answers_without_token_ids_go_on_by_text(path: str) -> None:
-    """Each chunk counts as one token then, so that limits are kept about."""
+    """Each chunk counts as one token then."""
     body = BODIES[path](return_token_ids=False)
     async with gateway("text") as both:
-        expected = await undisturbed(both, path, {**body, "max_tokens": 200})
+        expected = await undisturbed(both, path, body)
         await both.engines[0].faults(cut_next=1, cut_after_chunks=15)
         events = await both.ask(path, body)
-        assert text_of(expected).startswith(text_of(events))
-        assert usage_of(events)[1] >= 45
+        assert text_of(events) == text_of(expected)
+        assert usage_of(events) == usage_of(expected)
         assert both.resumed("text") == 1
