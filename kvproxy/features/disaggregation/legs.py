@@ -25,7 +25,7 @@ from kvproxy.features.disaggregation.handle import Handle, HandleRefused
 from kvproxy.features.disaggregation.metrics import DisaggregationMetrics
 from kvproxy.features.disaggregation.note import FAILED, LOCAL, PULLED, REFUSED, Legs
 from kvproxy.features.disaggregation.pairs import Pairs
-from kvproxy.features.disaggregation.plan import split_of_pulled
+from kvproxy.features.disaggregation.plan import PullPrice, split_of_pulled
 from kvproxy.features.disaggregation.settings import DisaggregationSettings
 from kvproxy.proxy.forward.answer import read_short
 from kvproxy.proxy.forward.asking import Answer, EngineRequest
@@ -49,6 +49,7 @@ class Splitting:
     connector: KvConnector
     settings: DisaggregationSettings
     pairs: Pairs
+    price: PullPrice
     metrics: DisaggregationMetrics
     tasks: TaskSet
     clock: Clock
@@ -88,7 +89,7 @@ class TwoLegs:
             cluster.screening.invalidate()
         self._legs.prefill = endpoint.id
         self._legs.prefills += 1
-        self._count_at_decoder(split_of_pulled(asked.facts, self._pick.endpoint, cluster.speeds))
+        self._count_as_pulled()
 
     async def run(self) -> Answer:
         """Return the decoder's answer. Raises UpstreamError's kinds."""
@@ -229,9 +230,8 @@ class TwoLegs:
             member = handle.take(body, shared.clock())
         except HandleRefused:
             return await self._compute_here(LOCAL)
-        decode = self._pick.endpoint
-        facts = self._pick.decision.request.facts
-        self._count_at_decoder(split_of_pulled(facts, decode, shared.cluster.speeds))
+        self._count_as_pulled()
+        began = shared.clock()
         self._sent = sent = asyncio.ensure_future(self._request.ask_whole(self._pick, member))
         answer = await self._await_decode(sent)
         if answer is None:
@@ -245,10 +245,17 @@ class TwoLegs:
                 return await self._compute_here(REFUSED)
             self._legs.result = FAILED
         elif status < 400:
-            self._legs.result = PULLED
-            self._request.exchange.outcome.prefill_endpoint = self._legs.prefill
-            shared.metrics.tokens.labels(shared.cluster.name).inc(self._legs.tokens)
+            self._note_pulled(shared.clock() - began)
         return response, status, first
+
+    def _note_pulled(self, took_s: float) -> None:
+        shared = self._shared
+        tokens = self._legs.tokens
+        self._legs.result = PULLED
+        self._request.exchange.outcome.prefill_endpoint = self._legs.prefill
+        shared.metrics.tokens.labels(shared.cluster.name).inc(tokens)
+        if not self._pick.reservation.hidden:  # else the first byte is that of the whole answer
+            shared.price.observe(tokens, took_s)
 
     async def _await_decode(self, sent: asyncio.Task[Answer]) -> Answer | None:
         """Wait for the decode leg within its limit; None: its prefill failed beside it."""
@@ -274,6 +281,7 @@ class TwoLegs:
     async def _compute_here(self, result: str) -> Answer:
         """Send the request as the client sent it: the decoder computes the prompt."""
         self._legs.result = result
+        self._pick.reservation.known = self._pick.decision.request.facts.searched
         self._count_at_decoder(self._local)
         return await self._plain.ask_whole(self._pick)
 
@@ -284,6 +292,12 @@ class TwoLegs:
         prefill = self._shared.cluster.find_endpoint(self._legs.prefill)
         if prefill is not None:
             self._shared.pairs.doubt(prefill, self._pick.endpoint)
+
+    def _count_as_pulled(self) -> None:
+        """Count the prompt at the decoder as one that it pulls; no speed of prefills is learned from that."""
+        facts = self._pick.decision.request.facts
+        self._pick.reservation.known = False
+        self._count_at_decoder(split_of_pulled(facts, self._pick.endpoint, self._shared.price))
 
     def _count_at_decoder(self, split: PromptSplit) -> None:
         self._pick.endpoint.load.begin(self._pick.reservation, split, self._shared.clock())

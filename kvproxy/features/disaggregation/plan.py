@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvproxy.base.types import Tier
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.costs import own_s, wait_s
 from kvproxy.cluster.routing.kv_aware import MAX_STALLED
@@ -16,6 +15,35 @@ from kvproxy.cluster.settings import EndpointRole
 
 #: Latency of a second request and of the handshake between the engines.
 LATENCY_S = 0.005
+#: Seconds to pull a token before the first pull: 6 GB/s where a token's KV is 128 KiB. It has the weight of so many
+#: tokens, and each sum decays by a pull.
+_PRIOR_S = 0.000_02
+_PRIOR_TOKENS = 8_192.0
+_DECAY = 0.98
+#: Bound on one pull, in present prices.
+_GROWTH = 4.0
+
+
+class PullPrice:
+    """Seconds to pull a token's KV, learned from the first tokens of decoders. Long prompts weigh more."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tokens = 0.0
+
+    @property
+    def s_per_token(self) -> float:
+        return (self._seconds + _PRIOR_TOKENS * _PRIOR_S) / (self._tokens + _PRIOR_TOKENS)
+
+    def observe(self, tokens: int, took_s: float) -> None:
+        """Learn from a decoder's first token, `took_s` after it got the parameters and its own wait."""
+        seconds = min(max(0.0, took_s - LATENCY_S), _GROWTH * self.s_per_token * tokens)
+        self._seconds = _DECAY * self._seconds + seconds
+        self._tokens = _DECAY * self._tokens + tokens
+
+    def pull_s(self, tokens: int) -> float:
+        """Return the expected time to pull so many."""
+        return tokens * self.s_per_token + LATENCY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +65,7 @@ def choose_plan(
     *,
     stall: float,
     decode_wait_s: float,
+    price: PullPrice,
 ) -> Sequence[Plan]:
     """Return the prefills elsewhere that give the first token earlier than the decoder alone, the earliest first.
 
@@ -48,7 +77,7 @@ def choose_plan(
         idlest = sorted(prefillers, key=lambda one: one.load.in_flight)
         return [Plan(one, missing, 0.0, 0.0) for one in idlest]
     local_s = decode_wait_s + compute_s(facts, decode, speeds, now, stall=stall)
-    transfer_s = pull_s(missing, decode, speeds) + LATENCY_S
+    transfer_s = price.pull_s(missing)
     plans = []
     for one in prefillers:
         prefilled_s = wait_s(one, speeds, now) + compute_s(facts, one, speeds, now, stall=stall)
@@ -65,13 +94,7 @@ def compute_s(facts: OverlapFacts, endpoint: Endpoint, speeds: SpeedModel, now: 
     return own * (speeds.slowness(endpoint.id, now) + stall * max(0, min(MAX_STALLED, decoding)))
 
 
-def pull_s(tokens: int, decode: Endpoint, speeds: SpeedModel) -> float:
-    """Seconds to pull so many tokens, as learned from first tokens at the decoder."""
-    return speeds.onboarding_s(decode.id, ((Tier.SHARED, tokens),))
-
-
-def split_of_pulled(facts: OverlapFacts, decode: Endpoint, speeds: SpeedModel | None) -> PromptSplit:
+def split_of_pulled(facts: OverlapFacts, decode: Endpoint, price: PullPrice) -> PromptSplit:
     """Return the work that the decoder has with a prompt that it pulls."""
     missing = facts.prompt_tokens - facts.matched_tokens(decode.id)
-    pulled_s = 0.0 if speeds is None else pull_s(missing, decode, speeds)
-    return PromptSplit(0, facts.prompt_tokens, ((Tier.SHARED, missing),), pulled_s)
+    return PromptSplit(0, facts.prompt_tokens, onboarding_s=price.pull_s(missing))

@@ -47,7 +47,14 @@ class Splitter:
         legs = Legs(best.prefill.id, best.pulled_tokens, best.expected_s, best.local_s)
         notes[NOTE] = legs
         shared = Splitting(
-            self._cluster, connector, state.settings, state.pairs, state.metrics, state.tasks, state.tools.clock
+            self._cluster,
+            connector,
+            state.settings,
+            state.pairs,
+            state.price,
+            state.metrics,
+            state.tasks,
+            state.tools.clock,
         )
         others = [plan.prefill for plan in plans[1:]]
         two = TwoLegs(shared, request, pick, names=names, legs=legs, others=others)
@@ -72,7 +79,9 @@ class Splitter:
             able = [one for one in able if self._state.pairs.may_carry(one, decode, asked.model)]
         stall = self._cluster.settings.parameters.kv_aware.stall
         waits_s = 0.0 if speeds is None else _wait_before(pick, decode, speeds, now)
-        return choose_plan(facts, decode, able, speeds, now, stall=stall, decode_wait_s=waits_s)
+        return choose_plan(
+            facts, decode, able, speeds, now, stall=stall, decode_wait_s=waits_s, price=self._state.price
+        )
 
 
 def _wait_before(pick: Pick, decode: Endpoint, speeds: SpeedModel, now: float) -> float:

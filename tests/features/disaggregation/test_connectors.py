@@ -1,0 +1,256 @@
+"""What each connector puts into the legs, and both legs at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from random import Random
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from starlette.types import Send
+
+from kvproxy.base.types import RequestKind
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.features.disaggregation.bodies import read_body, shorten
+from kvproxy.features.disaggregation.check import VisitedEngine
+from kvproxy.features.disaggregation.connectors.base import NoHandle
+from kvproxy.features.disaggregation.connectors.mooncake import MooncakeConnector
+from kvproxy.features.disaggregation.connectors.nixl import NixlConnector
+from tests.features.disaggregation.support import prompt, words
+from tests.support.fake_engine import Behaviour, Call, FakeEngine, reply
+from tests.support.loopback import serve
+from tests.support.proxy import RunningProxy, running_proxy
+from tests.support.until import until
+
+P = VisitedEngine(Origin.parse("http://10.0.0.1:8000"), None)
+ANSWER = b'{"choices":[{"text":"hello"}],"usage":{"prompt_tokens":9}}'
+
+
+async def answer(engine: FakeEngine, call: Call, send: Send) -> None:
+    """Answer at once."""
+    await reply(send, 200, ANSWER)
+
+
+async def wait_for_ever(engine: FakeEngine, call: Call, send: Send) -> None:
+    """Answer nothing until the client leaves."""
+    await call.gone.wait()
+
+
+async def fail(engine: FakeEngine, call: Call, send: Send) -> None:
+    """Answer 500."""
+    await reply(send, 500, b'{"error":{"message":"no"}}')
+
+
+@contextlib.asynccontextmanager
+async def two_engines(
+    connector: str, *, prefill: Behaviour = answer, decode: Behaviour = answer
+) -> AsyncIterator[tuple[RunningProxy, FakeEngine, FakeEngine]]:
+    """Yield a proxy before an engine that prefills and one that decodes."""
+    p, d = FakeEngine("p", prefill), FakeEngine("d", decode)
+    async with serve(p) as at, serve(d) as other:
+        endpoints = [{"id": "p", "url": at, "role": "prefill"}, {"id": "d", "url": other, "role": "decode"}]
+        settings = {"connector": connector, "min_tokens": 16, "canary": 0}
+        async with running_proxy(endpoints, disaggregation=settings) as proxy:
+            yield proxy, p, d
+
+
+async def ask(proxy: RunningProxy, **fields: Any) -> httpx.Response:
+    return await proxy.client.post("/v1/completions", json=prompt(words("x"), **fields))
+
+
+def bodies(*engines: FakeEngine) -> list[Any]:
+    return [json.loads(call.body) for engine in engines for call in engine.calls]
+
+
+# NIXL
+
+
+def nixl_answer(**changes: Any) -> bytes:
+    """Return the answer of vLLM 0.32 to a prefill, as captured, with a field of the future."""
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_engine_id": "f7ab0824",
+        "remote_request_id": "cmpl-1-0-ab10fee6",
+        "remote_host": "127.0.0.1",
+        "remote_port": 19441,
+        "new_in_0.40": {"a": [1.0, "é"]},
+    }
+    params = {name: value for name, value in {**params, **changes}.items() if value != "left out"}
+    return json.dumps({"id": "cmpl-1", "kv_transfer_params": params}).encode()
+
+
+def test_nixls_parameters_are_passed_on_whole() -> None:
+    """Byte by byte: versions add fields."""
+    connector = NixlConnector(0, Random(1))
+    member = connector.read_member(nixl_answer())
+    params = json.dumps(json.loads(nixl_answer())["kv_transfer_params"]).encode()
+    assert member == b'"kv_transfer_params":%b,' % params
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        nixl_answer(remote_request_id="left out"),
+        nixl_answer(remote_engine_id=None),
+        nixl_answer(remote_block_ids=[]),
+        nixl_answer(do_remote_prefill=False),
+        nixl_answer(remote_port="left out"),
+        b'{"kv_transfer_params":null}',
+        b'{"choices":[]}',
+        b"not json",
+        b"\xff",
+    ],
+)
+def test_what_a_decoder_would_hang_or_die_of_is_no_handle(answer: bytes) -> None:
+    """The decoder then computes the prompt."""
+    with pytest.raises(NoHandle):
+        NixlConnector(0, Random(1)).read_member(answer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "short"),
+    [
+        (RequestKind.CHAT, {"stream": True, "stream_options": {}}, {"stream": False, "max_tokens": 1}),
+        (
+            RequestKind.CHAT,
+            {"max_completion_tokens": 9, "min_tokens": 4},
+            {"stream": False, "max_tokens": 1, "max_completion_tokens": 1},
+        ),
+        (
+            RequestKind.RESPONSES,
+            {"input": "x"},
+            {"input": "x", "stream": False, "max_output_tokens": 1, "store": False},
+        ),
+        (RequestKind.MESSAGES, {"max_tokens": 9}, {"max_tokens": 1, "stream": False}),
+    ],
+)
+def test_a_prefill_is_for_one_token(kind: RequestKind, body: dict[str, Any], short: dict[str, Any]) -> None:
+    """Whole, since a streamed one has no parameters."""
+    names = read_body(json.dumps(body).encode(), kind)
+    assert names is not None
+    assert json.loads(msgspec.json.encode(shorten(names, kind))) == short
+
+
+# Both legs at once.
+
+
+async def test_sglangs_engines_meet_in_a_room() -> None:
+    """Both get the client's body at once, which is not shortened, with the same fresh room."""
+    async with two_engines("sglang") as (proxy, p, d):
+        assert (await ask(proxy)).json()["choices"][0]["text"] == "hello"
+        await ask(proxy)
+        first, second, *_ = zip(bodies(p), bodies(d), strict=True)
+        for prefilled, decoded in (first, second):
+            assert prefilled == decoded
+            assert prefilled["bootstrap_host"] == "127.0.0.1"
+            assert prefilled["bootstrap_port"] == 8998
+            assert prefilled["max_tokens"] == 6
+        assert first[0]["bootstrap_room"] != second[0]["bootstrap_room"]
+
+
+async def test_the_prefill_goes_on_when_the_decoder_is_done() -> None:
+    """SGLang's would hold a slot for half an hour otherwise."""
+    go = asyncio.Event()
+
+    async def later(engine: FakeEngine, call: Call, send: Send) -> None:
+        await go.wait()
+        await reply(send, 200, ANSWER)
+
+    async with two_engines("sglang", prefill=later) as (proxy, p, _):
+        assert (await ask(proxy)).status_code == 200
+        await until(lambda: len(p.calls) == 1)
+        assert not p.calls[0].gone.is_set()
+        go.set()
+        name = "kvproxy_disaggregated_prefills_total"
+        await until(lambda: proxy.metric(name, cluster="default", endpoint="p", result="done") == 1)
+
+
+async def test_a_failed_prefill_ends_the_decode_leg() -> None:
+    """It would wait for minutes; the decoder then computes the prompt."""
+
+    async def decode(engine: FakeEngine, call: Call, send: Send) -> None:
+        await (wait_for_ever if b"bootstrap_room" in call.body else answer)(engine, call, send)
+
+    async with two_engines("sglang", prefill=fail, decode=decode) as (proxy, _, d):
+        async with asyncio.timeout(10):
+            assert (await ask(proxy)).json()["choices"][0]["text"] == "hello"
+        first, second = d.calls
+        await until(first.gone.is_set)
+        assert b"bootstrap_room" not in second.body
+
+
+async def test_a_failed_decode_leg_ends_the_prefill() -> None:
+    """The other way round."""
+
+    async def decode(engine: FakeEngine, call: Call, send: Send) -> None:
+        await (fail if b"bootstrap_room" in call.body else answer)(engine, call, send)
+
+    async with two_engines("sglang", prefill=wait_for_ever, decode=decode) as (proxy, p, _):
+        assert (await ask(proxy)).status_code == 200
+        await until(lambda: bool(p.calls) and p.calls[0].gone.is_set())
+
+
+async def test_a_client_that_leaves_ends_both_legs() -> None:
+    """At once."""
+    async with two_engines("sglang", prefill=wait_for_ever, decode=wait_for_ever) as (proxy, p, d):
+        task = asyncio.create_task(ask(proxy))
+        await until(lambda: len(p.calls) == len(d.calls) == 1)
+        task.cancel()
+        await until(lambda: p.calls[0].gone.is_set() and d.calls[0].gone.is_set())
+
+
+# Others.
+
+
+async def test_mooncakes_engine_id_is_asked_for() -> None:
+    """And again after a change of the engine's health."""
+    asked: list[str] = []
+
+    async def fetch(engine: object, port: int, path: str) -> bytes:
+        asked.append(f"{port}{path}")
+        return b'{"0":{"engine_id":"e-%d"}}' % len(asked)
+
+    connector = MooncakeConnector(8998, Random(1))
+    with pytest.raises(NoHandle):
+        connector.begin(P)
+    await connector.prepare(P, fetch)
+    terms = connector.begin(P)
+    prefill = json.loads(bytes(terms.prefill["kv_transfer_params"]))
+    decode = json.loads(b"{" + terms.decode.rstrip(b",") + b"}")["kv_transfer_params"]
+    assert prefill["transfer_id"] == decode["transfer_id"]
+    assert (decode["remote_engine_id"], decode["remote_bootstrap_addr"]) == ("e-1", "http://10.0.0.1:8998")
+    connector.forget(P)
+    with pytest.raises(NoHandle):
+        connector.begin(P)
+    await connector.prepare(P, fetch)
+    assert b"e-2" in connector.begin(P).decode
+    assert asked == ["8998/query"] * 2
+
+
+async def test_llm_ds_sidecar_is_told_where_to_prefill() -> None:
+    """One request goes out, and another without the header where its prefill fails."""
+
+    async def sidecar(engine: FakeEngine, call: Call, send: Send) -> None:
+        await (fail if call.header("x-prefiller-host-port") else answer)(engine, call, send)
+
+    async with two_engines("sidecar", decode=sidecar) as (proxy, p, d):
+        assert (await ask(proxy)).status_code == 200
+        named = [call.header("x-prefiller-host-port") for call in d.calls]
+        url = str(next(one for one in proxy.proxy.clusters["default"].endpoints if one.id == "p").origin)
+        assert named == [url.removeprefix("http://"), None]
+        assert not p.calls
+
+
+async def test_lmcache_needs_no_parameters() -> None:
+    """A prefill for one token, then the client's own request."""
+    async with two_engines("lmcache") as (proxy, p, d):
+        assert (await ask(proxy)).status_code == 200
+        assert [body["max_tokens"] for body in bodies(p, d)] == [1, 6]
+        assert json.loads(d.calls[0].body) == prompt(words("x"))

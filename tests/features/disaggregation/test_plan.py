@@ -1,0 +1,111 @@
+"""Where a prompt is computed, by the expected first token."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.features.disaggregation.plan import Plan, PullPrice, choose_plan
+from tests.cluster.conftest import Bench, MakeCluster, configs
+
+STALL = 0.04
+
+
+def fleet(make_cluster: MakeCluster, **roles: str) -> Bench:
+    """Return a cluster of these."""
+    bench: Bench = make_cluster()
+    bench.cluster.apply_endpoints([one for name, role in roles.items() for one in configs(name, role=role)])
+    return bench
+
+
+def plans(
+    bench: Bench, facts: OverlapFacts, speeds: SpeedModel | None, *, wait_s: float = 0.0, price: PullPrice | None = None
+) -> list[Plan]:
+    """Return the plans for a request whose answer `d` gives."""
+    now = bench.clock()
+    prefillers = bench.cluster.screening.find_prefillers("", now)
+    decode = bench.endpoint("d")
+    price = price or PullPrice()
+    return list(choose_plan(facts, decode, prefillers, speeds, now, stall=STALL, decode_wait_s=wait_s, price=price))
+
+
+def decoding(bench: Bench, name: str, count: int) -> None:
+    """Reserve requests whose answers are being generated there."""
+    load = bench.endpoint(name).load
+    for _ in range(count):
+        load.first_token(load.reserve(10, 0, bench.clock()), bench.clock())
+
+
+def test_an_idle_decoder_computes_alone(make_cluster: MakeCluster) -> None:
+    """A pull costs more than nothing."""
+    bench = fleet(make_cluster, p="prefill", d="decode")
+    assert plans(bench, OverlapFacts(4000), SpeedModel()) == []
+
+
+def test_answers_that_a_prefill_would_stall_send_it_elsewhere(make_cluster: MakeCluster) -> None:
+    """The more there are, the more it saves."""
+    bench = fleet(make_cluster, p="prefill", d="decode")
+    decoding(bench, "d", 20)
+    (plan,) = plans(bench, OverlapFacts(4000), SpeedModel())
+    assert plan.prefill.id == "p"
+    assert plan.expected_s < plan.local_s
+
+
+def test_a_prompt_that_the_decoder_holds_stays(make_cluster: MakeCluster) -> None:
+    """Only uncached tokens count, on either side."""
+    bench = fleet(make_cluster, p="prefill", d="decode")
+    decoding(bench, "d", 20)
+    held = OverlapFacts(4000, {EndpointId("d"): Overlap(3950)})
+    assert plans(bench, held, SpeedModel()) == []
+
+
+def test_the_prefiller_that_holds_more_goes_first(make_cluster: MakeCluster) -> None:
+    """Others follow, for the case that it fails."""
+    bench = fleet(make_cluster, p="prefill", q="prefill", d="decode")
+    decoding(bench, "d", 20)
+    found = plans(bench, OverlapFacts(4000, {EndpointId("q"): Overlap(3000)}), SpeedModel())
+    assert [plan.prefill.id for plan in found] == ["q", "p"]
+    assert {plan.pulled_tokens for plan in found} == {4000}
+
+
+def test_a_backlog_at_the_prefillers_keeps_the_prompt_at_the_decoder(make_cluster: MakeCluster) -> None:
+    """Both sides are weighed by their waits."""
+    bench = fleet(make_cluster, p="prefill", d="decode")
+    decoding(bench, "d", 20)
+    bench.endpoint("p").load.reserve(60_000, 0, bench.clock())
+    assert plans(bench, OverlapFacts(4000), SpeedModel()) == []
+    assert len(plans(bench, OverlapFacts(4000), SpeedModel(), wait_s=30.0)) == 1
+
+
+def test_a_slow_link_is_learned(make_cluster: MakeCluster) -> None:
+    """By first tokens at the decoder; then prompts stay there."""
+    bench = fleet(make_cluster, p="prefill", d="decode")
+    decoding(bench, "d", 12)
+    price = PullPrice()
+    facts = OverlapFacts(4000)
+    assert plans(bench, facts, SpeedModel(), price=price)
+    for _ in range(50):
+        price.observe(4000, 5.0)
+    assert price.s_per_token == pytest.approx(5.0 / 4000, rel=0.2)
+    assert plans(bench, facts, SpeedModel(), price=price) == []
+
+
+def test_one_slow_pull_is_no_slow_link() -> None:
+    """A pause of the machine moves the price by a little."""
+    price = PullPrice()
+    for _ in range(50):
+        price.observe(4000, 0.1)
+    usual = price.s_per_token
+    price.observe(4000, 60.0)
+    assert price.s_per_token < 1.2 * usual
+
+
+@pytest.mark.parametrize("busy", ["p", "q"])
+def test_without_speeds_the_least_busy_prefills(make_cluster: MakeCluster, busy: str) -> None:
+    """Nothing says what is cheaper, so every such prompt is separated."""
+    bench = fleet(make_cluster, p="prefill", q="prefill", d="decode")
+    bench.endpoint(busy).load.reserve(10, 0, bench.clock())
+    first, _ = plans(bench, OverlapFacts(4000), None)
+    assert first.prefill.id != busy
