@@ -36,6 +36,8 @@ _Commands = argparse._SubParsersAction
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status (2 for a wrong command line)."""
     words = sys.argv[1:] if argv is None else argv
+    if "_ARGCOMPLETE" in os.environ:  # set by the shell's completion
+        import_module("argcomplete").autocomplete(_parser(), exclude=["worker"])
     args = _parser(words[0] if words else "").parse_args(words)
     try:
         status = _load(args.run)(args)
@@ -98,11 +100,11 @@ def _parser(named: str | None = None) -> argparse.ArgumentParser:
     _add_reload(commands)
     if find_spec("kvproxy.features.workers") is not None:
         _add_worker(commands)
-    _add_replay(commands, options=named in (None, "completion", "replay"))
-    _add_plan(commands, options=named in (None, "completion", "plan"))
+    _add_replay(commands, options=named in (None, "replay"))
+    _add_plan(commands, options=named in (None, "plan"))
     _add_demo(commands)
     _add_simulate(commands)
-    _add_completion(commands, parser)
+    _add_completion(commands)
     for one in list_feature_commands():
         _add_feature_command(commands, one)
     for name, command in commands.choices.items():
@@ -366,7 +368,7 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
-def _add_completion(commands: _Commands[argparse.ArgumentParser], parser: argparse.ArgumentParser) -> None:
+def _add_completion(commands: _Commands[argparse.ArgumentParser]) -> None:
     completion = commands.add_parser("completion", help="a script that completes commands and options in your shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
-    completion.set_defaults(run="kvproxy.operate.commands.completion:main", parser=parser)
+    completion.set_defaults(run="kvproxy.operate.commands.completion:main")
