@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Gauge
-
 from kvproxy.base.metrics.across_workers import Across
-from kvproxy.base.metrics.groups import MetricGroup
+from kvproxy.base.metrics.groups import MetricGroup, gauge
 
 
 class BoundMetrics(MetricGroup):
     """Bounds: entries held, and their limits."""
 
-    across = {
-        "kvproxy_breaker_open": Across.MAX,
-    }
-
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.queue_depth = Gauge("kvproxy_queue_depth", "Entries held in a bounded place", ["queue"], registry=r)
-        self.queue_limit = Gauge("kvproxy_queue_limit", "Bound of that place", ["queue"], registry=r)
-        self.breaker_state = Gauge("kvproxy_breaker_open", "1: open or half open", ["breaker"], registry=r)
+    queue_depth = gauge("kvproxy_queue_depth", "Entries held in a bounded place", "queue")
+    queue_limit = gauge("kvproxy_queue_limit", "Bound of that place", "queue")
+    breaker_state = gauge("kvproxy_breaker_open", "1: open or half open", "breaker", across=Across.MAX)
 
     def show_queue(self, name: str, depth: Callable[[], float], *, limit: float) -> None:
         """Bind a queue's depth, read at each scrape, and set its limit."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
-
-from kvproxy.base.metrics.collectors import Counter
-from kvproxy.base.metrics.groups import MetricGroup
+from kvproxy.base.metrics.groups import MetricGroup, counter
 
 
 class PrefixBreakMetrics(MetricGroup):
@@ -16,10 +13,8 @@ class PrefixBreakMetrics(MetricGroup):
         "([the list](../kvproxy/features/hygiene/README.md))",
     }
 
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.prefix_break_tokens = Counter(
-            "kvproxy_prefix_break_tokens",
-            "Prompt tokens computed again although the session had sent them before",
-            ["cause", "client"],
-            registry=r,
-        )
+    prefix_break_tokens = counter(
+        "kvproxy_prefix_break_tokens",
+        "Prompt tokens computed again although the session had sent them before",
+        "cause client",
+    )

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
-
-from kvproxy.base.metrics.collectors import Counter
-from kvproxy.base.metrics.groups import MetricGroup
+from kvproxy.base.metrics.groups import MetricGroup, counter
 
 
 class LedgerMetrics(MetricGroup):
     """The ledger."""
 
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.ledger = Counter("kvproxy_ledger_entries", "Entries of the ledger", ["result"], registry=r)
+    ledger = counter("kvproxy_ledger_entries", "Entries of the ledger", "result")

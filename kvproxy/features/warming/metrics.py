@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
-
-from kvproxy.base.metrics.collectors import Counter
-from kvproxy.base.metrics.groups import MetricGroup
+from kvproxy.base.metrics.groups import MetricGroup, counter
 
 
 class WarmingMetrics(MetricGroup):
@@ -13,7 +10,5 @@ class WarmingMetrics(MetricGroup):
 
     labels = {"action": "`warm`"}
 
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.warmed_tokens = Counter(
-            "kvproxy_kvcache_warmed_tokens", "Tokens of prompts sent to warm caches", ["state"], registry=r
-        )  # computed, found
+    #: computed, found
+    warmed_tokens = counter("kvproxy_kvcache_warmed_tokens", "Tokens of prompts sent to warm caches", "state")

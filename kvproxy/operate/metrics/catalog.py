@@ -43,6 +43,10 @@ CORE: Sequence[type[MetricGroup]] = (
 )
 
 
+#: Gauges of prometheus_client's ProcessCollector.
+_OF_THE_COLLECTOR = {"process_max_fds": Across.MAX, "process_start_time_seconds": Across.MIN}
+
+
 def list_groups() -> Sequence[type[MetricGroup]]:
     """Those of the core and of every installed feature."""
     return (*CORE, *(group for feature in installed(BaseFeature) for group in feature.list_metrics()))
@@ -58,4 +62,5 @@ def make_metrics(registry: Registry | None = None) -> Metrics:
 
 def merge_rules() -> Mapping[str, Across]:
     """How gauges of several workers become one, by name; the rest are summed."""
-    return {name: rule for group in list_groups() for name, rule in group.across.items()}
+    declared = (one for group in list_groups() for _, one in group.list_declared())
+    return {**_OF_THE_COLLECTOR, **{one.name: one.across for one in declared if one.across is not Across.SUM}}
