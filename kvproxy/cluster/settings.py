@@ -98,6 +98,10 @@ class PrefixAffinitySettings(Model):
 class PolicyParameters(Model):
     """By policy, whichever part it plays in the cluster: its own, one that clients may ask for, one without effect."""
 
+    retired = dict.fromkeys(
+        ("dynamo", "dynamo_agentic", "llm_d", "llm_d_sticky"), "policies to compare with have their originals' weights"
+    )
+
     kv_aware: KvAwareSettings = KvAwareSettings()
     """Weights of the expected cost."""
     prefix_affinity: PrefixAffinitySettings = PrefixAffinitySettings()

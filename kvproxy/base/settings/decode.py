@@ -181,6 +181,9 @@ def _as_written(detail: ErrorDetails, raw: Any) -> ErrorDetails:
 
 def _unknown_key(model: type[Any], path: Path, where: Where) -> Problem:
     parent = model_at(model, path[:-1])
+    for kind in () if parent is None else parent.__mro__:
+        if reason := vars(kind).get("retired", {}).get(path[-1]):
+            return Problem(where(path), "ignored: no longer a setting", f"leave it out: {reason}", severity="warning")
     known = keys_of(parent) if parent is not None else []
     meant = closest_word(str(path[-1]), known)
     return Problem(

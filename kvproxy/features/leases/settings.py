@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Model, Name
-
-#: Removed settings with the reasons.
-_GONE = {
-    "touch": "sessions took 1.00 to 1.03 of their time with it, in four measurements",
-    "share": "pauses are no longer learned, a lease lasts for max_duration",
-}
 
 
 class LeaseBudget(Model):
@@ -28,6 +20,11 @@ class LeaseSettings(Model):
     """Keeping prompts for conversations that are expected back: after an answer that calls a tool, and where clients
     ask for it. LMCache pins them. Needs `lmcache_endpoint`."""
 
+    retired = {
+        "touch": "sessions took 1.00 to 1.03 of their time with it, in four measurements",
+        "share": "pauses are no longer learned, a lease lasts for max_duration",
+    }
+
     enabled: bool = False
     """Do it. Token ids of prompts under a lease are then kept in memory, never text."""
     max_duration: Duration = Field(default=900.0, gt=0, le=3600)
@@ -42,16 +39,6 @@ class LeaseSettings(Model):
     """Under lease for one tenant (API key) at once; requests without one are a tenant together."""
     tenants: tuple[LeaseBudget, ...] = ()
     """The same for single tenants, where it is another number."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_what_went(cls, given: Any) -> Any:
-        """Refuse a removed setting with the reason."""
-        if isinstance(given, dict):
-            for name, why in _GONE.items():
-                if name in given:
-                    raise ValueError(f"leases.{name} is gone: {why}; leave it out")
-        return given
 
     def tenant_budget(self, tenant: str) -> int:
         """Tokens that may be under lease for it at once."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvproxy.cluster.settings import PolicyName, PolicyParameters
-from kvproxy.features.published.settings import PublishedPlace
+from kvproxy.cluster.settings import PolicyName
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ class Published(Feature):
     """Adds policies of other schedulers."""
 
     name = "published"
-    settings = {PolicyParameters: (PublishedPlace,)}
 
     def policy_types(self) -> Mapping[PolicyName, type[Policy]]:
         """Return all of them."""

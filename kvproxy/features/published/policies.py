@@ -5,12 +5,11 @@ dynamo: the worker selection of NVIDIA Dynamo's KV router. dynamo_agentic: the s
     cost = prefill_load_scale * max(0, prefill - credit) + live + active_request_weight * in_flight
 
 In blocks: `prefill` is what the endpoint has pending and this whole prompt; `credit` what it holds of the prompt
-(device 1 a block, times 1 / (1 + decay * excess), lower tiers 0.75), where `excess` is its pending prefill beyond the
-least of all, in prompts like this one; `live` are the distinct blocks of the prompts in flight, with this one's added,
-so that a prefix shared by live requests counts once. A temperature above 0 samples from the softmax of the negative
-costs, scaled to their spread.
+(`device_credit` a block, lower tiers 0.75); `live` are the distinct blocks of the prompts in flight, with this one's
+added, so that a prefix shared by live requests counts once. Neither the original's defaults nor its preset let the
+credit decay or draw by a temperature.
 
-Sources, all of ai-dynamo/dynamo, under lib/kv-router/src: scheduling/selector/default.rs (cost, decay, softmax, ties)
+Sources, all of ai-dynamo/dynamo, under lib/kv-router/src: scheduling/selector/default.rs (cost, ties)
 at a4bdb9bfa1eed0afd4d67331f0938f9d5e3b58ed; sequences/prompt_registry.rs (live blocks: those active and those the
 prompt adds) at 34e165bf6d6075e1d778c5b976b970442e6dd990 and sequences/single.rs (each counted once, to the end of its
 last request) at 04df1c42f2fedff2286f46f13efcc96ec32a55bd. The preset: pull request 13447, open, commit 4841163c20.
@@ -38,15 +37,25 @@ share of the prompt for `prefix` (pkg/epp/config/loader/defaults.go at 0b59e4edb
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
 from kvproxy.cluster.routing.costs import LOWEST_COST, least
 from kvproxy.cluster.routing.policy import Candidate, Choice, LoadView, Overlap, OverlapFacts, PickRequest, Policy
-from kvproxy.features.published.settings import DynamoAgenticSettings, DynamoSettings, LlmDSettings, LlmDStickySettings
 
 _NOTHING_HELD = Overlap(device_tokens=0)
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DynamoWeights:
+    """Weights of the cost: the original's defaults."""
+
+    prefill_load_scale: float = 1.0  # of blocks to prefill against live blocks
+    device_credit: float = 1.0  # blocks to prefill that one in engine memory saves
+    lower_tier_credit: float = 0.75
+    active_request_weight: float = 0.0  # blocks that each request in flight counts as, besides its own
 
 
 class Dynamo(Policy):
@@ -54,51 +63,36 @@ class Dynamo(Policy):
 
     uses_overlap = True
     counts_live_blocks = True
-    reasons = {**LOWEST_COST, "sampled": "drawn at random, in favour of low costs"}
-    settings: DynamoSettings
+    reasons = LOWEST_COST
 
-    def __init__(self, *, rng: Random, settings: DynamoSettings = DynamoSettings()) -> None:
-        super().__init__(rng=rng, settings=settings)
+    def __init__(self, *, rng: Random, weights: DynamoWeights = DynamoWeights()) -> None:
+        super().__init__(rng=rng)
+        self._weights = weights
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts = request.facts
-        settings = self.settings
+        weights = self._weights
         prompt = facts.prompt_tokens
-        least_pending = min(candidate.load.pending_tokens for candidate in candidates) if settings.credit_decay else 0
-        in_whole_blocks = max(1, math.ceil(prompt / settings.block_size)) * settings.block_size
         costs = []
         for candidate in candidates:
             load = candidate.load
             overlap = facts.by_endpoint.get(candidate.id, _NOTHING_HELD)
             device = min(overlap.device_tokens, prompt)
             lower = min(overlap.lower_tokens, prompt - device) if overlap.lower else 0
-            device_credit = settings.device_credit
-            if settings.credit_decay:
-                excess = (load.pending_tokens - least_pending) / in_whole_blocks
-                device_credit /= 1.0 + settings.credit_decay * excess
-            credit = device_credit * device + settings.lower_tier_credit * lower
+            credit = weights.device_credit * device + weights.lower_tier_credit * lower
             prefill = max(0.0, load.pending_tokens + prompt - credit)
-            tokens = settings.prefill_load_scale * prefill + _live_tokens(load, facts)
-            blocks = tokens / settings.block_size + settings.active_request_weight * load.in_flight
+            tokens = weights.prefill_load_scale * prefill + _live_tokens(load, facts)
+            blocks = tokens / BLOCK_TOKENS + weights.active_request_weight * load.in_flight
             costs.append(blocks / candidate.weight)
-        if settings.temperature > 0.0:
-            return Choice(self._sample(costs), "sampled", costs)
         return Choice(least(costs, self._rng), "lowest_cost", costs)
-
-    def _sample(self, costs: Sequence[float]) -> int:
-        lowest = min(costs)
-        spread = max(costs) - min(costs)
-        if spread == 0.0:
-            return self._rng.randrange(len(costs))
-        weights = [math.exp(-(cost - lowest) / spread / self.settings.temperature) for cost in costs]
-        return self._rng.choices(range(len(costs)), weights)[0]
 
 
 class DynamoAgentic(Dynamo):
     """The preset for agents: cached prefixes weigh more, and so does every request in flight."""
 
-    def __init__(self, *, rng: Random, settings: DynamoAgenticSettings = DynamoAgenticSettings()) -> None:
-        super().__init__(rng=rng, settings=settings)
+    def __init__(self, *, rng: Random) -> None:
+        weights = DynamoWeights(prefill_load_scale=4.0, device_credit=2.0, active_request_weight=64.0)
+        super().__init__(rng=rng, weights=weights)
 
 
 def _live_tokens(load: LoadView, facts: OverlapFacts) -> float:
@@ -110,30 +104,41 @@ def _live_tokens(load: LoadView, facts: OverlapFacts) -> float:
     return (len(live) + len(facts.blocks) - live.count_leading(facts.blocks)) * facts.block_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class LlmDWeights:
+    """Weights of the score, and what it takes for an endpoint's KV memory."""
+
+    prefix: float = 2.0
+    queue: float = 1.0
+    kv: float = 1.0
+    kv_capacity_tokens: int = 800_000
+
+
 class LlmD(Policy):
     """Highest weighted sum of normalised scores; ties at random."""
 
     uses_overlap = True
     counts_live_blocks = True
     reasons = {"highest_score": "its score is the highest"}
-    settings: LlmDSettings
 
-    def __init__(self, *, rng: Random, settings: LlmDSettings = LlmDSettings()) -> None:
-        super().__init__(rng=rng, settings=settings)
+    def __init__(self, *, rng: Random, weights: LlmDWeights = LlmDWeights()) -> None:
+        super().__init__(rng=rng)
+        self._weights = weights
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts = request.facts
-        settings = self.settings
+        weights = self._weights
         costs = []
         prefix = _prefix_scores([facts.matched_tokens(candidate.id) for candidate in candidates])
         queue = _queue_scores([candidate.load.pending_requests for candidate in candidates])
         for candidate, prefix_score, queue_score in zip(candidates, prefix, queue, strict=True):
-            free = 1.0 - min(1.0, _used_tokens(candidate.load, facts) / settings.kv_capacity_tokens)
-            score = (
-                settings.prefix_weight * prefix_score + settings.queue_weight * queue_score + settings.kv_weight * free
-            )
-            costs.append(-score)
+            free = 1.0 - min(1.0, _used_tokens(candidate.load, facts) / weights.kv_capacity_tokens)
+            costs.append(-(weights.prefix * prefix_score + weights.queue * queue_score + weights.kv * free))
         return Choice(least(costs, self._rng), "highest_score", costs)
+
+
+#: Share of the prompt that an endpoint must hold for a request to stick to it.
+AFFINITY_THRESHOLD = 0.8
 
 
 class LlmDSticky(Policy):
@@ -141,23 +146,24 @@ class LlmDSticky(Policy):
 
     uses_overlap = True
     reasons = {**LOWEST_COST, "sticky": "of those that hold most of the prompt it has the least to do"}
-    settings: LlmDStickySettings
 
-    def __init__(self, *, rng: Random, settings: LlmDStickySettings = LlmDStickySettings()) -> None:
-        super().__init__(rng=rng, settings=settings)
+    def __init__(self, *, rng: Random, max_penalty_s: float = 18.0, peak_tokens_per_s: float = 15_928.0) -> None:
+        """`peak_tokens_per_s`: prefill of an engine at most; the original's default is that of Qwen 32B on two H100."""
+        super().__init__(rng=rng)
+        self._max_penalty_s = max_penalty_s
+        self._peak_tokens_per_s = peak_tokens_per_s
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts = request.facts
-        settings = self.settings
         matched = [facts.matched_tokens(candidate.id) for candidate in candidates]
         pending = [candidate.load.pending_tokens for candidate in candidates]
         costs = [float(tokens + facts.prompt_tokens - held) for tokens, held in zip(pending, matched, strict=True)]
-        enough = settings.affinity_threshold * facts.prompt_tokens
+        enough = AFFINITY_THRESHOLD * facts.prompt_tokens
         sticky = [index for index, held in enumerate(matched) if held and held >= enough]
         others = [tokens for index, tokens in enumerate(pending) if index not in sticky]
         if sticky and others:
-            penalty_s = (min(pending[index] for index in sticky) - min(others)) / settings.peak_prefill_tokens_per_s
-            if penalty_s > settings.max_penalty_s:
+            penalty_s = (min(pending[index] for index in sticky) - min(others)) / self._peak_tokens_per_s
+            if penalty_s > self._max_penalty_s:
                 sticky = []
         if not sticky:
             return Choice(least(costs, self._rng), "lowest_cost", costs)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Model
 
@@ -12,6 +10,8 @@ from kvproxy.base.settings.model import Duration, Model
 class TransferSettings(Model):
     """Copying KV to where it will be needed: from a shared store into an instance's memory (LMCache's coordinator), or
     from one instance to another (its controller, where the engines have P2P). Needs `lmcache_endpoint`."""
+
+    retired = {"ahead": "turns took 1.04 of the time without copies ahead of them; `on_demand` copies where it helps"}
 
     on_demand: bool = False
     """To where a request goes: while the router queue holds it or, with `max_wait`, as part of the decision. Needs a
@@ -27,15 +27,6 @@ class TransferSettings(Model):
     """A transfer that is not over by then has failed."""
     min_tokens: int = Field(default=1024, ge=1)
     """Fewer tokens are not worth a transfer."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_what_went(cls, given: Any) -> Any:
-        """Refuse a removed setting with the reason."""
-        if isinstance(given, dict) and "ahead" in given:
-            why = "turns took 1.04 of the time without copies ahead of them; leave it out, or use on_demand"
-            raise ValueError(f"transfers.ahead is gone: {why}")
-        return given
 
 
 class TransferPlace(Model):

@@ -43,16 +43,7 @@ def decode_native(
     `known`: problems found before, returned with the rest; their consequences are not reported again."""
     form = to_canonical_form(dict(raw))
     form.begin_with(known)
-    _leave_profile_out(form)
     return decode_form(form, extra_filters=extra_filters)
-
-
-def _leave_profile_out(form: Canonical) -> None:
-    """Report a setting of earlier versions that has no effect any more."""
-    if "profile" in form.data:
-        form.data = {name: value for name, value in form.data.items() if name != "profile"}
-        hint = "leave it out; for batch traffic write `timeouts: {first_byte: 1h}`"
-        form.add_problem(Problem("profile", "ignored: profiles no longer exist", hint, severity="warning"))
 
 
 def decode_form(

@@ -40,6 +40,8 @@ class ReloadSettings(Model):
 class Config(ServingSettings):
     """A whole kvproxy configuration."""
 
+    retired = {"profile": "profiles changed one timeout; for batch traffic write `timeouts: {first_byte: 1h}`"}
+
     listen: ListenerSettings = ListenerSettings()
     """The public listener. Also written as `host:port`."""
     admin: AdminSettings = AdminSettings()

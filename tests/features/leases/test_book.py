@@ -24,6 +24,7 @@ from kvproxy.features.leases.leases import (
     choose_duration,
 )
 from kvproxy.features.leases.settings import LeaseSettings
+from kvproxy.operate.config.load import check_config
 
 A = EndpointId("a")
 
@@ -64,9 +65,13 @@ def test_a_lease_has_its_reason() -> None:
 
 
 @pytest.mark.parametrize("name", ["touch", "share"])
-def test_a_setting_that_is_gone_names_the_reason(name: str) -> None:
-    with pytest.raises(ValueError, match=f"leases.{name} is gone: .*; leave it out"):
-        settings(**{name: True})
+def test_a_setting_that_is_gone_is_a_warning_with_the_reason(name: str) -> None:
+    """The rest of the file is used."""
+    filters = ["inference_request", {"kvcache": {"leases": {name: True, "max_leases": 7}}}, "router"]
+    config, problems = check_config({"endpoints": ["http://127.0.0.1:1"], "filters": filters})
+    assert config is not None
+    (gone,) = (one for one in problems if one.path == f"filters[1].kvcache.leases.{name}")
+    assert (gone.severity, gone.message) == ("warning", "ignored: no longer a setting")
 
 
 def test_another_lmcache_has_another_book() -> None:

@@ -220,9 +220,12 @@ def test_it_needs_a_service_that_moves_kv() -> None:
     assert any("needs lmcache_endpoint" in problem.message for problem in problems)
 
 
-def test_a_setting_that_is_gone_names_the_reason() -> None:
-    with pytest.raises(ValueError, match=r"transfers\.ahead is gone: .*leave it out"):
-        TransferSettings.model_validate({"ahead": False})
+def test_a_setting_that_is_gone_is_a_warning_with_the_reason() -> None:
+    filters = ["inference_request", {"kvcache": {"transfers": {"ahead": False}}}, "router"]
+    config, (gone, *_) = check_config({"endpoints": [NOWHERE], "filters": filters})
+    assert config is not None
+    assert (gone.severity, gone.path) == ("warning", "filters[1].kvcache.transfers.ahead")
+    assert "leave it out: turns took 1.04" in gone.hint
 
 
 def test_a_link_is_bounded(clock: FakeClock) -> None:

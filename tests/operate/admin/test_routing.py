@@ -42,15 +42,15 @@ async def test_policies_without_parameters(policy: str, learns: bool) -> None:
 
 async def test_a_change_takes_effect_and_is_written_down() -> None:
     """Only what differs, from which value to which."""
-    proxy = proxy_of(policy="dynamo")
-    changes = {"temperature": 0.5, "block_size": 16}
+    proxy = proxy_of(policy="prefix_affinity")
+    changes = {"cache_threshold": 0.5, "balance_rel_threshold": 1.5}
     with audited() as lines:
         async with admin_of(proxy) as client:
             answer = await client.patch("/routing", json={"clusters": {"default": {"parameters": changes}}})
     policy: Any = proxy.clusters["default"].policy
-    assert policy.settings.temperature == 0.5
-    assert answer.json()["clusters"]["default"]["parameters"]["temperature"] == 0.5
-    assert lines[0]["parameters"] == {"temperature": {"before": 0.0, "after": 0.5}}
+    assert policy.settings.cache_threshold == 0.5
+    assert answer.json()["clusters"]["default"]["parameters"]["cache_threshold"] == 0.5
+    assert lines[0]["parameters"] == {"cache_threshold": {"before": 0.3, "after": 0.5}}
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("routes: [{model: '*'}, {model: m}]\n", "error: routes[1]: never reached"),
         ("routes: [{model: m}, {model: m}]\n", "error: routes[1]: never reached"),
         # removed settings
-        ("profile: batch\n", "warning: profile: ignored: profiles no longer exist (leave it out; for batch"),
+        ("profile: batch\n", "warning: profile: ignored: no longer a setting (leave it out: profiles"),
+        ("parameters: {llm_d: {kv_weight: 3}}\n", "warning: parameters.llm_d: ignored: no longer a setting (leave it"),
         # discovery
         ("discovery: {file: {path: /nowhere}}\n", "warning: discovery.file.path: the file does not exist yet"),
         # engine priority
