@@ -39,7 +39,7 @@ def test_a_requirement_is_pinned_to_a_version_that_it_allows(requirement: Requir
 
 
 @pytest.mark.parametrize("file", ["Makefile", "Dockerfile"])
-def test_what_installs_takes_the_pinned_versions(file: str) -> None:
+def test_installations_take_the_pinned_versions(file: str) -> None:
     """Only `make lock`, which looks for newer ones, does not; packages are built with pinned backends."""
     text = (ROOT / file).read_text().replace("\\\n", " ").replace("$(PIP)", "pip install --constraint constraints.txt")
     installs = [

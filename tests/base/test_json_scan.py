@@ -91,7 +91,7 @@ def _decodable(data: bytes) -> list[tuple[str, str]]:
 
 @settings(max_examples=examples(300))
 @given(spellings(), st.sets(st.integers(0, 5)))
-def test_what_is_cut_out_is_gone_and_all_else_stays(data: bytes, cut: set[int]) -> None:
+def test_a_cut_removes_its_field_alone(data: bytes, cut: set[int]) -> None:
     """As an encoder would write the object without those members, but in the client's own bytes."""
     found = scanned(data).found
     gone = [each for each in found if each.place in cut]
@@ -150,7 +150,7 @@ def test_items_are_those_of_a_decoder(value: list[object], most: int) -> None:
      b"{" + b'"b":1,' * (MAX_MARKS // 16) + b'"a":1}'],
     ids=lambda data: str(data[:12]),
 )  # fmt: skip
-def test_what_is_unreadable(data: bytes) -> None:
+def test_unreadable_bodies(data: bytes) -> None:
     """Not an object, cut off, not JSON's form, or more of one than is looked at: nothing is guessed."""
     with pytest.raises(Unreadable):
         scanned(data, "a".__eq__)

@@ -41,7 +41,7 @@ def test_p99_is_held_against_whichever_other_is_best() -> None:
     assert (found.value, trace, other) == (pytest.approx(1.5), "conv_dev", "dynamo_agentic")
 
 
-def test_what_a_target_asks_of_the_pooled_reference() -> None:
+def test_a_target_is_relative_to_the_pooled_reference() -> None:
     """At most 0.78 of a policy at 1.5 times the reference is 1.17 of the reference."""
     table = routing_targets.table([row("kv_aware", 2.4), row("lmetric", 3.0)], [])
     assert next(line for line in table if "kv_aware: mean TTFT of lmetric" in line).endswith("| 1.17, 1.20 |")

@@ -29,7 +29,7 @@ def test_prompts_grow_within_a_session() -> None:
             assert after.blocks[: len(before.blocks)] == before.blocks
 
 
-def test_what_several_share_is_needed_once() -> None:
+def test_shared_contexts_are_needed_once() -> None:
     """Two agents need less than twice what one does, by their system prompt."""
     one, two = (needed_tokens(SHAPES["agents"](count, 1)) for count in (1, 2))
     assert one < two
@@ -60,7 +60,7 @@ def test_a_run_and_its_report() -> None:
     assert chat_figures([ReplayOutcome(0.0, 10, first_token_at=2.0)]) == {"chat_mean_s": 2.0, "chat_p99_s": 2.0}
 
 
-def test_what_is_missed_is_bold() -> None:
+def test_missed_targets_are_bold() -> None:
     """Cell by cell, once there are runs with admission of sessions and without."""
     row = {
         "cell": "agents-1-2", "seed": 1, "agents": 4, "needed": 2.0, "sessions_per_hour": 100.0, "session_mean_s": 40.0,

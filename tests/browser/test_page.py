@@ -125,7 +125,7 @@ async def test_the_router_queue_is_shown(browser: Browser) -> None:
         assert await browser.script("return document.querySelector('#queues-card').hidden")
 
 
-async def test_what_breaks_prefixes_is_shown(browser: Browser) -> None:
+async def test_causes_of_prefix_breaks_are_shown(browser: Browser) -> None:
     """Once something does, with what helps."""
     async with (
         serve(FakeEngine("a", reuses_nothing)) as url,

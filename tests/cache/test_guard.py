@@ -118,7 +118,7 @@ async def test_an_outage_is_logged_as_it_begins_and_as_it_ends(
     ]
 
 
-async def test_what_a_service_does_not_offer_is_no_outage(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_missing_call_is_no_outage(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
     """No controller has `/evict`."""
     under_test = guard(clock)
     await fail(under_test, "evict", NotSupported("no route", status=404))

@@ -40,7 +40,7 @@ def test_engines_that_were_read_lately_show_their_figures(clock: FakeClock) -> N
     assert samples(metrics, "kvproxy_engine_kv_usage_ratio") == samples(metrics, "kvproxy_engine_requests") == {}
 
 
-def test_what_engines_reused_is_shown_by_endpoint_and_tier(clock: FakeClock) -> None:
+def test_reuse_is_shown_by_endpoint_and_tier(clock: FakeClock) -> None:
     """Their own counters, which begin again with the engine."""
     metrics = Metrics()
     service = service_of(clock, metrics=metrics)

@@ -71,7 +71,7 @@ async def test_several_holders_are_hints() -> None:
         assert sorted(found, key=lambda one: one.tokens) == [Holder("b", 256, False), Holder("a", 1024, False)]
 
 
-async def test_what_a_controller_can_do() -> None:
+async def test_abilities_of_a_controller() -> None:
     async with simulated() as place, httpx.AsyncClient() as http:
         hold(place, "a")
         provider = controller(http, place)
@@ -115,7 +115,7 @@ async def test_a_coordinator_names_every_holder() -> None:
         assert len(await named.lookup(Prefix(PROMPT.tokens, "its served name"), timeout_s=5)) == 2
 
 
-async def test_what_a_coordinator_can_do() -> None:
+async def test_abilities_of_a_coordinator() -> None:
     async with simulated(controller=None, coordinator=CoordinatorSettings()) as place, httpx.AsyncClient() as http:
         hold(place, "a")
         provider = coordinator(http, place)

@@ -86,7 +86,7 @@ async def test_without_event_sources_the_engine_stays_one_candidate(caplog: pyte
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-async def test_what_is_stated_of_events_counts_for_engines_that_cannot_tell(size: int) -> None:
+async def test_configured_event_sources_count_for_engines_without_a_report(size: int) -> None:
     """Where it agrees with the metrics."""
     page = b"".join(b'vllm:num_requests_running{engine="%d"} 0\n' % rank for rank in (0, 1))
     stated = {"endpoint": "tcp://*:5557", "data_parallel_size": size}
@@ -120,7 +120,7 @@ async def test_sglang_says_how_many_it_was_started_with() -> None:
 
 
 @pytest.mark.parametrize("steer", [True, False])
-async def test_what_is_configured_is_not_asked_for(steer: bool) -> None:
+async def test_configured_values_are_not_queried(steer: bool) -> None:
     """Neither ranks that are given, nor any where the engine is to balance by itself."""
     page = b"".join(b'vllm:num_requests_running{engine="%d"} 3\n' % rank for rank in (0, 1))
     engine = Fake({"/metrics": lambda _: page})

@@ -50,7 +50,7 @@ def outcome_of(data: bytes) -> Outcome:
     return caught.value.outcome
 
 
-def test_what_was_written_is_read() -> None:
+def test_written_entries_are_read_back() -> None:
     """Each cluster with its own hashes."""
     kept = Kept(7.0, fingerprint(), {"m": 4.0}, [cluster("one", columns(2, 1)), cluster("two", columns(1))])
     data = whole(kept, b"a" * 16, b"b" * 8, b"c" * 8)

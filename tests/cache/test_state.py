@@ -62,9 +62,7 @@ def test_token_memory_is_kept_while_its_bounds_stay_the_same(
     ("changes", "kept"),
     [({"cache_strategy": {"pin_lease": 900}}, True), ({"lmcache_endpoint": "http://127.0.0.1:2"}, False)],
 )
-def test_what_stands_at_an_lmcache_is_kept_while_it_is_that_one(
-    changes: dict[str, Any], kept: bool, clock: FakeClock
-) -> None:
+def test_pins_are_kept_while_the_lmcache_is_the_same(changes: dict[str, Any], kept: bool, clock: FakeClock) -> None:
     """Leases and compressed prefixes: forgotten, they would never be undone."""
     state = CacheState.empty(metrics=Metrics(), clock=clock)
     first = {"lmcache_endpoint": "http://127.0.0.1:1"}

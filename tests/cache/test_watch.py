@@ -251,7 +251,7 @@ async def test_an_engine_that_another_process_read_is_not_read_again(clock: Fake
         assert asked.calls["/metrics"] == 4
 
 
-async def test_what_was_read_of_an_unknown_engine_is_left_out(clock: FakeClock) -> None:
+async def test_readings_of_an_unknown_engine_are_left_out(clock: FakeClock) -> None:
     """Processes learn of new endpoints one after the other."""
     async with world({"a": engine()}, clock=clock) as one, world({"b": engine()}, clock=clock) as other:
         one.kv.scraper.readings.tell = other.kv.scraper.hear

@@ -43,12 +43,12 @@ def engine() -> Adapters:
         (use(2, "x", waiting=("x",)), AdapterState.RUNNING),
     ],
 )
-def test_what_the_engine_says(engine: Adapters, told: LoraUse | None, state: AdapterState) -> None:
+def test_reports_of_the_engine(engine: Adapters, told: LoraUse | None, state: AdapterState) -> None:
     engine.use = told
     assert engine.state("x") is state
 
 
-def test_what_was_placed_there_since(engine: Adapters) -> None:
+def test_placements_since_the_report(engine: Adapters) -> None:
     """A burst sees its own requests at once; a slot stays loaded until another adapter takes it."""
     engine.use = use(2)
     engine.begin_request("x")

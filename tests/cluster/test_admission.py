@@ -111,7 +111,7 @@ async def test_a_request_waits_for_room_and_others_pass(clock: FakeClock) -> Non
     assert metrics.group(RoutingMetrics).router_queue_exits.labels("c", "room").value == 1
 
 
-async def test_what_waits_for_its_turn_is_not_held_back_by_what_waits_for_room(clock: FakeClock) -> None:
+async def test_requests_in_turn_are_not_held_back_by_sessions_without_room(clock: FakeClock) -> None:
     """Each has lines of its own."""
     cluster, queue, _rule = ruled(clock)
     large = enter(cluster, LARGE)

@@ -454,7 +454,7 @@ async def test_one_bad_endpoint_is_left_out_alone() -> None:
         await split_answer(configs("a") * 10_001, refuse=lambda _: "")
 
 
-async def test_what_is_left_out_is_named_counted_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_omitted_objects_are_named_counted_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And gone when it is corrected; a file of nothing but bad ones changes nothing."""
     path, bell, metrics = tmp_path / "endpoints.yaml", Bell(), Metrics()
     path.write_text("a: http://127.0.0.1:1\nb: nonsense\n")

@@ -32,7 +32,7 @@ def test_unchanged_endpoints_keep_their_state(make_cluster: MakeCluster) -> None
     assert running.endpoint.load.in_flight == 1
 
 
-def test_what_does_not_change_is_not_touched(make_cluster: MakeCluster) -> None:
+def test_unchanged_endpoints_are_not_touched(make_cluster: MakeCluster) -> None:
     """Of thousands of endpoints an update configures those whose settings are others, and none twice; a reload all."""
     bench = make_cluster("a", "b")
     a, b = configs("a", "b")

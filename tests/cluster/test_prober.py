@@ -102,7 +102,7 @@ async def test_every_endpoint_is_probed_at_its_own_pace(make_cluster: MakeCluste
         assert min(later) < 5.0 < max(later)
 
 
-async def test_what_another_process_probed_is_left_out_of_one_turn(make_cluster: MakeCluster) -> None:
+async def test_an_endpoint_probed_elsewhere_is_skipped_once(make_cluster: MakeCluster) -> None:
     """And of no more: when that process is gone the next turn asks again."""
     results, pauses = Results(), Pauses()
     cluster = make_cluster("a", "b").cluster

@@ -124,7 +124,7 @@ def test_ranks_that_become_known_take_the_engines_place(make_cluster: MakeCluste
     assert bench.series("a@0") == []
 
 
-def test_what_stays_the_same_changes_nothing(make_cluster: MakeCluster) -> None:
+def test_unchanged_settings_change_nothing(make_cluster: MakeCluster) -> None:
     """Endpoints keep their loads however often their ranks are read, and over a reload."""
     bench = make_cluster("a")
     engine = bench.cluster.engines[0]
@@ -197,7 +197,7 @@ def test_an_operator_speaks_of_a_rank_or_of_all_of_an_engine(make_cluster: MakeC
     assert not cluster.members.drain_endpoint(EndpointId("z"))
 
 
-def test_what_an_operator_said_of_an_engine_holds_for_its_ranks(make_cluster: MakeCluster) -> None:
+def test_an_operators_order_for_an_engine_holds_for_its_ranks(make_cluster: MakeCluster) -> None:
     """They may become known afterwards."""
     bench = make_cluster("a", "b")
     bench.cluster.members.drain_endpoint(A)

@@ -34,7 +34,7 @@ def test_an_engine_with_one_rank_is_one_candidate(shown: tuple[int, ...]) -> Non
     assert (ranks.candidates, ranks.unknown) == ((), False)
 
 
-def test_what_the_configuration_says_counts() -> None:
+def test_the_configuration_comes_first() -> None:
     """Whatever metrics show; and with `steer: false` there is nothing to find out."""
     ranks = stated(5, 4)
     ranks.observe_sources((0, 1), (0, 1))

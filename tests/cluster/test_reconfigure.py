@@ -57,7 +57,7 @@ def taught(bench: Bench, endpoint: str = "a", tokens: int = 8000) -> None:
         {"breaker": {"recovery_timeout": 99}},
     ],
 )
-def test_what_is_known_of_endpoints_stays(make_cluster: MakeCluster, changes: dict[str, Any]) -> None:
+def test_facts_about_endpoints_stay(make_cluster: MakeCluster, changes: dict[str, Any]) -> None:
     """Whatever else changes: which endpoint is ejected, whose breaker is open, and what is in flight where."""
     bench = make_cluster("a", "b", "c", "d", breaker=BreakerSettings(failure_threshold=2))
     before = bench.cluster.endpoints
@@ -340,7 +340,7 @@ class Noted(ClusterSettings):
 READ: set[str] = set()
 
 
-def test_what_engines_and_endpoints_read_is_what_configures_them_again(make_cluster: MakeCluster) -> None:
+def test_only_settings_that_are_read_configure_again(make_cluster: MakeCluster) -> None:
     """Of a change to anything else they are not told."""
     endpoint, [config] = make_cluster("a").endpoint("a"), configs("a")
     settings = Noted()

@@ -41,7 +41,7 @@ def test_a_test_that_passes_straight_alone_is_a_difference(through: dict[str, st
     ],
     ids=["passes", "fails on both", "passes through alone", "differs by itself"],
 )
-def test_what_proves_nothing_is_no_difference(first: str, second: str, through: str) -> None:
+def test_inconclusive_requests_are_no_difference(first: str, second: str, through: str) -> None:
     assert compare({"a": first}, {"a": second}, {"a": through}, {}) == []
 
 

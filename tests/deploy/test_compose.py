@@ -82,7 +82,7 @@ def test_prometheus_scrapes_the_admin_listener_with_its_token(config: Config) ->
     assert config.admin.token.get_secret_value() == "t0ken"
 
 
-def test_what_is_mounted_exists_and_lands_where_it_is_looked_for() -> None:
+def test_mounted_files_exist_and_land_where_they_are_read() -> None:
     """Bind mounts of files in the repository, named volumes that are declared."""
     for service in SERVICES.values():
         for mount in service.get("volumes", []):

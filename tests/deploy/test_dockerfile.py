@@ -63,7 +63,7 @@ def test_it_runs_as_nobody_in_particular() -> None:
     assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", user)
 
 
-def test_what_is_copied_exists_and_is_not_ignored() -> None:
+def test_copied_paths_exist_and_are_not_ignored() -> None:
     """The build context has it."""
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     sources = {source for rest in all_of("COPY") if "--from" not in rest for source in rest.split()[:-1]}

@@ -65,7 +65,7 @@ def test_values_of_labels_are_words_of_the_program(text: str) -> None:
         ("vector(1)", "names no metric"),
     ],
 )
-def test_what_the_check_finds(text: str, problem: str) -> None:
+def test_findings_of_the_check(text: str, problem: str) -> None:
     """The check itself can fail."""
     assert any(problem in found for found in Query(text).problems())
 

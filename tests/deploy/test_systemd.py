@@ -32,7 +32,7 @@ def test_its_commands_are_ours() -> None:
         assert _parser().parse_args(arguments).run
 
 
-def test_what_still_streams_may_finish() -> None:
+def test_streams_under_way_may_finish() -> None:
     """systemd waits longer than the drain takes by default, and kills no child before."""
     (stop,) = settings()["TimeoutStopSec"]
     assert int(stop) > 30

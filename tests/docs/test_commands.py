@@ -82,7 +82,7 @@ async def test_commands_work(block: Block, run: list[str], tmp_path: Path, progr
             await shell.run(place.told(command))
 
 
-def test_what_is_not_run_is_shown_somewhere() -> None:
+def test_blocks_that_are_not_run_are_shown_elsewhere() -> None:
     """The list names nothing that is gone."""
     shown = [command for block in blocks("sh") for command in commands(block.text)]
     assert [begin for begin in NOT_HERE if not any(command.startswith(begin) for command in shown)] == []

@@ -61,7 +61,7 @@ def _find(name: str, page: Path) -> Path | None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page: Path) -> None:
+def test_names_on_a_page_exist(page: Path) -> None:
     """A reader that follows a page with an editor finds each name where it says."""
     wrong = []
     for name, inside in _NAMED.findall(page.read_text()):

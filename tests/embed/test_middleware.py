@@ -73,7 +73,7 @@ async def test_in_a_starlette_app_a_chat_finds_its_engine() -> None:
     assert first["got"] == len(httpx.Request("POST", "http://x", json=body(TURN)).content)
 
 
-async def test_what_goes_on_from_a_response_is_preferred_where_that_was_served() -> None:
+async def test_a_follow_up_of_a_response_goes_where_it_was_served() -> None:
     """By the id that the app's answer begins with."""
 
     async def respond(request: Request) -> JSONResponse:
@@ -168,7 +168,7 @@ async def test_failed_answers_teach_nothing() -> None:
     ],
     ids=["too long", "encoded", "not json"],
 )
-async def test_what_it_does_not_understand_passes_untouched(headers: Any, content: bytes) -> None:
+async def test_unknown_shapes_pass_untouched(headers: Any, content: bytes) -> None:
     inner = Inner()
     async with KVCacheMiddleware(inner, endpoints=ENGINES, limit_bytes=10_000) as under_test:
         reply = await call(under_test, http_scope(CHAT, method="POST", headers=headers), body=content)

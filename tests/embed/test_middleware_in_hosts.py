@@ -269,7 +269,7 @@ async def test_an_unknown_endpoint_is_named_in_the_log(caplog: pytest.LogCapture
         ({"settings": {"cache_strategy": {"enable_pinning": True}}}, "settings.cache_strategy.enable_pinning: needs"),
     ],
 )
-def test_what_check_refuses_is_refused(options: Any, words: str) -> None:
+def test_configurations_refused_by_check_are_refused(options: Any, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         KVCacheMiddleware(Starlette(), endpoints=ENGINES, **options)
     assert words in str(raised.value)

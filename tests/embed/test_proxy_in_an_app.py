@@ -150,7 +150,7 @@ async def test_removing_waits_for_the_endpoints_requests_as_long_as_it_is_allowe
             assert await proxy.remove_endpoint("a", drain=60) == 0
 
 
-async def test_what_cannot_be_added_or_removed_is_named() -> None:
+async def test_invalid_changes_of_endpoints_are_named() -> None:
     proxy = Proxy({"endpoints": NOWHERE})
     with pytest.raises(kvproxy.ConfigError, match="url"):
         proxy.add_endpoint("b", "nowhere")

@@ -65,7 +65,7 @@ def test_prompts_at_once_use_every_replica(handle: Any) -> None:
     assert len(asyncio.run(ask())) == 3
 
 
-def test_what_has_no_prompt_is_served(handle: Any) -> None:
+def test_a_request_without_a_prompt_is_served(handle: Any) -> None:
     async def ask() -> str:
         return str(await handle.remote("hello"))
 

@@ -98,7 +98,7 @@ def test_a_good_file_is_followed_by_what_is_on(tmp_path: Path) -> None:
         ({"engine_priority": "auto", "filters": {"kvcache": {"snapshot": {"path": "/tmp/x"}}}}, []),
     ],
 )
-def test_what_is_off_and_would_help_is_named_with_its_setting(config: dict[str, Any], named: list[str]) -> None:
+def test_helpful_features_that_are_off_are_named_with_their_setting(config: dict[str, Any], named: list[str]) -> None:
     """`kvproxy init` and `kvproxy doctor` print it; of what needs further software nothing is advised."""
     lines = list_gains(load_config({"endpoints": {"a": URLS[0]}, **config}))
     assert lines[:1] == (["not on, but would help:"] if named else [])

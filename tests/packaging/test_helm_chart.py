@@ -92,7 +92,7 @@ def test_helm_has_nothing_to_say_about_it(values: dict[str, Any]) -> None:
 
 
 @CASES
-def test_what_it_makes_fits_the_api(values: dict[str, Any]) -> None:
+def test_made_bodies_fit_the_api(values: dict[str, Any]) -> None:
     """Names, types and required fields, at every depth, by the API's own models."""
     for (kind, name), one in render(values).items():
         if kind not in CUSTOM:
@@ -100,7 +100,7 @@ def test_what_it_makes_fits_the_api(values: dict[str, Any]) -> None:
 
 
 @CASES
-def test_what_is_named_is_there(values: dict[str, Any]) -> None:
+def test_named_objects_exist(values: dict[str, Any]) -> None:
     """Ports of services and routes, secrets, accounts, the configuration's volume, metrics of queries."""
     found = render(values)
     pod = pod_of(found)

@@ -41,7 +41,7 @@ def test_it_fits_the_api(manifest: dict[str, Any]) -> None:
         ("PodSecurityContext", {"runAsNonRoot": "true"}),
     ],
 )
-def test_what_does_not_fit_is_refused(kind: str, value: dict[str, Any]) -> None:
+def test_bodies_that_do_not_fit_are_refused(kind: str, value: dict[str, Any]) -> None:
     """The check itself can fail: lacking, unknown, of another shape, of another type."""
     with pytest.raises(ValidationError):
         validated(kind, value)

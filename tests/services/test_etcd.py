@@ -122,7 +122,7 @@ async def test_endpoints_come_change_and_go_with_their_leases(follow: Follow, tm
             await until(lambda: not one.urls)
 
 
-async def test_what_was_compacted_meanwhile_is_read_again(follow: Follow, tmp_path: Path) -> None:
+async def test_a_compacted_revision_is_read_again(follow: Follow, tmp_path: Path) -> None:
     """etcd is away, comes back, and has forgotten the revision that the watch goes on from."""
     etcd = Etcd(tmp_path)
     async with etcd.running():

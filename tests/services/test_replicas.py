@@ -316,7 +316,7 @@ async def test_replicas_that_start_at_once(store: Store) -> None:
         await until(lambda: len({each.entries() for each in together}) == 1 and together[0].entries() > 15)
 
 
-async def test_what_is_to_be_done_once_is_done_once(store: Store) -> None:
+async def test_claimed_work_is_done_once(store: Store) -> None:
     """Of three that want it one may; when that one dies in the middle of it, another may once its time is over."""
     async with (
         serve(FakeEngine("a")) as engine,

@@ -100,7 +100,7 @@ POISON = {
 
 
 @pytest.mark.parametrize("behave", POISON.values(), ids=POISON)
-async def test_what_fails_on_every_engine_ejects_none(behave: Behaviour) -> None:
+async def test_a_failure_on_every_engine_ejects_none(behave: Behaviour) -> None:
     """A request that no engine survives says nothing about any of them."""
     async with fleet(behave) as (_, proxy):
         await ask(proxy, 40, stream=True)
@@ -143,9 +143,7 @@ async def test_connections_that_are_all_taken_say_nothing_about_the_engine() -> 
 
 
 @pytest.mark.parametrize("code", [400, 404, 422, 499])
-async def test_what_the_engine_refuses_teaches_nothing_about_its_speed(
-    code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_refusals_teach_nothing_about_an_engines_speed(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It did not prefill: any 4xx is the client's error, and neither a success nor a failure."""
     outcomes: list[AttemptOutcome] = []
 

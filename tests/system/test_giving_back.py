@@ -160,7 +160,7 @@ async def test_the_rest_goes_when_the_budget_has_grown() -> None:
     ("path", "retry", "refusal"),
     [("/v1/audio/transcriptions", {}, "not_replayable"), ("/v1/chat/completions", {"attempts": 1}, "attempts")],
 )
-async def test_what_cannot_be_sent_again_ends_at_once(path: str, retry: dict[str, Any], refusal: str) -> None:
+async def test_an_unrepeatable_request_ends_at_once(path: str, retry: dict[str, Any], refusal: str) -> None:
     """With a 504 that says why, and not after ten minutes."""
     hung = FakeEngine("hung", hang)
     async with beside_a_good_one(hung, retry=retry) as proxy:

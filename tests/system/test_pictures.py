@@ -77,7 +77,7 @@ async def by_messages(proxy: RunningProxy, picture: bytes) -> Counted:
 
 
 @pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
-async def test_what_is_predicted_of_pictures_is_reused(proxy: RunningProxy, ask: Ask) -> None:
+async def test_predicted_picture_tokens_are_reused(proxy: RunningProxy, ask: Ask) -> None:
     """The same picture, and what is in front of another one, within 5 % of the prompt; half a megabyte counts nothing
     by its bytes."""
     for number in range(3):  # what a token of text is in bytes

@@ -230,7 +230,7 @@ async def test_requests_that_need_no_retry_earn_the_budget_of_those_that_do() ->
         assert statuses == [200] * 4
 
 
-async def test_what_is_not_inference_is_not_sent_twice_after_it_was_processed() -> None:
+async def test_other_requests_are_not_repeated_after_processing() -> None:
     """A POST of unknown meaning may have had its effect."""
     engines = [FakeEngine(name, answer_500) for name in "ab"]
     async with serve(engines[0]) as a, serve(engines[1]) as b, running_proxy({"a": a, "b": b}) as proxy:

@@ -171,7 +171,7 @@ async def test_events_that_were_lost_are_replayed() -> None:
         assert place.exact == {"a"}
 
 
-async def test_what_its_metrics_say_reaches_ledger_index_and_page() -> None:
+async def test_engine_metrics_reach_ledger_index_and_page() -> None:
     """Capacity by tokens, load, hit ratio, and which program it is."""
     async with fleet(count=1, kvcache={"kv_events": False}) as place:
         chat = opening("tell me of the sea")

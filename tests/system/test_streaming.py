@@ -144,7 +144,7 @@ async def test_the_body_goes_up_byte_for_byte() -> None:
     assert {call.query for call in engine.calls} == {b"a=%20b"}
 
 
-async def test_what_is_not_inference_passes_through() -> None:
+async def test_other_requests_pass_through() -> None:
     """Any path and method where all are public; a large streamed upload arrives whole."""
     engine = FakeEngine("a")
 

@@ -63,7 +63,7 @@ def test_a_gauge_follows_its_rule(rule: Across, one: float, other: float, expect
     assert add_pages(pages, merge_rules())[name].series == {name: expected}
 
 
-async def test_what_a_dead_worker_counted_still_counts() -> None:
+async def test_counts_of_a_dead_worker_remain() -> None:
     """A sum that falls would look like a restart, and like as many requests again; its gauges go with it."""
     metrics = Metrics()
     metrics.group(EndpointRequestMetrics).finished.labels("c", "a", "200").inc(7)

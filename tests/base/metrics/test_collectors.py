@@ -16,7 +16,7 @@ def exposed(registry: CollectorRegistry) -> list[str]:
     return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
 
 
-def test_what_is_exposed_is_what_prometheus_client_exposes() -> None:
+def test_the_page_equals_prometheus_clients() -> None:
     """Names, types, help, labels, buckets and sums to the last character."""
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     for counter in (
@@ -73,7 +73,7 @@ def test_a_name_is_taken_once() -> None:
         Histogram("x_requests_total", "Another", buckets=BOUNDS, registry=registry)
 
 
-def test_what_is_read_and_counts_is_shown_as_a_counter() -> None:
+def test_a_callback_that_counts_is_shown_as_a_counter() -> None:
     """Under the name that prometheus_client shows too, in both ways of writing a page."""
     registry = CollectorRegistry()
     recalls = CallbackGauge("x_recalls", "Recalls", ["result"], counts=True, registry=registry)

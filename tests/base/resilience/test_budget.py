@@ -75,7 +75,7 @@ def test_time_that_steps_back_is_the_latest_time() -> None:
     assert left(budget, 40.0) == 2
 
 
-def test_what_other_proxies_did_counts_like_our_own() -> None:
+def test_requests_and_retries_of_other_proxies_count_like_our_own() -> None:
     """Workers share one budget: requests of others earn retries, and their retries are spent."""
     budget = RetryBudget(share=0.2, min_per_second=0)
     budget.count_others(100, 15, 100.0)

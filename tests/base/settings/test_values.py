@@ -55,7 +55,7 @@ def test_durations(written: Any, seconds: float) -> None:
         math.nan,
     ],
 )
-def test_what_is_no_duration(written: Any) -> None:
+def test_invalid_durations(written: Any) -> None:
     """Everything else is refused, negative and non-finite numbers included."""
     with pytest.raises(ValueError, match="duration"):
         parse_duration_s(written)
@@ -89,7 +89,7 @@ def test_sizes(written: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("written", ["", "MiB", "-1", -1, "1xb", "1ib", True, None, 1.5, [], "1 2"])
-def test_what_is_no_size(written: Any) -> None:
+def test_invalid_sizes(written: Any) -> None:
     """Everything else is refused."""
     with pytest.raises(ValueError, match="size"):
         parse_size_bytes(written)
@@ -140,7 +140,7 @@ def test_a_bad_secret_file(tmp_path: Path, content: bytes, message: str) -> None
 @pytest.mark.parametrize(
     "written", ["", {"file": 5}, {"file": "x", "other": "topsecret"}, {"path": "topsecret"}, 5, None]
 )
-def test_what_is_no_secret(written: Any) -> None:
+def test_invalid_secrets(written: Any) -> None:
     """Empty text would be a key that every client has; other forms are refused without being quoted."""
     with pytest.raises(ValidationError) as caught:
         _Holder.model_validate({"key": written})

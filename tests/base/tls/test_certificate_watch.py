@@ -258,7 +258,7 @@ async def test_plain_http_on_the_tls_port_gets_a_sentence(first: Certificate, me
         assert await shown_by(url) == der(first)
 
 
-async def test_what_is_neither_http_nor_tls_is_closed(first: Certificate) -> None:
+async def test_neither_http_nor_tls_is_closed(first: Certificate) -> None:
     """Without an answer; nor is more of a request that was answered."""
     async with serve(hello, tls=settings(first)) as url:
         for sent, answered in (

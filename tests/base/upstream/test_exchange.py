@@ -306,7 +306,7 @@ async def test_a_reset_is_no_end_of_a_body_without_length() -> None:
     ],
     ids=["HEAD", "204", "304", "interim", "close", "a second response"],
 )
-async def test_what_is_kept_afterwards(raw: bytes, method: bytes, status: int, kept: bool) -> None:
+async def test_entries_kept_afterwards(raw: bytes, method: bytes, status: int, kept: bool) -> None:
     """A connection is reused at a message boundary only."""
     async with scripted(say(raw)) as upstream, UpstreamPool() as pool:
         response = await post(pool, upstream.origin, None, method=method)

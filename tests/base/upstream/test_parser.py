@@ -57,7 +57,7 @@ def test_a_valid_response_is_complete_at_its_end(raw: bytes, method: bytes, body
     assert seen[3:] == (body, True, reusable)
 
 
-def test_what_an_interim_response_says_is_not_the_responses() -> None:
+def test_fields_of_an_interim_response_are_not_the_responses() -> None:
     """Status, reason and fields are those of the last head alone."""
     raw, method, _, _ = VALID["interim"]
     assert read(raw, method=method)[:3] == (200, b"OK", [(b"content-length", b"1")])

@@ -67,7 +67,7 @@ def test_no_body_states_zero_only_where_one_is_expected(method: bytes, stated: b
         [(b"transfer-encoding", b"chunked"), (b"transfer-encoding", b"chunked")],
     ],
 )
-def test_what_could_smuggle_is_refused(headers: Headers) -> None:
+def test_request_smuggling_is_refused(headers: Headers) -> None:
     """CR, LF, NUL, non-tokens and contradicting lengths never reach the wire."""
     with pytest.raises(UnsafeRequest):
         encode(headers)

@@ -180,7 +180,7 @@ async def test_a_worker_that_never_answers_ends_in_time_and_is_counted(
         (NotSupported("no /evict", status=404), "not_supported"),
     ],
 )
-async def test_what_would_fail_again_is_not_repeated(error: ClientError, reason: str, clock: FakeClock) -> None:
+async def test_a_lasting_failure_is_not_repeated(error: ClientError, reason: str, clock: FakeClock) -> None:
     provider = Acting(error)
     bench = Bench(provider, clock)
     async with bench.background:
@@ -254,7 +254,7 @@ async def test_an_action_switched_off_while_it_waited_is_not_sent(clock: FakeClo
     assert len(provider.calls) == 1
 
 
-async def test_what_is_known_of_an_instance_goes_with_it(clock: FakeClock) -> None:
+async def test_facts_about_an_instance_go_with_it(clock: FakeClock) -> None:
     """One that comes back is tried again, and instances that come and go leave nothing behind."""
     bench = Bench(Acting(Effect(0)), clock, settings(cache_strategy={"disable_after": 1}))
     async with bench.background:

@@ -28,7 +28,7 @@ def test_only_what_is_cold() -> None:
     assert [(one.kind, one.prefix.key) for one in actions if one.prefix] == [(ActionKind.COMPRESS, 2)]
 
 
-def test_what_shares_its_beginning_with_something_in_use_is_left_alone() -> None:
+def test_prefixes_shared_with_one_in_use_are_left_alone() -> None:
     """Cache entries are shared: compressing a cold chat would compress the system prompt of a hot one."""
     known = hotness()
     shared = serve(known, 5).prefixes[0].tokens
@@ -48,7 +48,7 @@ def test_the_same_prefix_is_not_compressed_twice() -> None:
     assert compress.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0) == []
 
 
-def test_what_is_compressed_is_decompressed_before_it_is_used_there() -> None:
+def test_compressed_prefixes_are_decompressed_before_use() -> None:
     known = hotness()
     serve(known, 1)
     served = serve(known, 2)

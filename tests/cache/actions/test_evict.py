@@ -98,7 +98,7 @@ def test_the_weights_decide_what_goes_first(weights: dict[str, float], first: in
     assert action.prefix.key == first
 
 
-def test_what_was_promised_to_a_client_goes_last() -> None:
+def test_prefixes_promised_to_clients_are_evicted_last() -> None:
     """Until the promise ends, and whatever its score."""
     known = hotness()
     promised = serve(known, 1).prefixes[0]
@@ -110,7 +110,7 @@ def test_what_was_promised_to_a_client_goes_last() -> None:
         assert [one.prefix.key for one in actions if one.prefix] == order
 
 
-def test_what_the_operator_keeps_never_goes() -> None:
+def test_prefixes_kept_by_the_operator_are_never_evicted() -> None:
     """Nor what begins alike, since cache entries are shared."""
     known = hotness()
     kept = serve(known, 0xAB).prefixes[0]
@@ -137,7 +137,7 @@ def test_a_priority_that_the_operator_sets_counts_at_once() -> None:
         assert [one.prefix.key for one in actions if one.prefix] == order
 
 
-def test_what_is_gone_is_not_evicted_again() -> None:
+def test_an_evicted_prefix_is_not_evicted_again() -> None:
     known = hotness()
     serve(known, 1)
     served = serve(known, 2)

@@ -108,7 +108,7 @@ def test_a_configured_instance_pins_for_all() -> None:
     assert action.instance_id == "vllm-b"
 
 
-def test_what_is_pinned_is_taken() -> None:
+def test_pinned_tiers_are_taken() -> None:
     """No later strategy of the pass may evict it."""
     known = hotness()
     taken: set[int] = set()

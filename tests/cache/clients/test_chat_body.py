@@ -68,7 +68,7 @@ def test_null_means_not_given() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"model":"m"}', b'{"messages":', b"[" * 100_000])
-def test_what_is_no_chat_request_is_refused(body: bytes) -> None:
+def test_bodies_other_than_chats_are_refused(body: bytes) -> None:
     """Before anything is sent."""
     with pytest.raises(ValueError, match="not a"):
         tokenize_body("m", body)

@@ -124,7 +124,7 @@ def test_a_tools_schema_is_copied_as_it_is(schema: str, shown: str) -> None:
     assert f'"parameters":{shown},'.encode() in chat_of_messages(body)
 
 
-def test_what_one_assistant_says_in_items_is_one_message() -> None:
+def test_items_of_one_assistant_are_one_message() -> None:
     """Thought, answer and calls that follow each other; of several parts of an answer the first."""
     items = [
         {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "short"}], "content": None},
@@ -230,7 +230,7 @@ def test_null_is_nothing() -> None:
     assert json.loads(chat_of_messages(raw(body))) == {"messages": [{"role": "system", "content": "S"}]}
 
 
-def test_what_differs_at_sglang() -> None:
+def test_differences_of_sglang() -> None:
     """Blocks of a system prompt are lines, a header one of them; what a user says stays before the results it is
     before; results of several texts stay apart."""
     body = {
@@ -281,7 +281,7 @@ def test_what_differs_at_sglang() -> None:
         {"messages": 1},
     ],
 )
-def test_what_sglangs_template_decides_is_refused(fields: dict[str, Any]) -> None:
+def test_inputs_decided_by_sglangs_template_are_refused(fields: dict[str, Any]) -> None:
     """No tokens are better than wrong ones."""
     with pytest.raises(ValueError, match=r"template's business|the template decides|a block of type|not a request"):
         sglang_chat_of_messages(raw(fields))

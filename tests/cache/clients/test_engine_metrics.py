@@ -95,7 +95,7 @@ sglang:gen_throughput{model_name="m",tp_rank="0"} 77.0
 """
 
 
-def test_what_sglang_says_alike() -> None:
+def test_words_that_sglang_shares() -> None:
     """Under names of its own; ranks that share the work of one request count once, chunks are part of a prefill, and
     what was cached counts on whichever tier it was."""
     assert parse_engine_metrics(SGLANG) == EngineMetrics(
@@ -229,7 +229,7 @@ def test_old_names_are_understood_and_never_counted_twice() -> None:
     assert parse_engine_metrics(both).prefix_queries_tokens == 11
 
 
-def test_what_a_version_does_not_say_is_none() -> None:
+def test_a_field_missing_in_a_version_is_none() -> None:
     """Absent is not zero."""
     assert parse_engine_metrics(b"") == EngineMetrics()
     config = parse_engine_metrics(b'vllm:cache_config_info{block_size="None",num_gpu_blocks="None"} 1').cache

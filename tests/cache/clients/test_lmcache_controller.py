@@ -86,7 +86,7 @@ async def test_success_is_an_effect_not_a_status(body: object, result: ActionRes
     assert answer.had_effect is effect
 
 
-async def test_what_actions_send() -> None:
+async def test_bodies_of_actions() -> None:
     """Fields of every version at once: unknown ones are ignored by all of them."""
     client, upstream = answering({"event_id": "x", "num_tokens": 1})
     at = {"location": "LocalCPUBackend", "locations": ["LocalCPUBackend"]}
@@ -125,7 +125,7 @@ async def test_what_actions_send() -> None:
         ("1 validation error for QueryInstResponse", Refused),
     ],
 )
-async def test_what_a_500_means_is_in_its_text(detail: str, kind: type[Refused]) -> None:
+async def test_a_500_is_classified_by_its_text(detail: str, kind: type[Refused]) -> None:
     """A busy socket may be tried again, an unknown instance may not."""
     with pytest.raises(Refused) as refused:
         await answering({"detail": detail}, status=500)[0].pin("a", TOKENS, location="x")

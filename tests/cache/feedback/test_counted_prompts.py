@@ -36,7 +36,7 @@ def test_the_longest_beginning_says_it() -> None:
     assert counted.find_ratio([]) is None
 
 
-def test_what_says_nothing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninformative_counts_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short prompt is mostly template; the least recently counted is forgotten, and none is beyond belief."""
     monkeypatch.setattr(token_counts, "_MAX_COUNTED", 2)
     counted = CountedPrompts()

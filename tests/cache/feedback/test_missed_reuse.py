@@ -44,7 +44,7 @@ def test_half_of_the_latest_answers_end_the_belief(answers: list[dict[str, int]]
     assert (after(*answers).doubted == {A}) is doubted
 
 
-def test_what_is_kept_of_it() -> None:
+def test_kept_fields() -> None:
     """The latest that was reused further, and how many were; nothing of an engine of which all is announced."""
     missed = after(FAR, *[FAR] * WINDOW, WELL)
     [found] = missed.doubted_records()
@@ -82,7 +82,7 @@ def followed() -> tuple[LocalIndexes, FollowedEvents]:
     return LocalIndexes(IndexState(), events), events
 
 
-def test_what_was_routed_counts_where_events_prove_too_little() -> None:
+def test_routed_prompts_count_where_events_prove_too_little() -> None:
     """A complete stream overrules it; one that announces nothing of what is reused does no longer, and is shown."""
     local, _ = followed()
     prompt = array("I", range(1280))
@@ -123,7 +123,7 @@ def test_only_what_the_events_were_asked_about_is_held_against_them() -> None:
     assert not other.missed.doubted
 
 
-def test_what_is_promised_by_a_request_under_way_is_not_missing() -> None:
+def test_blocks_of_a_request_under_way_are_not_missing() -> None:
     """Its events come when it is prefilled."""
     local, _ = followed()
     prompt = array("I", range(1280))

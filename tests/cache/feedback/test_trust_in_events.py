@@ -34,7 +34,7 @@ def overlap(local: LocalIndexes) -> Overlap:
     )[A]
 
 
-def test_what_another_router_sent_there_is_believed(local: LocalIndexes) -> None:
+def test_placements_of_another_router_count(local: LocalIndexes) -> None:
     """Nothing backs it and nothing has contradicted it."""
     assert overlap(local) == Overlap(320, source=FactSource.PRECISE, claimed_tokens=320)
 
@@ -48,7 +48,7 @@ def test_unbacked_claims_that_proved_wrong_count_less(local: LocalIndexes) -> No
     assert overlap(local).claimed_tokens == 320
 
 
-def test_what_was_routed_there_backs_the_claim(local: LocalIndexes) -> None:
+def test_a_routed_prompt_backs_the_claim(local: LocalIndexes) -> None:
     """Then the stream's record does not matter."""
     for _ in range(9):
         local.trust.observe_claim(A, 320, 0, 0)

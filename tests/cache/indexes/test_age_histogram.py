@@ -57,7 +57,7 @@ def test_generations_that_emptied_are_put_together() -> None:
     assert ages.count_younger(999) == 10 // 2
 
 
-def test_what_is_dropped_is_no_age() -> None:
+def test_a_dropped_entry_has_no_age() -> None:
     old, dropped = Node(array("Q", range(30))), Node(array("Q", range(12)))
     ages, latest = AgeHistogram(), dict[Node, int]()
     ages.touch_runs([old], latest, 0, 10)

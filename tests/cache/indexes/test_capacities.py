@@ -118,7 +118,7 @@ def test_restarts_do_not_mislead(reported: float) -> None:
     assert 1 / 1.4 <= settled(play(reported, restart_every=REQUESTS // 5)) <= 1.4
 
 
-def test_what_strangers_take_is_not_there_for_us() -> None:
+def test_capacity_used_by_others_is_not_there_for_us() -> None:
     """As much traffic again from other clients: what we route may count on half."""
     assert 0.5 / 1.4 <= settled(play(1.0, foreign=True)) <= 0.5 * 1.4
 
@@ -152,7 +152,7 @@ def test_claims_from_before_a_loss_say_nothing() -> None:
     assert not any(capacities.observe_reuse(claim, 0) for claim in late)
 
 
-def test_what_is_reported_and_learned_is_shown_and_forgotten() -> None:
+def test_reported_and_learned_capacities_are_shown_and_forgotten() -> None:
     index = ApproximateIndex(capacity_blocks=1000)
     capacities = Capacities(index)
     assert capacities.reported_blocks(A) == 1000

@@ -50,7 +50,7 @@ def test_prefixes_kept_at_the_far_end_ask_for_more() -> None:
     assert under_test.blocks == pytest.approx(1189, abs=1)
 
 
-def test_what_the_index_had_forgotten_asks_for_more_at_once() -> None:
+def test_a_forgotten_prefix_asks_for_more_at_once() -> None:
     """The engine holds what this capacity denies: half an octave a step, until a loss says otherwise."""
     under_test = LearnedCapacity(1000)
     forgotten(under_test, 3)
@@ -147,7 +147,7 @@ def test_a_scrape_that_says_the_same_keeps_what_was_learned() -> None:
     assert (under_test.reported, under_test.blocks) == (1100, 1414)
 
 
-def test_what_nothing_was_learned_about_follows_what_is_reported() -> None:
+def test_unlearned_capacities_follow_the_reported_ones() -> None:
     under_test = LearnedCapacity(1000)
     under_test.set_reported(1300)
     assert under_test.blocks == 1300

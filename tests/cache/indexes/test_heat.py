@@ -103,7 +103,7 @@ def test_a_request_that_was_never_routed_does_not_count() -> None:
     assert index.counts.requests(index.counts.all_runs()[0]) == 1.0
 
 
-def test_what_no_endpoint_holds_is_cold() -> None:
+def test_prompts_held_by_no_endpoint_are_cold() -> None:
     """Heat lives on the blocks: evicted by all, failed everywhere, or gone with the last endpoint, they are cold."""
     index = index_of(1, capacity_blocks=10)
     for _ in range(4):

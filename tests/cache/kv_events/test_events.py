@@ -168,7 +168,7 @@ def test_fields_of_later_versions_are_ignored() -> None:
         (stored(), False),
     ],
 )
-def test_what_an_index_may_use(event: Any, indexable: bool) -> None:
+def test_memory_bounds_of_an_index(event: Any, indexable: bool) -> None:
     """Full attention with all its tokens; a version that names no kind has only that."""
     decoded = one(event)
     assert isinstance(decoded, BlockStored)
@@ -209,7 +209,7 @@ def test_the_captured_replay_ends_with_its_marker() -> None:
         [b"topic", bytes(8), b"x" * (codec.MAX_PAYLOAD_BYTES + 1)],
     ],
 )
-def test_what_is_no_batch(message: list[bytes]) -> None:
+def test_invalid_batches(message: list[bytes]) -> None:
     """Refused before anything is allocated for it."""
     with pytest.raises(BadResponse):
         decode_batch(message)

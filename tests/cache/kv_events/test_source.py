@@ -105,7 +105,7 @@ def test_without_an_address_nothing_is_stated() -> None:
 
 
 @pytest.mark.parametrize("address", ["5557", "tcp://*", "tcp://*:0", "http://h:5557", "tcp://h:5557/x", "tcp://h h:1"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_addresses_are_refused(address: str) -> None:
     """When the configuration is read, not when the proxy runs."""
     with pytest.raises(ValidationError):
         EventSources(endpoint=address)

@@ -47,7 +47,7 @@ def test_the_way_up(clock: FakeClock) -> None:
         (lambda stream: stream.mark_failed(), "degraded/failed"),
     ],
 )
-def test_what_degrades_a_stream_is_its_reason(
+def test_a_degraded_stream_has_its_reason(
     clock: FakeClock, happens: Callable[[StreamHealth], None], status: str
 ) -> None:
     """And a synchronisation with nothing missing heals it."""

@@ -156,7 +156,7 @@ async def test_other_peers_are_left_and_tried_again(said: tuple[bytes, ...]) -> 
             assert subscription.take_message() is None
 
 
-async def test_what_a_broken_connection_brought_is_still_taken() -> None:
+async def test_messages_before_a_broken_connection_are_applied() -> None:
     """Whole messages first; the next connection begins when they are taken, so that nothing piles up."""
     peer = Peer(GREETING, READY, encoded([b"kv", b"1"]), encoded([b"kv", b"2"]), b"\x01\x05half")
     async with serving(peer) as address:

@@ -79,7 +79,7 @@ def test_text_and_tool_calls_stay_as_they_were_sent(message: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("raw", [b'{"type":"image"', b'["image_url"]', b'{"content":[{"type":"image_url","url":{]}]}'])
-def test_what_is_no_message_stays_as_it_is(raw: bytes) -> None:
+def test_invalid_messages_stay_as_they_are(raw: bytes) -> None:
     assert cut_part(raw, SIGNATURES) == raw
 
 

@@ -90,7 +90,7 @@ async def knows_tokens(service: Service, content: str) -> None:
     assert await task is not None
 
 
-async def test_what_an_engine_announces_is_known_whoever_asked_it() -> None:
+async def test_events_count_whoever_sent_the_request() -> None:
     """A prompt that came another way is found by its tokens, with the engine's own blocks."""
     async with followed() as (place, service):
         usage = await generate(place, "b", TURN)
@@ -259,7 +259,7 @@ class Older:
         await self._engine(hidden, receive, send)
 
 
-async def test_what_an_endpoint_says_of_itself_goes_first() -> None:
+async def test_an_endpoints_own_settings_come_first() -> None:
     """Older engines on one host have ports of their own, which one setting for all cannot tell."""
     async with simulated(engine=EVENTS, names=("a",)) as place, httpx.AsyncClient(trust_env=False) as http:
         said = (await http.get(f"{place.engines['a']}/kv_event_sources")).json()["0"]
@@ -333,7 +333,7 @@ async def test_the_same_tokens_under_a_lora_are_other_blocks() -> None:
     assert (held("adapter"), held("base")) == (64, 64)
 
 
-async def test_what_an_engine_put_in_a_shared_store_counts_for_all_that_read_it() -> None:
+async def test_entries_of_a_shared_store_count_for_all_its_readers() -> None:
     """As far as its beginning lies there, whatever the engine has nearer; gone from there, it counts for its own
     endpoint alone."""
     cluster = cluster_of({"a": NOWHERE, "b": NOWHERE, "c": NOWHERE})
@@ -361,7 +361,7 @@ async def test_what_an_engine_put_in_a_shared_store_counts_for_all_that_read_it(
         assert held() == {"a": (128, ()), "b": (32, ())}
 
 
-async def test_what_cached_tokens_denies_of_a_shared_store_is_dropped_for_a_while(clock: FakeClock) -> None:
+async def test_shared_entries_denied_by_cached_tokens_are_dropped_for_a_while(clock: FakeClock) -> None:
     """For every engine that reads the store, the one that had reported it as well; what is nearer, and what the engine
     found, stay."""
     async with world({"a": engine(), "b": engine()}, clock=clock, kv_events=True) as service:
@@ -462,7 +462,7 @@ async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatc
     assert len(steps) >= 4
 
 
-async def test_what_left_engine_memory_is_found_on_its_host_tier() -> None:
+async def test_blocks_evicted_from_engine_memory_are_found_on_the_host_tier() -> None:
     """By the engine's own events, each with its medium: the prompt is worth a visit there all the same."""
     small = replace(TINY.engine, capacity_blocks=40, tiers=(TierSettings("CPU", 4000, 0.0),))
     async with contextlib.AsyncExitStack() as stack:

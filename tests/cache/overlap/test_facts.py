@@ -53,7 +53,7 @@ def test_a_claim_is_capped_by_the_prompt() -> None:
     assert merged({}, [claim(A, 4096)], prompt_tokens=100, trust=Trust())[A].tokens == 100
 
 
-def test_what_only_a_lookup_says_counts_for_what_it_proved_worth() -> None:
+def test_lookup_claims_count_by_their_measured_trust() -> None:
     """Facts of other sources stand; other endpoints are trusted as before."""
     trust = Trust()
     for _ in range(2):

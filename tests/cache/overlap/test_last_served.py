@@ -125,7 +125,7 @@ async def test_the_same_ids_of_others_are_others() -> None:
         assert [*held(service, request_of("s", previous_response_id="?"), tenant="one")] == [A]
 
 
-async def test_what_an_endpoint_lost_is_not_believed() -> None:
+async def test_lost_entries_of_an_endpoint_are_not_trusted() -> None:
     """After a restart, or when it left; and an hour later."""
     clock = FakeClock()
     async with running(settings(), cluster_of(URLS), clock=clock) as service:
@@ -243,7 +243,7 @@ async def test_the_end_of_a_session_forgets_it() -> None:
         assert service.metric("kvproxy_kvcache_sessions_ended_total", result="known") == 2
 
 
-def test_what_is_kept_of_the_tables_is_bounded() -> None:
+def test_kept_tables_are_bounded() -> None:
     """Those used last come first, in pieces; what no longer stands is left out, and what came back goes out in the
     same order as before."""
     tables = LastServed()

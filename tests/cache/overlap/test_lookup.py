@@ -196,7 +196,7 @@ async def test_without_a_service_nobody_is_asked(clock: FakeClock) -> None:
         await under_test.find_holders(tokens(10), model="m", cache_salt=None, timeout_s=1)
 
 
-def test_what_is_in_a_shared_store_counts_for_every_engine_that_reads_it(clock: FakeClock) -> None:
+def test_a_shared_store_counts_for_every_engine_that_reads_it(clock: FakeClock) -> None:
     """Whichever instance reported it, and whether the engine has any of its own."""
     cluster = cluster_of({"a": NOWHERE, "b": NOWHERE})
     next(one for one in cluster.endpoints if one.id == B).reads_shared_kv = False

@@ -173,7 +173,7 @@ def test_lower_tiers_follow_what_is_on_the_device() -> None:
     assert (found[A].device_tokens, found[A].lower_tokens) == (96, 64)
 
 
-def test_what_trust_takes_off_a_claim_may_reach_the_device() -> None:
+def test_a_discounted_claim_may_reach_the_device() -> None:
     """Of a claim that is hardly believed nothing is left for lower tiers, and not less than nothing."""
     trust = Trust()
     for _ in range(30):
@@ -188,7 +188,7 @@ def test_what_trust_takes_off_a_claim_may_reach_the_device() -> None:
     ("predicted", "cached", "contradicted"),
     [(0, 0, False), (100, 38, False), (100, 37, True), (8000, 6936, False), (8000, 6935, True)],
 )
-def test_what_contradicts_a_prediction(predicted: int, cached: int, contradicted: bool) -> None:
+def test_contradictions_of_a_prediction(predicted: int, cached: int, contradicted: bool) -> None:
     """Half of a short one, and an eighth and 64 tokens of a long one, are within what blocks and estimates explain."""
     assert is_contradicted(predicted, cached) is contradicted
 
@@ -245,7 +245,7 @@ def test_the_last_token_is_always_computed() -> None:
     assert in_steps(Overlap(2048), 1024, 2049).tokens == 2048
 
 
-def test_what_matches_behind_the_last_whole_block_counts_on_average() -> None:
+def test_partial_blocks_count_on_average() -> None:
     """Half a block of text, less half a block of the engine's: else every match is taken for shorter than it is."""
     known = {"tokens_per_block": 64.0, "trust": Trust(), "lookup_trust": Trust()}
     merged = merge_overlaps(routed={A: 2, B: 3}, prompt_tokens=200, **known)  # type: ignore[arg-type]

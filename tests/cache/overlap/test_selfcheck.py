@@ -97,7 +97,7 @@ def test_a_single_contradiction_is_no_alarm(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("harmless", [{"cached": 255}, {"named": 1}, {"ever_hit": True}])
-def test_what_contradicts_nothing(harmless: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_without_a_contradiction(harmless: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
     """Less than a chunk, a lookup that named a holder, or lookups that work in general."""
     now = [0.0]
     under_test = EmptyLookups(clock=lambda: now[0])

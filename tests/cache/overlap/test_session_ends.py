@@ -50,7 +50,7 @@ async def test_pins_of_a_session_that_ended_are_not_renewed(clock: FakeClock) ->
         assert lmcache.calls["/pin"] == 3
 
 
-async def test_what_a_fork_goes_on_from_stays(clock: FakeClock) -> None:
+async def test_a_forks_beginning_stays(clock: FakeClock) -> None:
     """The root's last prompt is the beginning of its sub-agent's: heat and tokens of that are shared."""
     lmcache = controller(lambda _: {})
     async with world({"a": engine()}, lmcache, clock=clock, cache_strategy=STRATEGY) as service:

@@ -29,6 +29,6 @@ def test_the_end_of_a_prompt_never_outlasts_its_beginning(
 
 
 @pytest.mark.parametrize(("idle", "expected"), [(0, 0.25), (100, 0.25), (300, 0.5), (900, 0.75)])
-def test_what_is_overdue_is_expected_ever_later(idle: float, expected: float) -> None:
+def test_an_overdue_use_is_expected_ever_later(idle: float, expected: float) -> None:
     """It came every 100 s: until then nothing is known, and a session that stays away may be over."""
     assert score_use(Use(5, 0, idle, 100), Weights(0, 0, 0, 1), span=300, size=1) == pytest.approx(expected)

@@ -93,7 +93,7 @@ def _respelled(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @given(_respelled(), st.booleans())
-def test_what_renders_alike_is_one_prompt(pair: tuple[dict[str, Any], dict[str, Any]], compact: bool) -> None:
+def test_bodies_that_render_alike_are_one_prompt(pair: tuple[dict[str, Any], dict[str, Any]], compact: bool) -> None:
     """Wherever the marks are, whatever the header's value, whichever way a text was put."""
     one, other = pair
     assert rendered(MESSAGES, one) == rendered(MESSAGES, other)
@@ -174,7 +174,7 @@ def test_the_header_elsewhere_is_prompt(text: str) -> None:
         "an escaped line end",
     ],
 )
-def test_what_is_not_surely_left_out_stays(body: bytes) -> None:
+def test_doubtful_parameters_stay(body: bytes) -> None:
     """Names and texts that only look like it."""
     assert identity(MESSAGES, body) == sent(MESSAGES, body)
 
@@ -206,7 +206,7 @@ def test_the_order_of_fields_is_no_part_of_a_prompt(one: dict[str, Any], other: 
 
 
 @pytest.mark.parametrize("message", ['{"role":"user"}', '{"content":"a"}', "5", '{"a":1,"content":2}'])
-def test_what_is_no_usual_message_counts_as_it_was_sent(message: str) -> None:
+def test_unusual_messages_count_as_they_were_sent(message: str) -> None:
     """The engine refuses it, or knows what it is."""
     body = b'{"messages":[' + message.encode() + b"]}"
     assert identity(CHAT, body) == sent(CHAT, body)
@@ -300,7 +300,7 @@ def test_marks_in_the_middle_of_earlier_messages_are_found_again() -> None:
     assert [text.part_at(index) for index in (3, 0, 1, 2)] == [text.part_at(1)] * 4
 
 
-def test_what_is_known_of_chats_as_sent_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_chats_as_sent_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest unused first out; all of it counts as held."""
     monkeypatch.setattr(session_hashes, "_MAX_NAMED_BYTES", 2000)
     memo = SessionHashes()

@@ -98,7 +98,7 @@ def test_seeds_and_shapes_do_not_mix() -> None:
     assert len(memo) == 4
 
 
-def test_what_has_no_blocks_is_not_kept() -> None:
+def test_prompts_without_blocks_are_not_kept() -> None:
     """Nor a prompt without messages."""
     memo = SessionHashes()
     assert blocks(memo, turns(), 1) == text_blocks(turns(), 1)

@@ -48,7 +48,7 @@ def test_a_grown_chat_begins_with_what_is_known(memory: TokenMemory) -> None:
 
 
 @pytest.mark.parametrize(("known", "kept"), [(24, 16), (23, None), (40, 32), (39, 16), (7, None)])
-def test_what_is_given_up(memory: TokenMemory, known: int, kept: int | None) -> None:
+def test_tokens_given_up_after_a_miss(memory: TokenMemory, known: int, kept: int | None) -> None:
     """Eight tokens, then whatever is no whole block of sixteen; nothing left is a miss."""
     memory.remember(keys(chat(HELLO)), TOKENS[:known])
     recalled = memory.recall(keys(chat(HELLO, REPLY)))
@@ -98,7 +98,7 @@ def test_a_growing_chat_keeps_two_turns(memory: TokenMemory) -> None:
     assert recalled.exact
 
 
-def test_what_several_chats_grew_from_stays(memory: TokenMemory) -> None:
+def test_a_beginning_shared_by_several_chats_stays(memory: TokenMemory) -> None:
     """A common beginning is worth keeping however far one chat has gone."""
     memory.remember(keys(chat(SYSTEM)), TOKENS)
     memory.remember(keys(chat(SYSTEM, HELLO)), TOKENS)

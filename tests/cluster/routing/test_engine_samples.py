@@ -63,7 +63,7 @@ def test_many_requests_do_not_outweigh_everything_before(world: World) -> None:
     assert len(world.read()) == MAX_WEIGHT
 
 
-def test_what_streams_taught_is_not_learned_twice(world: World) -> None:
+def test_samples_of_streams_are_not_learned_twice(world: World) -> None:
     """Their first tokens are the better samples; with some answers hidden, those weigh."""
     world.serve(hidden=False)
     assert world.read() == []
@@ -119,7 +119,7 @@ def test_a_few_strangers_are_tolerated(world: World) -> None:
     assert len(world.read()) == MAX_WEIGHT
 
 
-def test_what_has_no_prompt_is_no_prefill(world: World) -> None:
+def test_a_request_without_a_prompt_is_no_prefill(world: World) -> None:
     """Lists of models and the like end there, too, and the engine does not count them."""
     for _ in range(5):
         world.serve(0, prefill_s=None)

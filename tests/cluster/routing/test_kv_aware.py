@@ -256,7 +256,7 @@ def test_without_facts_it_still_balances() -> None:
     assert chosen(PickRequest(), candidates) == "e1"
 
 
-def test_what_left_is_forgotten() -> None:
+def test_departed_endpoints_are_forgotten() -> None:
     """Speeds and arrivals of an endpoint go with it."""
     subject = policy()
     place(subject, ask(2), fleet(1))
@@ -273,7 +273,7 @@ def test_a_claim_longer_than_the_prompt_is_the_prompt() -> None:
     assert costs[0] == costs[1] == pytest.approx(0.020)
 
 
-def test_what_it_learned_is_plain_data() -> None:
+def test_learned_state_is_plain_data() -> None:
     """For status and metrics: speeds, utilisation, and by endpoint slowness and requests that keep coming."""
     subject = policy(KvAwareSettings())
     subject.observe_sample(fleet(1)[0].id, features_of(100, 0), 0.2, 1.0)

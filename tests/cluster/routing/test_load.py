@@ -60,7 +60,7 @@ def test_first_tokens_of_one_step_are_one_sample(load: EndpointLoad, samples: Sa
     assert [(work[0], round(busy_s, 3)) for work, busy_s, _ in samples] == [(2.0, 0.201), (1.0, 0.099)]
 
 
-def test_what_a_request_waits_for_before_the_engine_gets_it_is_not_busy(load: EndpointLoad, samples: Samples) -> None:
+def test_waiting_before_the_engine_is_not_busy_time(load: EndpointLoad, samples: Samples) -> None:
     """A copy of KV, say. While the engine has others to do, these are what it was busy with."""
     waits = load.reserve(300, 100, 1.0)
     load.begin(waits, PromptSplit(300, 100), 5.0)
@@ -76,7 +76,7 @@ def test_what_a_request_waits_for_before_the_engine_gets_it_is_not_busy(load: En
     assert len(samples) == 3
 
 
-def test_what_did_not_come_for_a_request_is_counted_from_its_beginning_on(load: EndpointLoad, samples: Samples) -> None:
+def test_a_failed_transfer_counts_from_its_beginning(load: EndpointLoad, samples: Samples) -> None:
     """It was to be read from the host's memory, and the engine computes it: nothing is learned of how fast that is."""
     lower = ((Tier.HOST, 600),)
     waits = load.reserve(100, 600, 0.0, onboarding_s=0.05, lower=lower)
@@ -313,7 +313,7 @@ def test_a_prompt_that_was_not_looked_for_counts_and_is_no_sample(
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_what_is_prefilled_behind_an_unknown_prompt_is_learned_from_its_end_on(
+def test_prefills_behind_an_unknown_prompt_are_learned_from_its_end_on(
     load: EndpointLoad, samples: Samples, hidden: bool
 ) -> None:
     """A hidden one ends at a time that is not known, so the first token behind it ends no sample, either."""

@@ -165,7 +165,7 @@ def test_false_placements_do_not_make_a_tier_dear() -> None:
     assert costs.seconds_per_token(FAST, Tier.HOST, token_s) < 2.0 * price_s
 
 
-def test_what_the_pool_learned_is_what_a_new_endpoint_begins_with() -> None:
+def test_a_new_endpoint_begins_with_the_pools_speeds() -> None:
     """It need not pay for it again; one that left is forgotten."""
     costs, token_s, host = OnboardingCosts(), 1e-4, ((Tier.HOST, 8000),)
     for _ in range(200):

@@ -42,7 +42,7 @@ def test_one_load_says_little_of_others() -> None:
 @pytest.mark.parametrize(
     ("tokens", "decode_s", "sequences"), [(MIN_TOKENS - 1, 0.1, 3), (50, 0.0, 3), (50, -1.0, 3), (50, 1.0, 0.0)]
 )
-def test_what_says_nothing_teaches_nothing(tokens: int, decode_s: float, sequences: float) -> None:
+def test_uninformative_answers_teach_nothing(tokens: int, decode_s: float, sequences: float) -> None:
     """Too short an answer, no time, or no sequence it could have run with."""
     model = StepModel()
     model.observe_answer(tokens, decode_s, sequences)
@@ -105,7 +105,7 @@ def test_without_a_target_nothing_is_learned_and_nothing_changes() -> None:
     assert taught_policy.steps.answer_tokens == 0.0
 
 
-def test_what_was_learned_is_shown() -> None:
+def test_learned_values_are_shown() -> None:
     """Beside the speeds, for status and receipts."""
     learned = policy(0.05).estimates(1.0)
     assert learned["itl_sequence_s"] == pytest.approx(0.0002, rel=0.15)

@@ -36,7 +36,7 @@ def test_nothing_starves() -> None:
     assert turns.behind_s("greedy", 1, 101.0) == MAX_BEHIND_S
 
 
-def test_what_was_granted_long_ago_is_forgotten() -> None:
+def test_old_placements_are_forgotten() -> None:
     """Half of it a half-life, and in the end the name too."""
     turns = TenantTurns()
     turns.grant_work("greedy", 8.0, 100.0)

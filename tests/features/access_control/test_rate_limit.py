@@ -177,7 +177,7 @@ async def test_generated_answers_without_usage_are_charged_by_their_bytes(
     assert reply.headers[b"x-ratelimit-remaining-tokens"] == b"%d" % (1000 - 160 // 4 - tokens)
 
 
-async def test_what_was_not_understood_is_charged_by_its_bytes() -> None:
+async def test_unparsed_bodies_are_charged_by_their_bytes() -> None:
     """A body that was not parsed, on an unknown path, without usage in its answer."""
     engine = Engine()
     engine.chunks = (b"data: a\r\n\r\ndata: b\n\n",)

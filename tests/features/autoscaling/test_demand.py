@@ -73,7 +73,7 @@ def test_more_than_the_bound_is_never_wanted() -> None:
     assert wanted(Demand(), 0.0, backlog_s=1e9, most=7) == 7
 
 
-def test_what_came_is_forgotten() -> None:
+def test_arrivals_are_forgotten() -> None:
     """An hour later nothing is wanted."""
     demand = Demand()
     now = arrive(demand, per_s=10, own_s=0.2, for_s=100)

@@ -87,7 +87,7 @@ async def etcd() -> AsyncIterator[tuple[FakeEtcd, dict[str, object]]]:
         (b'{"result":{"events":[{"kv":{"key":"*"}}]}}', "not base64", 2),
     ],
 )
-async def test_what_is_wrong_with_a_watch_is_said(
+async def test_faults_of_a_watch_are_reported(
     follow: Follow,
     etcd: tuple[FakeEtcd, dict[str, object]],
     line: bytes,

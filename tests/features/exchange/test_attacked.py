@@ -61,7 +61,7 @@ def test_a_text_that_is_not_utf8_is_no_message() -> None:
         decode_deltas(kept)
 
 
-async def test_what_cannot_be_decoded_is_counted(tmp_path: Path) -> None:
+async def test_undecodable_events_are_counted(tmp_path: Path) -> None:
     """And logged not at all: thousands may come."""
     payload = encode(Bye(Origin("abcd", 0, 1))).replace(b"abcd", b"\xff\xfe\xfd\xfc")
     async with serve(FakeEngine("a")) as engine, deciding(engine, siblings=Siblings(tmp_path, 0, 2)) as one:
@@ -125,7 +125,7 @@ def test_a_life_that_is_over_stays_over_while_the_next_one_beats() -> None:
     assert [peer.origin for peer in two.peers.living] == [later]
 
 
-def test_what_is_kept_of_a_silent_peer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_a_silent_peer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It opens requests, falls silent and comes back, again and again."""
     monkeypatch.setattr(heard_module, "MAX_GIVEN_UP", 5)
     bus, one, two = pair()

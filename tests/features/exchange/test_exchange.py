@@ -28,7 +28,7 @@ from kvproxy.features.exchange.world import SharedState
 from tests.features.exchange.support import BEAT_S, A, B, Bus, Cluster, Node, Request, Sent, join_third, pair
 
 
-def test_what_is_routed_in_one_is_held_in_all() -> None:
+def test_a_route_in_one_process_is_held_in_all() -> None:
     """From the next batch on, the prompt is found and its load is counted, until the request is over."""
     bus, one, two = pair()
     request = one.begin(A, 1, 2, 3, tokens=500)
@@ -130,7 +130,7 @@ def test_a_lost_end_is_noticed_by_the_next_heartbeat() -> None:
     assert two.in_flight()[A] == 0
 
 
-def test_what_is_too_old_to_be_sent_again_is_counted_as_lost() -> None:
+def test_batches_too_old_for_a_resend_count_as_lost() -> None:
     """It is told how things stand instead, and the consistency says what is missing."""
     bus, one, two = pair()
     bus.fate = lambda sent: 0
@@ -359,7 +359,7 @@ def _talk(bus: Bus, speaker: Node, requests: int) -> None:
         bus.deliver()
 
 
-def test_what_comes_too_early_is_held_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_messages_are_held_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond it is dropped and counted, and what was missed is told in short: nothing of it is lost."""
     monkeypatch.setattr(peers_module, "MAX_EARLY_BYTES", 3000)
     bus, one, two = pair()
@@ -398,7 +398,7 @@ def test_of_a_standing_without_room_the_loads_count_all_the_same(monkeypatch: py
     assert two.in_flight() == {A: 0, B: 0}
 
 
-def test_what_comes_while_a_new_one_joins_waits_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_during_a_join_wait_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest goes, and is asked for afterwards."""
     monkeypatch.setattr(joining_module, "MAX_BUFFERED_BYTES", 3000)
     bus, one, _ = pair()
@@ -416,7 +416,7 @@ def test_what_comes_while_a_new_one_joins_waits_within_a_bound(monkeypatch: pyte
     assert three.peers.status is SyncStatus.SYNCED
 
 
-def test_what_waited_is_taken_in_steps_and_in_its_order() -> None:
+def test_waiting_messages_are_applied_in_steps_and_in_order() -> None:
     """A batch that comes between two steps waits behind it; until the last one it still joins."""
     bus, one, _ = pair()
     three = Node(bus, "three")
@@ -526,7 +526,7 @@ def test_batches_of_long_conversations_fit_into_a_message() -> None:
     bus.deliver()
 
 
-def test_what_a_new_one_is_told_of_sessions_fits_into_messages() -> None:
+def test_sessions_for_a_newcomer_fit_into_messages() -> None:
     """However long the prompts were that sessions begin with."""
     _, one, _ = pair()
     assert one.cluster.indexes is not None
@@ -577,7 +577,7 @@ def test_a_row_counts_from_when_it_was_sent() -> None:
     assert load.backlog((0.0, 0.001, 0.0, 1.0), 1.0, bus.now).elapsed_s == pytest.approx(0.5)
 
 
-def test_what_cannot_be_applied_holds_nothing_back() -> None:
+def test_a_delta_that_fails_holds_nothing_back() -> None:
     """Of what waited while it joined: the rest counts, and what comes next is no longer kept waiting."""
     taken: list[int] = []
 

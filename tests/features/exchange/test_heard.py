@@ -99,7 +99,7 @@ async def test_where_a_session_was_served(hearing: Hearing) -> None:
     assert (table.sessions, hearing.heard.unknown) == (before, 1)
 
 
-async def test_what_was_learned_elsewhere(hearing: Hearing) -> None:
+async def test_samples_of_other_processes(hearing: Hearing) -> None:
     """Of tokens, of speeds and of retries; an endpoint that is not there teaches nothing."""
     proxy = hearing.one.proxy
     assert proxy.kvcache is not None
@@ -121,7 +121,7 @@ async def test_what_was_learned_elsewhere(hearing: Hearing) -> None:
     assert left == 6
 
 
-async def test_what_was_charged_elsewhere(hearing: Hearing) -> None:
+async def test_charges_of_other_processes(hearing: Hearing) -> None:
     """To the limit that was meant; one that is not here is left out."""
     hearing.hear(Spent("rate_limit", "x", "requests", 3.0))
     assert hearing.one.spent() == pytest.approx(3.0, abs=0.5)
@@ -135,7 +135,7 @@ async def test_drains_of_what_is_not_here(hearing: Hearing) -> None:
     assert hearing.one.proxy.clusters["default"].endpoints[0].draining
 
 
-async def test_what_was_done_to_caches_elsewhere(hearing: Hearing) -> None:
+async def test_actions_of_other_processes(hearing: Hearing) -> None:
     """A pin is a lease here too; a kind that a later version knows is counted."""
     assert hearing.one.proxy.kvcache is not None
     actions = hearing.one.proxy.kvcache.actions

@@ -108,7 +108,7 @@ def test_a_drain_of_an_endpoint_that_came_back_is_told_again() -> None:
     assert two.cluster.draining == {A: True}
 
 
-def test_what_an_engine_prefilled_after_it_lost_everything_is_held_elsewhere_too() -> None:
+def test_a_prefill_after_a_cache_loss_is_known_elsewhere_too() -> None:
     """The loss empties what is believed of it; the prompt that showed it is there."""
     bus, one, two = pair()
     indexes = one.cluster.indexes
@@ -128,7 +128,7 @@ def test_what_an_engine_prefilled_after_it_lost_everything_is_held_elsewhere_too
     assert two.held(5, 6) == one.held(5, 6) == {A: 2}
 
 
-def test_what_waited_for_a_batch_that_is_gone_waits_no_more() -> None:
+def test_messages_behind_a_lost_batch_wait_no_more() -> None:
     """How things stand says more than it did: nothing is asked for again, and the peer is in order."""
     bus, one, two = pair()
     bus.fate = lambda sent: 0
@@ -168,7 +168,7 @@ def test_a_snapshot_with_a_hole_is_asked_of_another() -> None:
     assert other.served == [three.origin]
 
 
-def test_what_is_longer_than_any_message_is_not_read() -> None:
+def test_an_oversized_message_is_not_read() -> None:
     """However well it is formed."""
     long = wire.StateChunk(wire.Origin("one", 0, 1), 0, b"0" * (2 * wire.MAX_BYTES), [], False)
     with pytest.raises(msgspec.DecodeError):

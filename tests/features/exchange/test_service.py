@@ -50,7 +50,7 @@ async def two_workers(folder: Path, **config: Any) -> AsyncIterator[tuple[Decidi
         yield one, two
 
 
-async def test_what_one_worker_serves_the_other_knows(tmp_path: Path) -> None:
+async def test_sessions_served_by_one_worker_are_known_to_the_other(tmp_path: Path) -> None:
     """The prompt is in both indexes."""
     async with two_workers(tmp_path) as (one, two):
         assert (await one.ask()).status_code == 200
@@ -59,7 +59,7 @@ async def test_what_one_worker_serves_the_other_knows(tmp_path: Path) -> None:
         assert one.proxy.metrics.registry.get_sample_value("kvproxy_sync_store_up") is None  # nor is there a store
 
 
-async def test_what_one_worker_learns_the_other_knows(tmp_path: Path) -> None:
+async def test_facts_learned_by_one_worker_reach_the_other(tmp_path: Path) -> None:
     """Of a prompt's tokens, of what is asked for, of speeds, and of where a session is."""
     async with two_workers(tmp_path) as (one, two):
         here, there = one.proxy.kvcache, two.proxy.kvcache
@@ -135,7 +135,7 @@ async def test_a_reload_goes_on_sharing(tmp_path: Path) -> None:
         await until(lambda: two.entries() == one.entries() > 0)
 
 
-async def test_what_is_no_message_is_counted_and_harms_nothing(tmp_path: Path) -> None:
+async def test_invalid_messages_are_counted_and_harm_nothing(tmp_path: Path) -> None:
     """Whatever is in a datagram."""
     async with two_workers(tmp_path) as (one, two):
         for junk in (b"", b"\x00", b"\x93\x01\x02\x03", b"x" * 1000):
@@ -145,7 +145,7 @@ async def test_what_is_no_message_is_counted_and_harms_nothing(tmp_path: Path) -
         await until(lambda: two.entries() == one.entries() > 0)
 
 
-async def test_what_cannot_be_told_holds_nothing_else_up(tmp_path: Path) -> None:
+async def test_an_unencodable_delta_holds_nothing_else_up(tmp_path: Path) -> None:
     """It is left out, and counted."""
     async with two_workers(tmp_path) as (one, two):
         one.sync.journal.add(Spent("rate_limit", "\ud800", "requests", 1.0))
@@ -172,7 +172,7 @@ async def test_a_worker_that_does_not_read_holds_no_other_up(tmp_path: Path, mon
         assert len(heard) == 5000 - one.dropped
 
 
-async def test_what_is_to_be_done_once_is_granted_to_one_worker(tmp_path: Path) -> None:
+async def test_claimed_work_is_granted_to_one_worker(tmp_path: Path) -> None:
     """The owner of a claim grants it once; the one that has it may have it again, and another one another claim."""
     async with two_workers(tmp_path) as (one, two):
         for number in range(10):  # some are owned by the one, some by the other
@@ -182,7 +182,7 @@ async def test_what_is_to_be_done_once_is_granted_to_one_worker(tmp_path: Path) 
             assert await two.sync.claim(f"pin b {number}", 60.0)
 
 
-async def test_what_was_learned_last_is_told_before_the_end(tmp_path: Path) -> None:
+async def test_the_last_samples_are_sent_before_the_end(tmp_path: Path) -> None:
     """A worker that ends waits for no batch: what it served in its last moment stays known."""
     slow = {"sync": {"heartbeat": "50ms", "interval": "1s"}}
     async with serve(FakeEngine("a")) as engine, worker(tmp_path, 0, engine) as one:
@@ -268,7 +268,7 @@ async def test_a_connection_from_which_nothing_comes_back_is_made_again(
     assert "secret" not in caplog.text
 
 
-async def test_what_waits_for_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_waiting_for_a_store_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes, the oldest first, and counted; where there is no store all is."""
     monkeypatch.setattr(stores, "MAX_WAITING_BYTES", 10_000)
     heard: list[bytes] = []
@@ -314,9 +314,7 @@ LIMIT = {"rate_limit": {"requests_per_minute": 6, "burst": 10}}
 LIMITED: dict[str, Any] = {"filters": ["inference_request", "kvcache", LIMIT, "router"]}
 
 
-async def test_what_a_store_keeps_is_known_when_nobody_is_left_to_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stores_contents_are_known_without_any_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As old as it is by then: a limit has filled again meanwhile."""
     memory = Memory()
     async with serve(FakeEngine("a")) as engine:
@@ -347,7 +345,7 @@ async def test_one_that_was_told_does_not_ask_the_store(tmp_path: Path, monkeypa
             assert (second.recalls, second.kept) == (0, b"")
 
 
-async def test_what_is_no_kept_word_is_said_once_and_written_over(
+async def test_an_invalid_snapshot_is_reported_once_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever is in the key."""

@@ -144,7 +144,7 @@ def test_learned_speeds_price_it() -> None:
     assert found.seconds >= found.tokens * world.cluster.speeds.seconds[1]
 
 
-def test_what_the_engine_reused_is_no_break() -> None:
+def test_reused_prefixes_are_no_break() -> None:
     """Whatever changed: its template may leave it out."""
     world = World()
     world.send(LONG)
@@ -251,7 +251,7 @@ def test_turns_that_overlap_are_not_compared() -> None:
     assert second == [None]
 
 
-def test_what_no_engine_prefilled_is_not_remembered() -> None:
+def test_prompts_without_a_prefill_are_not_remembered() -> None:
     """A failed attempt, and the client's retry."""
     world = World()
     world.send(LONG)
@@ -302,7 +302,7 @@ def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.tenant for one in world.breaks.book.latest] == ["one", "two", "three", "four"]
 
 
-def test_what_is_held_is_shown() -> None:
+def test_held_entries_are_shown() -> None:
     """In bytes."""
     world = World()
     world.send(FIRST)

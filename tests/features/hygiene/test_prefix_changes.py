@@ -244,7 +244,7 @@ def test_every_cause_has_its_advice() -> None:
     assert set(ADVICE) == set(Cause)
 
 
-def test_what_came_again_is_counted_in_bytes() -> None:
+def test_repeated_bytes_are_counted() -> None:
     """Behind a date in the first system block: its other lines and blocks, tools, all messages of the last turn."""
     conversations = Conversations()
     before = edited(FIRST, "system.0.text", dated("2026-09-01"))
@@ -339,7 +339,7 @@ CLEAN: dict[str, list[Body]] = {
 
 
 @pytest.mark.parametrize("case", CLEAN)
-def test_what_breaks_nothing_is_not_reported(case: str) -> None:
+def test_a_harmless_difference_is_not_reported(case: str) -> None:
     """Retries, branches, sub-agents, side requests."""
     conversations = Conversations()
     assert [conversations.send(body) for body in CLEAN[case]] == [None] * len(CLEAN[case])
@@ -377,7 +377,7 @@ def test_a_client_that_breaks_every_turn_is_one_conversation() -> None:
     assert len(conversations.session.threads) == 1
 
 
-def test_what_is_kept_is_bounded_and_counted() -> None:
+def test_kept_entries_are_bounded_and_counted() -> None:
     """In sessions and in bytes; the longest unused goes first."""
     conversations = Conversations()
     sessions = conversations.sessions = Sessions(max_sessions=3, max_bytes=20_000)
@@ -422,7 +422,7 @@ def test_no_text_is_kept() -> None:
     assert {value for value in held if isinstance(value, str | bytes)} == {"m", "tool", "system block"}
 
 
-def test_what_cannot_be_read_is_one_part() -> None:
+def test_an_unreadable_prompt_is_one_part() -> None:
     """Lists that are none, or too long."""
     for tools in ('"none"', "[" + ",".join(["{}"] * 600) + "]"):
         conversations = Conversations()

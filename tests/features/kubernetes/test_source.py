@@ -117,7 +117,7 @@ async def test_a_port_that_is_not_there_is_named(follow: Follow, api: Api, port:
         assert str(one.cluster.poller.left_out["kubernetes"][0]).startswith(complaint)
 
 
-async def test_what_pods_say_about_themselves(api: Api) -> None:
+async def test_annotations_of_pods(api: Api) -> None:
     """Role, models, weight and LMCache's id, an annotation before a label, a pod before its slice."""
     fake, where = api
     said = {

@@ -100,7 +100,7 @@ def test_a_return_ends_the_pause_and_takes_the_lease() -> None:
     assert list(book.released) == [("a", 7)]
 
 
-def test_what_is_learned_of_a_prompt_later_changes_no_lease() -> None:
+def test_late_facts_about_a_prompt_change_no_lease() -> None:
     """It was seen to be the beginning of prompts that part before its end: budgets and pins go by what they were."""
     book, granted = LeaseBook(), lease(waiting(7))
     book.grant(granted, settings())
@@ -118,7 +118,7 @@ def test_who_comes_back_late_finds_no_promise() -> None:
     assert [result for _, result in book.take_expired(11.0)] == ["expired"]
 
 
-def test_what_no_engine_confirms_ends_and_is_not_taken_back() -> None:
+def test_an_unconfirmed_lease_ends_and_is_not_taken_back() -> None:
     book = LeaseBook()
     book.grant(lease(waiting(7), held=False, until=900.0), settings())
     assert book.take_expired(59.0) == []

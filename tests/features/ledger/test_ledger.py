@@ -118,7 +118,7 @@ async def test_a_prediction_is_marked_and_priced_only_if_configured(
     assert f"{predicted:,} cached tokens as predicted" in out.getvalue()
 
 
-async def test_what_no_engine_answered_is_not_billed(tmp_path: Path) -> None:
+async def test_unanswered_requests_are_not_billed(tmp_path: Path) -> None:
     """Refusals, failures of engines and of clients; an answer that broke off is, with what is known of it."""
     path, calls = tmp_path / "ledger.jsonl", iter([400, 500, 200])
 

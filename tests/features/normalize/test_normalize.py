@@ -88,7 +88,7 @@ RULES: dict[str, tuple[NormalizeRule, bytes, Any, Any]] = {
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")], ids=["compact", "spaced"])
 @pytest.mark.parametrize("case", RULES)
-def test_what_a_rule_makes_of_a_piece(case: str, separators: tuple[str, str]) -> None:
+def test_pieces_after_a_rule(case: str, separators: tuple[str, str]) -> None:
     """And that what it makes is JSON."""
     rule, name, before, after = RULES[case]
     piece = Piece(name, json.dumps(before, separators=separators).encode())
@@ -198,7 +198,7 @@ async def send(proxy: RunningProxy, body: bytes, path: str = "/v1/messages", ses
     ],
     ids=["odd spaces", "a name twice", "another member first", "no JSON", "another path", "nothing to change"],
 )
-async def test_what_cannot_be_changed_for_sure_is_left(path: str, body: bytes) -> None:
+async def test_an_uncertain_rewrite_is_left_out(path: str, body: bytes) -> None:
     """The engine gets what the client sent."""
     engine = FakeEngine("a", usage)
     config: dict[str, Any] = {"policy": "kv_aware", "filters": [*FILTERS[:-1], {"router": {"paths": "all"}}]}
@@ -280,7 +280,7 @@ def test_few_sessions_settle_nothing() -> None:
     assert trial_of(0.9, 12)[0].state is TrialState.TRYING
 
 
-def test_what_a_trial_keeps_is_bounded() -> None:
+def test_a_trials_memory_is_bounded() -> None:
     """The latest sessions count."""
     trial = Trial(share=0.5, seed=1)
     for session in range(MAX_SESSIONS + 50):

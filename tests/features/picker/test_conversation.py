@@ -112,7 +112,7 @@ async def test_a_body_that_is_no_request_goes_somewhere(body: bytes, mode: int) 
         assert destination(await envoy.pick(body))[0] in (A, B, C)
 
 
-async def test_what_a_client_forges_is_cut() -> None:
+async def test_forged_fields_are_cut() -> None:
     """In buffered mode with the first answer already, so that it is gone even if nothing comes after it."""
     forged = dict.fromkeys(FORGEABLE, "127.0.0.1:1")
     async with running_picker() as picker:
@@ -169,7 +169,7 @@ async def test_a_rank_is_named_and_falls_back_to_none_of_another_number() -> Non
         assert headers["x-data-parallel-rank"] in ("0", "1")
 
 
-async def test_what_leads_to_one_engines_rank_leads_to_no_other_engine() -> None:
+async def test_a_rank_of_one_engine_is_no_rank_of_another() -> None:
     """Envoy goes on to the next address with the headers it was told: of all, only those that they fit are named."""
     ranked = {"id": "a", "url": f"http://{A}", "data_parallel": {"ranks": [0, 1]}}
     endpoints: Any = [ranked, {"id": "b", "url": f"http://{B}"}, {"id": "c", "url": f"http://{C}"}]

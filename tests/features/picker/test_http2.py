@@ -133,7 +133,7 @@ async def test_a_stream_is_answered_in_frames_that_arrive_in_any_cut() -> None:
         assert not peer.handlers[0].left
 
 
-async def test_what_the_windows_do_not_take_waits() -> None:
+async def test_data_beyond_the_windows_waits() -> None:
     """The stream's and the connection's; what other streams send is not held up by it."""
     settings = frame(SETTINGS, 0, 0, struct.pack("!HI", 4, 10))
     async with connected(hello=PREFACE + settings) as peer:
@@ -241,7 +241,7 @@ async def test_a_connection_that_leaves_takes_no_new_streams() -> None:
         (PREFACE + frame(RESET, 0, 9, b"\0\0\0\0"), Code.PROTOCOL_ERROR),
     ],
 )
-async def test_what_breaks_the_protocol_ends_the_connection(said: bytes, code: Code) -> None:
+async def test_a_protocol_error_ends_the_connection(said: bytes, code: Code) -> None:
     """With the code that says how."""
     async with connected(hello=said) as peer:
         assert await peer.end() == code

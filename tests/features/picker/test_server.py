@@ -76,7 +76,7 @@ async def test_a_watch_says_what_changes(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not picker.server._watches
 
 
-async def test_what_is_not_served_is_said() -> None:
+async def test_an_unknown_method_is_unimplemented() -> None:
     """As gRPC says it."""
     async with running_picker() as picker:
         call = picker.channel.unary_unary("/else.Service/Method")(b"", timeout=30)

@@ -389,7 +389,7 @@ def strange() -> dict[str, Any]:
     return raw
 
 
-def test_what_we_do_not_have_is_an_error_or_with_lenient_a_warning() -> None:
+def test_missing_features_are_errors_or_warnings_with_lenient() -> None:
     """The same list both times, the nearest of ours beside it."""
     config, problems = check(strange())
     assert config is None
@@ -467,7 +467,7 @@ def test_unusable_files(change: Any, message: str) -> None:
     assert message in "\n".join(only(problems, "error"))
 
 
-def test_what_is_ignored_is_said() -> None:
+def test_ignored_settings_are_reported() -> None:
     """Ring sizes, discovery types, profiler, node: notes, once each."""
     raw = small(cluster={"type": "StrictDNS", "consistent": {"replica_num": 10}, "lb_policy": "MaglevHashing"})
     raw |= {"node": {"id": "n"}}

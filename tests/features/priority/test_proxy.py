@@ -81,7 +81,7 @@ async def test_without_the_setting_bodies_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize"])
-async def test_what_generates_nothing_carries_none(path: str) -> None:
+async def test_requests_without_generation_carry_none(path: str) -> None:
     """Nor does what is no inference request."""
     engine = FakeEngine("a")
     async with one_engine(engine, **ON) as proxy:

@@ -94,7 +94,7 @@ def test_turns_of_residents_never_wait(admission: SessionAdmission) -> None:
     assert not waits(admission, prompt(1, 700), A)
 
 
-def test_what_sessions_share_counts_once(admission: SessionAdmission) -> None:
+def test_prefixes_shared_by_sessions_count_once(admission: SessionAdmission) -> None:
     """By the blocks that a resident has already."""
     knows(admission, 1, shared=400)
     turn(admission, prompt(1, 500, shared=400), A)
@@ -380,7 +380,7 @@ def test_new_sessions_are_refused_where_they_could_not_begin_in_time(admission: 
     assert admission.retry_after_s(prompt(17, 20), 0.0, 11.0) is None
 
 
-def test_what_is_kept_has_bounds(admission: SessionAdmission, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_entries_are_bounded(admission: SessionAdmission, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest idle sessions and the beginnings not seen for longest go first."""
     monkeypatch.setattr(rule, "MAX_SESSIONS", 3)
     for number in range(1, 6):

@@ -47,7 +47,7 @@ def test_live_blocks_are_counted_while_the_shadow_asks_for_them(make_cluster: Ma
     assert bench.endpoint("a").load.live is None
 
 
-def test_what_the_shadow_learned_is_the_policys_when_it_takes_over(make_cluster: MakeCluster) -> None:
+def test_the_shadows_learning_goes_to_the_policy_that_takes_over(make_cluster: MakeCluster) -> None:
     """Tried in the shadow, then used; the other way round as well, and each learns on by itself."""
     bench = make_cluster("a", "b", shadow_policy=PolicyName.KV_AWARE)
     taught(bench)

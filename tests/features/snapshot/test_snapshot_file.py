@@ -29,7 +29,7 @@ def outcome_of(file: SnapshotFile) -> Outcome:
     return caught.value.outcome
 
 
-def test_what_was_written_last_is_read(tmp_path: Path) -> None:
+def test_the_last_written_entry_is_read(tmp_path: Path) -> None:
     """For its owner's eyes, and with nothing beside it."""
     file = file_at(tmp_path / "snapshot")
     file.write(pieces(1.0))
@@ -87,7 +87,7 @@ def test_a_larger_file_than_allowed_is_not_read(tmp_path: Path) -> None:
     assert outcome_of(file_at(path)) is Outcome.TOO_LARGE
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_not_waited_for(tmp_path: Path) -> None:
     """Opening a pipe without a writer would hang; a folder cannot be read."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
@@ -96,7 +96,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
             file_at(tmp_path / name).read()
 
 
-def test_what_a_killed_writer_left_is_cleared_away(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     """At the next start, unless it is so young that a process may be at it still; other files are left alone."""
     for name, age_s in (
         (".snap[1].old.tmp", 601),

@@ -87,7 +87,7 @@ async def test_without_a_snapshot_nothing_is_known(tmp_path: Path) -> None:
             assert service(after).observers.find(WarmRestart) is None
 
 
-async def test_what_an_engine_dropped_meanwhile_is_noticed(tmp_path: Path) -> None:
+async def test_an_eviction_in_the_meantime_is_noticed(tmp_path: Path) -> None:
     """The first answer contradicts the snapshot; from then on the index is right."""
     async with simulated() as place:
         async with life(place, tmp_path / "kept") as before:

@@ -294,7 +294,7 @@ async def test_a_stream_that_breaks_off_is_an_error_despite_its_status() -> None
     assert told(spans[0])["http.response.status_code"] == 200
 
 
-async def test_what_is_no_inference_request_has_a_plain_name() -> None:
+async def test_other_requests_have_a_plain_name() -> None:
     """Unknown paths never become span names: their number is not ours to bound."""
     async with traced(
         FakeEngine("a"), filters=["inference_request", "router"], policy="random", client_policies=[]
@@ -432,7 +432,7 @@ def test_the_standard_switches_take_the_filter_out(switch: dict[str, str]) -> No
         ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=grpc is not supported"),
     ],
 )
-def test_what_is_not_supported_is_said_at_start(env: dict[str, str], message: str) -> None:
+def test_unsupported_settings_are_reported_at_start(env: dict[str, str], message: str) -> None:
     """Not at the first span."""
     with pytest.raises(ConfigError) as caught:
         tracing.build(Inner(), TracingSettings(), filter_context(), env=env)

@@ -102,7 +102,7 @@ def test_a_copy_that_a_limit_refuses_is_left_out_alone() -> None:
     ],
     ids=["slow link", "too little", "not published", "nothing"],
 )
-def test_what_is_not_offered(plan: LinkPlan, held: Overlap) -> None:
+def test_missing_calls(plan: LinkPlan, held: Overlap) -> None:
     request = asked(a=held)
     offered = planner(plan).offer(request, endpoints(), SPEEDS, 0.0)
     assert (offered.facts, offered.transfer_s or None) == (request.facts, None)
@@ -164,7 +164,7 @@ def test_both_links_are_reserved() -> None:
     assert (under_test.counts.made, under_test.counts.tokens) == (2, 32 * BLOCK)
 
 
-def test_what_the_source_has_lost_is_not_copied() -> None:
+def test_prefixes_lost_at_the_source_are_not_copied() -> None:
     """It comes to nothing at once, and no link is held for it."""
     source, target, _ = (each.engine for each in endpoints())
     under_test = planner()
@@ -263,7 +263,7 @@ def test_moving_needs_a_policy_that_prices_it() -> None:
     assert str(PolicySpec.parse("kv_aware+move+no_queue")) == "kv_aware+no_queue+move"
 
 
-def test_what_is_computed_nearly_as_fast_is_not_copied() -> None:
+def test_prefixes_computed_nearly_as_fast_are_not_copied() -> None:
     """A copy takes the links from others: at 1.5 GB/s, or where it takes long to begin, a short beginning is not worth
     it; a long one is, whose tokens attend to more before them."""
     slow = planner(LinkPlan(1.5, latency_s=0.001))

@@ -67,7 +67,7 @@ def count_hot(proxy: Proxy, tokens: array[int], now: float) -> None:
 
 
 @pytest.mark.parametrize("export", ["tokens", "hashes"])
-async def test_what_is_hot_is_exported_and_computed_again(export: str) -> None:
+async def test_hot_prefixes_are_exported_and_computed_again(export: str) -> None:
     """By its tokens, as lines that `kvproxy warm` reads; by hashes, to be compared. Each is one audit line."""
     cache = {"kv_events": True, "warming": {"enabled": True, "export": export}}
     filters = ["inference_request", {"kvcache": {**cache, "cache_strategy": {"hot_content_threshold": 2}}}, "router"]
@@ -105,7 +105,7 @@ async def test_nothing_is_exported_unasked() -> None:
         ("", {"request": {**PROMPT, "model": "other"}}, 200, ""),
     ],
 )
-async def test_what_cannot_be_warmed_is_refused(query: str, body: dict[str, Any], status: int, said: str) -> None:
+async def test_unwarmable_prompts_are_refused(query: str, body: dict[str, Any], status: int, said: str) -> None:
     """With what to do; a model that no engine has is the engines' word."""
     async with warmed() as (_, _, client):
         answer = await client.post(f"/warm{query}", json=body)
@@ -116,7 +116,7 @@ async def test_what_cannot_be_warmed_is_refused(query: str, body: dict[str, Any]
             assert [one["result"] for one in answer.json()["endpoints"]] == ["refused"]
 
 
-async def test_what_could_not_be_warmed_is_expected_nowhere() -> None:
+async def test_failed_warmings_are_expected_nowhere() -> None:
     """The engine refused it: a request with the same prompt is not sent there for it."""
     other = {**PROMPT, "model": "other"}
     async with warmed() as (_, _, client):

@@ -197,7 +197,7 @@ class RemoteLoad:
         raise AssertionError(action)
 
 
-async def test_what_another_proxy_warms_is_left_to_it() -> None:
+async def test_prefixes_warmed_by_another_proxy_are_skipped() -> None:
     """It is looked at again once that may have ended."""
     clock, b, elsewhere = FakeClock(), Engine(), RemoteLoad()
     async with warming(Engine(), b, clock) as service:
@@ -264,7 +264,7 @@ async def test_the_budget_fills_in_a_minute() -> None:
             assert len(a.prompts) == sent
 
 
-async def test_what_fails_or_cannot_be_verified_is_counted_so() -> None:
+async def test_failures_and_unverified_results_are_counted() -> None:
     """An error by its reason; an engine that reports no reuse is believed."""
     for b, result in ((Engine(status=500), "refused"), (Engine(says_cached=False), "unverified")):
         async with warming(Engine(), b, FakeClock()) as service:

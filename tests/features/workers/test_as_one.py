@@ -38,7 +38,7 @@ async def test_a_rate_limit_holds_for_all_workers_together() -> None:
         assert (await other.post(CHAT, json=chat())).status_code == 429
 
 
-async def test_what_one_worker_routed_the_other_knows() -> None:
+async def test_routes_of_one_worker_reach_the_other() -> None:
     """A turn's cached prefix is known through whichever worker the next one comes."""
     async with serve(FakeEngine("a")) as a, serve(FakeEngine("b")) as b:
         filters = ["request_id", "inference_request", "kvcache", "router"]

@@ -40,7 +40,7 @@ async def prepare(both: Together, index: int) -> None:
     assert answer.is_success, answer.text
 
 
-async def test_what_was_prepared_is_let_go_when_another_refuses() -> None:
+async def test_prepared_parts_are_released_if_another_refuses() -> None:
     """Its parts would run beside those that serve until the worker ends."""
     async with together(ENDPOINTS) as both:
         discarded = watch_discards(both.proxies[0])
@@ -71,7 +71,7 @@ async def test_of_two_that_are_prepared_the_first_is_let_go() -> None:
         assert both.proxies[0].generations.current is not discarded[0]
 
 
-async def test_what_nobody_asks_for_any_more_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unclaimed_preparations_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor is gone, or was answered too late, in the middle of a reload."""
     monkeypatch.setattr(control, "FORGET_S", 0.01)
     async with together(ENDPOINTS) as both:
@@ -80,7 +80,7 @@ async def test_what_nobody_asks_for_any_more_is_let_go(monkeypatch: pytest.Monke
         await until(lambda: bool(discarded))
 
 
-async def test_what_is_taken_into_use_is_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_preparation_taken_into_use_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither at once nor when the time to forget it has come."""
     monkeypatch.setattr(control, "FORGET_S", 0.2)
     async with together(ENDPOINTS, count=1) as one:

@@ -34,7 +34,7 @@ def test_endpoints_are_one_by_name() -> None:
     ]  # fmt: skip
 
 
-def test_what_an_engine_says_is_not_summed() -> None:
+def test_counts_reported_by_engines_are_not_summed() -> None:
     """Every worker reads the same engine: the freshest reading counts."""
     old, new = ({"age_s": age, "waiting": waiting} for age, waiting in ((4.0, 7), (1.0, 9)))
     answers = [{"clusters": {"c": [endpoint("a", engine=one)]}} for one in (old, None, new)]

@@ -18,7 +18,7 @@ def silence(both: Together, *indexes: int) -> None:
         both.workers.supervisor.slots[index].path.unlink()
 
 
-async def test_what_is_read_is_read_from_the_others() -> None:
+async def test_hits_are_read_from_the_other_engines() -> None:
     """One of two is enough to be ready, and for the page."""
     async with together(ENDPOINTS) as both:
         silence(both, 1)

@@ -29,7 +29,7 @@ def gain(mean: Ratio, *, p99: float = 1.0, itl: float = 1.0, runs: int = 10) -> 
         (gain(Ratio(0.95, 0.1), runs=100), ""),
     ],
 )
-def test_what_is_small_uncertain_or_dear_is_not_recommended(expected: Gain, reason: str) -> None:
+def test_small_uncertain_or_costly_advice_is_left_out(expected: Gain, reason: str) -> None:
     """Three percent, two standard errors, and nothing else that pays more."""
     assert why_not_given(expected) == reason
 

@@ -75,7 +75,7 @@ def test_a_config_file_with_its_index_is_all_that_is_needed(tmp_path: Path) -> N
         (["--model", "Llama-3.1-8B", "--trace", str(TRACE), "--sizes", "0.000001"], "holds no block"),
     ],
 )
-def test_what_is_wrong_is_said_with_what_to_do(arguments: list[str], said: str) -> None:
+def test_faults_are_reported_with_their_fix(arguments: list[str], said: str) -> None:
     """On the error stream, without a traceback."""
     status, out, err = plan(*arguments)
     assert (status, out) == (1, "")

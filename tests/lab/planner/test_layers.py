@@ -102,7 +102,7 @@ def test_the_text_part_of_a_multimodal_model_counts() -> None:
         ({**LLAMA, "full_attention_interval": 4}, "`linear_num_value_heads` is missing"),
     ],
 )
-def test_what_is_missing_or_not_understood_is_named(config: dict[str, Any], said: str) -> None:
+def test_missing_and_unknown_fields_are_named(config: dict[str, Any], said: str) -> None:
     """Never a guess."""
     with pytest.raises(PlanError, match=said.replace("(", r"\(")):
         read_layers(config)

@@ -349,7 +349,7 @@ def test_a_scenario_needs_no_trace(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["trace"] == "unique"
 
 
-def test_what_is_wrong_with_a_fleet_may_be_played_on_a_trace(trace_file: Path, tmp_path: Path) -> None:
+def test_disturbances_of_a_fleet_may_be_played_on_a_trace(trace_file: Path, tmp_path: Path) -> None:
     """In the workload's place."""
     file = tmp_path / "figures.json"
     status, table, _ = replay(trace_file, "--scenario", "slow_half", "--policy", "kv_aware", "--instances", "4",
@@ -387,7 +387,7 @@ def test_tiers_below_engine_memory(trace_file: Path, tmp_path: Path) -> None:
     assert hits[0][0] == hits[0][1] < min(hits[1])
 
 
-def test_what_is_below_can_be_disturbed_and_pressed(trace_file: Path, tmp_path: Path) -> None:
+def test_lower_tiers_can_fail_and_fill_up(trace_file: Path, tmp_path: Path) -> None:
     """Every part of the option reaches the engines, and every order of eviction can be played."""
     out = tmp_path / "figures.json"
     run = ("--instances", "1", "--capacity-tokens", "8192", "--policy", "kv_aware", "--json", out)

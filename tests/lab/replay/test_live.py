@@ -103,7 +103,7 @@ async def test_figures_come_from_the_servers_usage() -> None:
     [("refused", "no connection"), ("status", "status 429"), ("cut", "broken off"), ("timeout", "timeout"),
      ("error", "error event"), ("nonsense", "unreadable answer"), ("silence", "empty answer")],
 )  # fmt: skip
-async def test_what_fails_is_counted_and_the_rest_goes_on(trouble: str, reason: str) -> None:
+async def test_failures_are_counted_and_the_rest_goes_on(trouble: str, reason: str) -> None:
     """By its reason, however far it came; a stream that tells of an error is no answer."""
     replay, outcomes = await played(FakeServer(trouble=trouble))
     assert summarize_outcomes(outcomes, 2).failed == 1

@@ -90,7 +90,7 @@ async def test_a_single_engine_is_asked_directly(engines: Engines) -> None:
     assert await engines.counted("sim-1") == (0, 0, 0)
 
 
-async def test_what_a_proxy_refuses_is_counted_apart(engines: Engines) -> None:
+async def test_refusals_of_a_proxy_are_counted_apart(engines: Engines) -> None:
     """429 by its rate limit: neither an engine's work nor an answer."""
     filters = ["request_id", {"rate_limit": {"requests_per_minute": 6}}, "inference_request", "router"]
     async with running_proxy(engines.urls, filters=filters) as running:

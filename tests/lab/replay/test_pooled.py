@@ -110,7 +110,7 @@ def test_the_pool_goes_on_whatever_its_engines_are_like(capacity_tokens: int, sc
     assert all(each.first_token_at is not None and each.finished_at is not None for each in outcomes)
 
 
-def test_what_no_engine_holds_is_rejected_by_the_pool_as_well() -> None:
+def test_prompts_too_large_for_any_engine_are_rejected_by_the_pool_as_well() -> None:
     """The reference is of the requests that a real fleet can serve."""
     rows = [
         {"timestamp": 500 * number, "input_length": size, "output_length": 10, "hash_runs": [100 * (number + 1), 1]}

@@ -18,7 +18,7 @@ def test_two_plans_for_the_last_block_both_get_one() -> None:
     assert cache.free_blocks == 2
 
 
-def test_what_one_engine_computed_the_other_reuses() -> None:
+def test_kv_computed_by_one_engine_is_reused_by_the_other() -> None:
     """That is what makes it a bound."""
     settings = EngineSettings(capacity_blocks=8, block_size=16)
     cache = PooledCache(8)

@@ -32,7 +32,7 @@ def served(subject: IndexView, endpoint: int, turn: Turn, *, predicted: int = 0,
     subject.routed(endpoint, turn)(predicted, cached)
 
 
-def test_what_is_in_flight_counts_until_it_ends_then_only_events_do() -> None:
+def test_in_flight_prompts_count_until_they_end_then_only_events_do() -> None:
     """A burst of one prefix must not scatter before the first event."""
     subject = view()
     subject.facts(TURN)

@@ -381,7 +381,7 @@ def test_policies_are_named_as_in_the_configuration(text: str) -> None:
     assert str(PolicySpec.parse(f" {text} ")) == text
 
 
-def test_what_goes_with_a_policy_may_come_in_any_order() -> None:
+def test_suffixes_of_a_policy_may_come_in_any_order() -> None:
     """`+priority+queue` is `+queue+priority`."""
     assert PolicySpec.parse("kv_aware+priority+queue") == PolicySpec(PolicyName.KV_AWARE, queue=True, priority=True)
 
@@ -416,7 +416,7 @@ def test_a_rate_counts_the_pauses_between_arrivals() -> None:
     assert compute_rate([12.0, 10.0, 11.0]) == 1.0
 
 
-def test_what_was_cached_beyond_a_prediction_makes_up_for_no_wrong_one() -> None:
+def test_reuse_beyond_a_prediction_makes_up_for_no_wrong_one() -> None:
     """The wrong share counts the predicted tokens that were missing, request by request."""
     missed = ReplayOutcome(0.0, 100, 0, predicted_tokens=80, cached_tokens=20, first_token_at=1.0, finished_at=2.0)
     surprised = ReplayOutcome(0.0, 100, 1, predicted_tokens=20, cached_tokens=80, first_token_at=1.0, finished_at=2.0)

@@ -309,7 +309,7 @@ def test_a_prompt_in_the_middle_of_its_chunks_may_be_preempted() -> None:
     assert len(of(outputs, Finished)) == 7
 
 
-def test_what_can_never_fit_is_rejected_at_once() -> None:
+def test_an_impossible_request_is_rejected_at_once() -> None:
     """Longer than the whole cache: an answer instead of waiting for ever."""
     engine = Engine(replace(SMALL, capacity_blocks=4))
     engine.submit(request("a", 64, 10), 3.0)
@@ -333,7 +333,7 @@ def test_cancel_frees_blocks_at_once() -> None:
 
 
 @pytest.mark.parametrize("company", [0, 1])
-def test_what_a_cancelled_request_held_serves_the_next_one(company: int) -> None:
+def test_a_cancelled_requests_slot_serves_the_next_one(company: int) -> None:
     """It begins with the next step, and not where the long decode under way would have ended; also where the one that
     left was alone."""
     engine = Engine(replace(SMALL, max_sequences=1 + company))

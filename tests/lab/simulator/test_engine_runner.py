@@ -47,7 +47,7 @@ async def test_tokens_arrive_and_events_before_them() -> None:
     assert heard.events == [BlockStored((1, 2), None)]
 
 
-async def test_what_can_never_fit_fails() -> None:
+async def test_an_impossible_request_fails() -> None:
     """A rejected request ends its generation instead of leaving it waiting."""
     async with runner(Heard(), capacity_blocks=1) as running:
         with running.run_requests([SimRequest("a", [], 700, 3)]) as group:

@@ -16,7 +16,7 @@ from tests.support.loopback import serve
 PROMPT = list(range(600))
 
 
-async def test_what_an_engine_computed_is_found_through_lmcache() -> None:
+async def test_kv_of_one_engine_is_found_through_lmcache() -> None:
     """A prompt sent to one engine: the controller names it, the coordinator places it."""
     settings = FleetSettings(clone_engines(TINY, 2), coordinator=CoordinatorSettings())
     async with contextlib.AsyncExitStack() as stack:

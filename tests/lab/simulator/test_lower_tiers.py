@@ -42,7 +42,7 @@ def ask(subject: Engine, *names: int, now: float) -> tuple[FirstToken, list[KvEv
 
 
 @pytest.mark.parametrize("on_eviction", [False, True])
-def test_what_left_the_engines_memory_is_read_back(on_eviction: bool) -> None:
+def test_blocks_evicted_from_engine_memory_are_read_back(on_eviction: bool) -> None:
     """At the tier's price instead of computing it; it is the engine's again afterwards."""
     subject = engine(HOST, on_eviction=on_eviction)
     first, _ = ask(subject, 1, 2, 3, 4, 5, now=0.0)
@@ -186,7 +186,7 @@ def test_impossible_tiers_are_refused(wrong: dict[str, float]) -> None:
         TierSettings(**{"medium": "CPU", "capacity_blocks": 1, "read_block_s": 0.0, **wrong})  # type: ignore[arg-type]
 
 
-def test_what_is_compressed_is_there_when_the_cpu_is_done_with_it() -> None:
+def test_compressed_blocks_are_there_after_the_cpu_time() -> None:
     """A block after the other; who comes before that computes, and what is there already costs no time."""
     subject = engine(replace(HOST, write_block_s=10.0))
     _, events = ask(subject, 1, 2, 3, 4, 5, now=0.0)

@@ -44,7 +44,7 @@ def test_a_page_is_named_by_all_before_it() -> None:
     assert hash_pages([0, 1, 2, 3], SIZE, paired=True) != hash_pages([0, 1, 9, 3], SIZE, paired=True)
 
 
-def test_what_a_sequence_stored_is_reused_after_it() -> None:
+def test_blocks_of_a_finished_sequence_are_reused() -> None:
     """And counts as free then, though it is held."""
     pages = RadixPages(8, page_size=SIZE)
     used = run(pages, range(8))
@@ -68,7 +68,7 @@ def test_the_leaf_used_least_of_late_goes_first() -> None:
     assert gone == list(reversed(hashes(range(100, 106))))[:2]
 
 
-def test_what_two_sequences_compute_is_held_and_announced_once() -> None:
+def test_blocks_computed_by_two_sequences_are_held_and_announced_once() -> None:
     """The second one's pages are spare when it ends; what both use is not evicted before both have ended."""
     pages = RadixPages(6, page_size=SIZE)
     names = hashes(range(4))

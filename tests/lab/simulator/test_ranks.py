@@ -56,7 +56,7 @@ async def test_the_same_requests_get_the_same_answers_and_move_the_same_counters
             before = now
 
 
-async def test_what_is_of_the_process_counts_once() -> None:
+async def test_metrics_of_the_process_count_once() -> None:
     """Every family is described once, and samples without a rank stand there once."""
     async with ranked() as (_, client):
         text = (await client.get("/metrics")).text

@@ -46,7 +46,7 @@ def test_the_longest_unused_goes_first_by_a_ranking_too() -> None:
     assert ranked.take_events()
 
 
-def test_what_was_used_seldom_goes_first() -> None:
+def test_seldom_used_prefixes_are_evicted_first() -> None:
     """By frequency the system prompt survives a flood of others, which by recency it does not."""
     system, flood = [1, 2], [[10 * each, 10 * each + 1] for each in range(1, 13)]
     prompts = [system, system, system, system, *flood, system]
@@ -54,7 +54,7 @@ def test_what_was_used_seldom_goes_first() -> None:
         assert play(cache_of(eviction, 12)[0], prompts)[-1] == found
 
 
-def test_what_is_expected_last_goes_first() -> None:
+def test_the_latest_next_use_is_evicted_first() -> None:
     """One prompt comes every third time, the others once: it is found though it is the longest unused."""
     regular, once = [1, 2], iter(range(100, 1000))
     prompts = [prompt for _ in range(12) for prompt in (regular, [next(once), next(once)], [next(once), next(once)])]
@@ -73,7 +73,7 @@ def test_no_order_finds_more_than_the_one_that_knows_the_future() -> None:
 
 
 @pytest.mark.parametrize("eviction", RANKED)
-def test_what_is_in_use_is_never_given_up(eviction: Eviction) -> None:
+def test_entries_in_use_are_never_evicted(eviction: Eviction) -> None:
     """Whatever its score; and a cache of which all is in use but a few blocks goes on with those."""
     cache, _ = cache_of(eviction, 6)
     held = cache.allocate(3)

@@ -19,7 +19,7 @@ def test_decoding_gives_the_text_back(raw: bytes) -> None:
 
 
 @given(st.lists(st.sampled_from(TOKENIZER.slice_output_ids), max_size=40))
-def test_what_a_model_says_reads_back_as_the_same_ids(said: list[int]) -> None:
+def test_generated_text_reads_back_as_the_same_ids(said: list[int]) -> None:
     """A next turn that quotes the answer continues the cached blocks."""
     text = "<|im_start|>assistant\n" + TOKENIZER.decode(said) + "<|im_end|>\n"
     assert TOKENIZER.encode(text)[3:-2] == said

@@ -103,7 +103,7 @@ async def test_no_leases_without_pinning() -> None:
         assert (await client.get("/cache/leases")).json() == {"leases": [], "promises": None}
 
 
-async def test_what_engines_say_is_shown_with_its_age() -> None:
+async def test_engine_readings_are_shown_with_their_age() -> None:
     """The latest scrape of each."""
     proxy = proxy_of()
     assert proxy.kvcache is not None

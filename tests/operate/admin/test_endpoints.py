@@ -46,7 +46,7 @@ async def test_an_endpoint_is_added() -> None:
         ({**Z, "id": "a"}, 409, "id", "has an endpoint 'a'"),
     ],
 )
-async def test_what_cannot_be_added(body: dict[str, Any], status: int, where: str, what: str) -> None:
+async def test_invalid_additions(body: dict[str, Any], status: int, where: str, what: str) -> None:
     """Where, what and what to do; nothing changed, nothing written down."""
     proxy = proxy_of()
     with audited() as lines:

@@ -97,7 +97,7 @@ async def test_a_reservation_is_load_until_it_is_done() -> None:
     [({}, "success", True), ({"status": 404}, "client_error", False), ({"status": 503}, "busy", False),
      ({"status": 500}, "failure", False), ({"status": 0}, "failure", False), ({"cancelled": True}, "cancelled", False)],
 )  # fmt: skip
-async def test_what_the_caller_says_of_the_end_is_believed(report: dict[str, Any], outcome: str, held: bool) -> None:
+async def test_the_callers_report_of_the_end_counts(report: dict[str, Any], outcome: str, held: bool) -> None:
     """Only a good answer leaves its prompt in the engine's cache."""
     async with picker() as (proxy, client):
         shown = (await client.post("/pick", json=question(reserve=True))).json()
@@ -158,7 +158,7 @@ async def test_a_reservation_is_settled_once() -> None:
      (question(lease_s=0), 422, "lease_s"), (question(lease_s=1e9), 422, "lease_s"),
      (question(policy="random"), 422, "policy"), ("[" * 2000, 400, "(body)")],
 )  # fmt: skip
-async def test_what_cannot_be_answered_is_said(body: Any, status: int, where: str) -> None:
+async def test_unanswerable_queries_are_reported(body: Any, status: int, where: str) -> None:
     """Before anything is reserved."""
     async with picker() as (proxy, client):
         text = body if isinstance(body, str) else json.dumps({**body, "reserve": True})

@@ -11,7 +11,7 @@ from kvproxy.cluster.routing.work import features_of
 from tests.operate.admin.support import admin_of, audited, problems_of, proxy_of
 
 
-async def test_what_was_learned_is_shown() -> None:
+async def test_learned_values_are_shown() -> None:
     """Speeds with their units, each endpoint's slowness, utilisation and what follows from it."""
     proxy = proxy_of(policy="kv_aware")
     policy: Any = proxy.clusters["default"].policy

@@ -228,7 +228,7 @@ async def test_few_refusals_are_no_finding(clock: FakeClock) -> None:
     assert not (await place.live())["findings"]
 
 
-async def test_what_happened_is_kept_for_an_hour(clock: FakeClock) -> None:
+async def test_events_are_kept_for_an_hour(clock: FakeClock) -> None:
     """Down and up again, drained, all at once in one line; the newest first."""
     place = Place(clock)
     place.history.take_sample()

@@ -43,7 +43,7 @@ def test_refusals_say_what_to_do(answer: httpx.Response, told: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:port", "ftp://127.0.0.1", "127.0.0.1:8889"])
-def test_what_is_no_url(url: str) -> None:
+def test_invalid_urls(url: str) -> None:
     """It is named with an example of one."""
     with AdminAddress(url).connect(env={}) as client, pytest.raises(AdminRefused, match="is no URL like http://127"):
         ask_admin(client, url, "/status")

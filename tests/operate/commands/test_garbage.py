@@ -166,7 +166,7 @@ async def test_leaving_puts_back_what_was() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_what_is_looked_at_together_is_bounded() -> None:
+def test_a_batch_of_lookups_is_bounded() -> None:
     """A tenth of a microsecond an object and more: 20 ms are not reached."""
     assert YOUNG_OBJECTS * (YOUNG_ROUNDS + 1) <= 60_000
 

@@ -37,7 +37,7 @@ def init(options: InitOptions, typed: str | None = None) -> tuple[int, str, str]
     return run(options, stdin=stdin, out=out, err=err), out.getvalue(), err.getvalue()
 
 
-async def test_what_it_sees() -> None:
+async def test_visible_parts_of_a_setup() -> None:
     """Models, events and LMCache's service of what runs; what does not answer is said so."""
     async with simulated(engine={"kv_events": PublisherSettings()}) as place:
         seen, lmcache = await look_at_all({"a": place.engines["a"], "b": GONE}, place.lmcache)
@@ -101,7 +101,7 @@ def test_at_a_terminal_it_asks(tmp_path: Path) -> None:
         (InitOptions(), "there is no terminal to ask (give --engine URL once per engine"),
     ],
 )
-def test_what_cannot_be_written(
+def test_unwritable_configurations(
     options: InitOptions, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused before a file is made."""

@@ -42,7 +42,7 @@ async def live_of(proxy: Proxy) -> dict[str, Any]:
     return answer
 
 
-async def test_what_is_shown() -> None:
+async def test_shown_fields() -> None:
     """Endpoints, decisions, routing; what clients wrote cannot speak to the terminal."""
     text = render_page(await live_of(proxy_of(policy="kv_aware")))
     assert "last minute 1 requests, 1 failed" in text

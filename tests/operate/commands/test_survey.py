@@ -61,7 +61,7 @@ async def test_an_engine_that_is_down_is_served_when_it_answers() -> None:
 @pytest.mark.parametrize(
     "wrong", [["a=ftp://h"], ["a=http://u:topsecret@h:1"], [NOWHERE, NOWHERE], ["http://[::1"], ["=http://h"], [""]]
 )
-def test_what_is_no_engine_is_refused(wrong: list[str]) -> None:
+def test_servers_other_than_engines_are_refused(wrong: list[str]) -> None:
     """Before anything is visited, and without quoting a credential."""
     with pytest.raises(ConfigError) as caught:
         survey_engines(wrong, listen="127.0.0.1:0", policy="kv_aware")

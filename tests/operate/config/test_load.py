@@ -76,7 +76,7 @@ def test_forms_of_listen(written: str, host: str, port: int) -> None:
 
 
 @pytest.mark.parametrize("written", ["h:p", "h:99999", "::1:9", "'[]:9'", "true", "[1]", "''", "'h:'"])
-def test_what_is_no_address(written: str) -> None:
+def test_invalid_addresses(written: str) -> None:
     """Refused at `listen`."""
     with pytest.raises(ConfigError, match=r"^listen: "):
         load(f"endpoints: [{URL}]\nlisten: {written}")

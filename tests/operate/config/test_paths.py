@@ -189,7 +189,7 @@ def config(**fields: Any) -> Config:
         ({"admin": {"token": "new-secret"}}, "admin.token"),
     ],
 )
-def test_what_changed_is_named(fields: dict[str, Any], said: str) -> None:
+def test_changes_are_named(fields: dict[str, Any], said: str) -> None:
     """By the paths of the configuration; endpoints by their ids."""
     text = summarise_changes(config(), config(**fields))
     assert said in text

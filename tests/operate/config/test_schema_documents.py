@@ -43,7 +43,7 @@ def test_the_schema_is_a_schema() -> None:
         {"endpoints": E, "filters": [{"inference_request": None}, "kvcache", {"router": {"debug_header": ""}}]},
     ],
 )  # fmt: skip
-def test_what_loads_is_valid(raw: dict[str, Any]) -> None:
+def test_the_schema_accepts_what_the_loader_accepts(raw: dict[str, Any]) -> None:
     """Short forms and placeholders included."""
     config, problems = check_config(raw, env={})
     assert config is not None, problems
@@ -65,7 +65,7 @@ def test_what_loads_is_valid(raw: dict[str, Any]) -> None:
         {},
     ],
 )
-def test_what_does_not_load_is_invalid(raw: dict[str, Any]) -> None:
+def test_the_schema_rejects_what_the_loader_rejects(raw: dict[str, Any]) -> None:
     """An editor marks the same mistakes."""
     config, _ = check_config(raw, env={})
     assert config is None

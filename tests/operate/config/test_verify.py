@@ -118,7 +118,7 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("policy: random\nclient_policies: [llm_d]\nfilters: [inference_request, router]\n", "error: filters: llm_d"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_together(text: str, problem: str) -> None:
+def test_contradictory_settings(text: str, problem: str) -> None:
     """One problem each, at its place."""
     shown = problems_of(E + text)
     assert len([line for line in shown if line.startswith(problem)]) == 1, shown

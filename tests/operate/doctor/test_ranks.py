@@ -84,7 +84,7 @@ async def test_an_engine_that_balances_by_itself_is_left_alone() -> None:
         (RankAnswers({}, (0, 1), reads=True), "has no data-parallel rank 0, 1"),
     ],
 )
-def test_what_no_simulated_engine_does(answers: RankAnswers, what: str) -> None:
+def test_abilities_that_simulated_engines_lack(answers: RankAnswers, what: str) -> None:
     """One that ignores the header, one that knows no rank at all."""
     found = judge_ranks("endpoint a", answers, stated=(0, 1), shown=(), named=())
     assert what in found.what

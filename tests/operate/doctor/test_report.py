@@ -93,7 +93,7 @@ def test_verdict_when_all_is_well() -> None:
     assert summarize_report(DoctorReport.of_findings([GOOD]), verbose=True) == "All checks passed (1 check)."
 
 
-def test_what_is_well_is_folded() -> None:
+def test_healthy_states_are_folded() -> None:
     """One line for all of it, unless it is asked for; a finding without a cure has no line for one."""
     out = io.StringIO()
     print_table(DoctorReport.of_findings([GOOD, warning("config.yaml:3:1: x", "odd", "")]), out)

@@ -55,7 +55,7 @@ async def test_a_deadline_is_a_finding() -> None:
     assert len(report.passed) == 1
 
 
-async def test_what_cannot_be_asked_is_skipped() -> None:
+async def test_checks_without_an_answer_are_skipped() -> None:
     """A failed exchange is another check's finding."""
 
     async def unavailable() -> Sequence[Finding]:

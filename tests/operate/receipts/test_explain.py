@@ -102,7 +102,7 @@ def test_nobody_could_take_it() -> None:
     assert "status 503, local_reply, after 0 attempts" in text
 
 
-def test_what_clients_wrote_forges_nothing() -> None:
+def test_client_text_forges_no_log_line() -> None:
     """Ids and model names come from outside; a terminal sees them escaped."""
     text = explain_receipt(receipt(request_id="x\x1b[31m", model="m\nWhat happened: nothing", kind="chat"))
     assert "\x1b" not in text

@@ -99,7 +99,7 @@ def test_live_blocks_are_noted_where_they_are_counted(clock: FakeClock) -> None:
         assert (candidate.live_blocks, candidate.shared_blocks) == noted
 
 
-def test_what_an_adapter_costs_is_noted(clock: FakeClock) -> None:
+def test_the_cost_of_an_adapter_is_recorded(clock: FakeClock) -> None:
     """By endpoint, for requests that ask for one."""
     pool = cluster(clock, 2, "kv_aware")
     engine = pool.engines[0]

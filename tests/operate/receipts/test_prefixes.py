@@ -24,7 +24,7 @@ def shared(a: array[int], b: array[int]) -> int:
     [(0, "AAAAAAA="), (3, ""), (3, "not base64!"), (2, encode_prefixes(array("Q", range(9)), key=KEY)), (1, "é")],
     ids=["no blocks", "empty", "no base64", "of a longer prompt", "not ASCII"],
 )
-def test_what_is_no_list_of_prefixes_is_none(blocks: int, text: str) -> None:
+def test_an_invalid_list_of_prefixes_is_none(blocks: int, text: str) -> None:
     """A receipt that was cut or written by another hand tells nothing, and raises nothing."""
     assert decode_prefixes(blocks, text) == []
 
@@ -65,7 +65,7 @@ def test_a_shared_prefix_is_missed_by_a_third_at_most() -> None:
         assert found <= common
 
 
-def test_what_grew_shares_all_that_it_grew_from() -> None:
+def test_a_grown_prompt_shares_its_whole_beginning() -> None:
     """Where the new part is small, to the block."""
     prompt = array("Q", Random(1).sample(range(1 << 60), 1003))
     assert shared(prompt[:999], prompt) == 999

@@ -201,7 +201,7 @@ async def test_a_cluster_that_comes_back_at_once_is_the_same_one() -> None:
             assert up("kvproxy_endpoint_up", {"cluster": "two", "endpoint": "b"}) == 1
 
 
-async def test_what_needs_a_restart_is_said() -> None:
+async def test_changes_that_need_a_restart_are_reported() -> None:
     """Listeners and pools are not moved under running connections."""
     async with two_engines() as (a, _), Proxy(config_of({"a": a})) as proxy:
         changed = config_of({"a": a}, listen="127.0.0.1:9999", pool={"max_connections": 300})

@@ -49,7 +49,7 @@ def test_a_generation_finds_what_the_one_before_it_made() -> None:
     assert counter(after, kind=Broken) is not made
 
 
-def test_what_was_only_drafted_is_found_by_none() -> None:
+def test_drafted_parts_of_a_refused_configuration_are_found_by_none() -> None:
     """A configuration that is refused leaves nothing behind."""
     store = StateStore()
     refused = counter(store.draft_states())

@@ -187,6 +187,6 @@ def test_a_bad_plugin_is_named(found: list[EntryPoint], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_what_is_installed_here_can_be_listed() -> None:
+def test_installed_packages_can_be_listed() -> None:
     """The group is read from the environment by default."""
     assert set(discover()).isdisjoint(FILTERS)

@@ -108,7 +108,7 @@ async def test_a_body_in_pieces_is_joined_and_replayed_whole_then_the_client_is_
 
 
 @pytest.mark.parametrize("body", [b"{", b"[1]", b"", b'{"messages": [5}'])
-async def test_what_cannot_be_parsed_goes_on_untouched(body: bytes) -> None:
+async def test_an_unparsable_body_is_forwarded_as_it_is(body: bytes) -> None:
     """The engine's own error is what the client should see."""
     inner = Inner()
     reply = await call(filter_around(inner), post(), body=body)
@@ -385,7 +385,7 @@ async def test_a_body_is_whole_however_it_comes(sizes: list[int]) -> None:
     assert inner.bodies == [b"".join(sent)]
 
 
-async def test_what_comes_of_a_hostile_body_is_bounded() -> None:
+async def test_results_of_a_hostile_body_are_bounded() -> None:
     """Parts, bytes and names, as they go to all filters behind."""
     name = b"n" * 3_000_000
     body = b'{"model":"%b","cache_salt":"%b","messages":[%b1]}' % (name, name, b"1," * 1_000_000)

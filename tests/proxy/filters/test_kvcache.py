@@ -222,7 +222,7 @@ async def test_facts_that_nothing_would_use_are_not_gathered() -> None:
         ({"kv_events": True}, {}, True),
     ],
 )
-def test_what_needs_facts(kvcache: dict[str, Any], cluster: dict[str, Any], needed: bool) -> None:
+def test_policies_that_need_facts(kvcache: dict[str, Any], cluster: dict[str, Any], needed: bool) -> None:
     """Any policy that may decide, look on or be asked for, and everything that is made of facts besides."""
     chosen = ClusterSettings.model_validate({"policy": "round_robin", **cluster})
     assert needs_facts(KvCacheSettings.model_validate(kvcache), chosen) is needed
@@ -291,7 +291,7 @@ async def test_the_filter_never_fails_a_request(routes: Any, lines: int, caplog:
     assert len(caplog.records) == lines
 
 
-async def test_what_is_not_an_inference_request_passes() -> None:
+async def test_other_requests_pass() -> None:
     inner = Inner()
     under_test = alone(inner, Broken(), filter_context())
     assert (await call(under_test, http_scope("/v1/models"))).status == 200

@@ -132,7 +132,7 @@ async def test_a_client_that_left_gets_no_answer() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), LocalReply(400, "later", "Too late.")])
-async def test_what_the_app_raises_passes_through_every_step(error: Exception) -> None:
+async def test_errors_of_the_app_pass_through_every_step(error: Exception) -> None:
     """A refusal too: only a step's own `before` is answered."""
     notes: list[str] = []
 

@@ -58,6 +58,6 @@ async def test_a_model_that_is_called_so_already_stays() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{bad", b'"model"', b'{"model":"a"'])
-async def test_what_is_not_an_object_goes_up_unchanged(body: bytes) -> None:
+async def test_bodies_other_than_objects_go_up_unchanged(body: bytes) -> None:
     """The engine's own error is what the client should see."""
     assert await with_model(body, "b") == body

@@ -107,7 +107,7 @@ async def test_everything_else_stays_as_it_is(body: bytes) -> None:
         b'{"remote_x":[' + b"[]," * 600_000 + b"1]}",
     ],
 )
-async def test_what_may_hold_one_and_cannot_be_read_is_refused(body: bytes) -> None:
+async def test_unreadable_bodies_that_may_hold_one_are_refused(body: bytes) -> None:
     """An engine's parser may be more lenient than this one."""
     with pytest.raises(Unchecked):
         await without_control_fields(body)
@@ -185,13 +185,13 @@ def test_tenants_cannot_choose_each_others_salt() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"not json", b"\xff\xfe"])
-async def test_what_is_no_object_gets_no_salt(body: bytes) -> None:
+async def test_bodies_other_than_objects_get_no_salt(body: bytes) -> None:
     """The engine refuses it anyway."""
     assert await with_salt(body, tenant="alice") is body
 
 
 @pytest.mark.parametrize("body", [b'{"a":NaN', '{"a":1}'.encode("utf-16")])
-async def test_what_cannot_be_salted_is_refused(body: bytes) -> None:
+async def test_a_body_without_room_for_a_salt_is_refused(body: bytes) -> None:
     """It would share the cache with every client."""
     with pytest.raises(Unchecked):
         await with_salt(body, tenant="alice")
@@ -308,7 +308,7 @@ async def test_a_priority_is_cut_out_where_engines_are_told_one(body: bytes, lef
         (b"\x1f\x8b", [(b"content-encoding", b"gzip")]),
     ],
 )
-async def test_what_may_hold_a_priority_and_cannot_be_read_is_refused(
+async def test_unreadable_bodies_that_may_hold_a_priority_are_refused(
     body: bytes, headers: list[tuple[bytes, bytes]]
 ) -> None:
     """An engine may read what we cannot."""

@@ -88,7 +88,7 @@ def test_messages_count_the_input_without_what_was_cached() -> None:
 
 @pytest.mark.parametrize("kind", [CHAT, COMPLETION, RESPONSES, MESSAGES])
 @given(answer=st.binary(max_size=200) | st.text(max_size=100).map(lambda text: b'{"usage":' + text.encode() + b"}"))
-def test_what_is_no_answer_is_left_as_it_is(kind: RequestKind, answer: bytes) -> None:
+def test_bodies_without_an_answer_are_left_as_they_are(kind: RequestKind, answer: bytes) -> None:
     if read_usage(answer) is None:
         assert write_cached(answer, kind, prompt=9, cached=5) == answer
 
@@ -247,7 +247,7 @@ BESIDE = b'{"choices":[],"usage":{"prompt_tokens":100,"completion_tokens":7},"ti
         b'"meta_info":{"prompt_tokens":100,"cached_tokens":64}',
     ],
 )
-async def test_what_an_engine_says_beside_its_usage_is_put_there(rest: bytes) -> None:
+async def test_cached_counts_outside_the_usage_are_put_there(rest: bytes) -> None:
     """llama.cpp, and SGLang by its two ways; the head says the new length."""
     body = (
         b'{"choices":[],"usage":{"prompt_tokens":100,"completion_tokens":7,"prompt_tokens_details":null},' + rest + b"}"

@@ -137,7 +137,7 @@ def test_an_attempts_own_span_replaces_the_requests() -> None:
     assert head.headers == before
 
 
-def test_what_repeats_is_worked_out_once_a_client() -> None:
+def test_repeated_heads_are_worked_out_once_a_client() -> None:
     """Length, trace and id are those of one request; another address, another scheme or trust is another client."""
     headers = RequestHeaders()
 
@@ -157,7 +157,7 @@ def test_what_repeats_is_worked_out_once_a_client() -> None:
     assert rank[0] not in untrusted.headers
 
 
-def test_what_is_remembered_of_clients_is_bounded() -> None:
+def test_memory_of_clients_is_bounded() -> None:
     """In number, and long heads are not kept, nor those of which little is passed on."""
     headers = RequestHeaders()
     for name in (b"a", b"x-kvproxy-a"):
@@ -192,7 +192,7 @@ def test_response_headers_keep_their_order_and_repeats() -> None:
     [b"x-data-parallel-rank", b"x-prefiller-host-port", b"x-encoder-hosts-ports", b"x-data-parallel-host-port",
      b"x-kv-cache-source-host-port", b"x-kvproxy-endpoint", b"x-kvproxy-anything"],
 )  # fmt: skip
-def test_what_steers_engines_comes_from_trusted_clients_only(name: bytes) -> None:
+def test_engine_steering_fields_are_for_trusted_clients_only(name: bytes) -> None:
     """A rank or a peer to pull KV from is for schedulers to name."""
     headers = [(name, b"1"), (b"x-other", b"2")]
     assert name not in built(headers)

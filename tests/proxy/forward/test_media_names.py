@@ -135,7 +135,7 @@ async def test_a_trusted_client_names_its_media() -> None:
         b'{"messages":[{"content":[{"image_url":"u",' + b'"uuid":"a",' * 1001 + b'"x":1}]}]}',
     ],
 )
-async def test_what_may_hold_one_and_cannot_be_read_is_refused(body: bytes) -> None:
+async def test_unreadable_bodies_that_may_hold_one_are_refused(body: bytes) -> None:
     """An engine may read what we cannot."""
     with pytest.raises(BodyUnchecked):
         await BodySanitizer().checked(body, sent_by(), [])

@@ -109,7 +109,7 @@ def test_models_that_engines_list_have_names(clock: FakeClock) -> None:
         ("client_disconnected", 499, "client_left"),
     ],
 )
-def test_what_became_of_a_request(clock: FakeClock, end: str, status: int, result: str) -> None:
+def test_outcomes_of_a_request(clock: FakeClock, end: str, status: int, result: str) -> None:
     """One definition of failed, for page, status, log and alerts: a 5xx whichever way it came, or a broken answer."""
     assert result_of(end, status) == result
     bench = Bench(clock)
@@ -179,7 +179,7 @@ def test_hit_ratios_follow_the_engines_counts(clock: FakeClock) -> None:
     assert bench("kvproxy_prompt_tokens_total", cluster="c") == 3000
 
 
-def test_what_was_saved_is_told_by_model_and_tenant(clock: FakeClock) -> None:
+def test_savings_are_counted_by_model_and_tenant(clock: FakeClock) -> None:
     """Tokens always; seconds where the cluster's policy learns how long a prefill takes."""
     plain, learning = Bench(clock), Bench(clock, policy="kv_aware")
     for bench in (plain, learning):

@@ -62,7 +62,7 @@ async def test_a_session_and_its_sub_agents_meet() -> None:
 
 
 @pytest.mark.parametrize("name", ["kv_aware", "nonsense", "x" * 5000, "\u00e9"])
-async def test_what_is_not_on_offer_is_refused(name: str) -> None:
+async def test_policies_not_on_offer_are_refused(name: str) -> None:
     """With what is; nothing is sent to an engine, and the answer repeats only so much of the name."""
     async with gateway(client_policies=["session", "random"]) as (running, engines):
         answer = await running.client.post(PATH, json=chat(), headers={HEADER: name.encode("latin-1")})  # type: ignore[dict-item]
@@ -121,7 +121,7 @@ async def test_a_named_policy_decides_without_the_kvcache_filters_preference() -
         assert len({answer.headers["x-kvproxy-endpoint"] for answer in named}) == 2
 
 
-async def test_what_the_engine_reused_reaches_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reported_reuse_reaches_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the usage of its answer, for the endpoint that gave it; of an answer without one nothing is said."""
     told: list[tuple[str, int, int]] = []
 

@@ -27,7 +27,7 @@ def test_inference_is_public(path: str) -> None:
      "/invocations", "/v1", "/v1/", "/", "", "//v1/chat/completions", "/v1/chat/completions//", "/v1//models",
      "/V1/models"],
 )  # fmt: skip
-def test_what_steers_engines_is_not(path: str) -> None:
+def test_paths_that_steer_engines_are_not_public(path: str) -> None:
     """Nor is anything that is not listed."""
     assert path not in PublicPaths()
 

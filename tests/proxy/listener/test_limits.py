@@ -32,7 +32,7 @@ def test_the_defaults_are_the_same() -> None:
      ("keep_alive", "25h"), ("stall_timeout", "25h"), ("stall_timeout", -1),
      ("body_timeout", 0), ("bodies", "31MiB")],
 )  # fmt: skip
-def test_what_no_listener_should_have_is_refused(name: str, value: Any) -> None:
+def test_limits_outside_their_range_are_refused(name: str, value: Any) -> None:
     """With its place in the file."""
     config, problems = check_config({"endpoints": ENDPOINTS, "limits": {name: value}})
     assert config is None

@@ -170,7 +170,7 @@ def test_expect_is_heard_from_new_clients_only() -> None:
     assert [Recorder().feed(raw % n).requests[0].expects_continue for n in (0, 1)] == [False, True]
 
 
-def test_what_follows_the_last_request_is_dropped() -> None:
+def test_bytes_after_the_last_request_are_dropped() -> None:
     """`connection: close` and HTTP/1.0 end the connection, whatever else is sent."""
     for raw in (b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n"):
         for behind in (raw, b"garbage", b"\0" * 1000):

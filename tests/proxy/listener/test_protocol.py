@@ -354,7 +354,7 @@ async def test_a_slow_app_stops_the_upload() -> None:
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-async def test_what_is_not_http_gets_400_and_the_end(raw: bytes) -> None:
+async def test_garbage_gets_400_and_the_end(raw: bytes) -> None:
     """In OpenAI's error shape; ambiguous framing is never guessed at."""
     async with serve(echo) as url, connect(url) as client:
         await client.send(raw)

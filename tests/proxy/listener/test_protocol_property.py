@@ -177,7 +177,7 @@ def test_no_bytes_upset_the_listener(quiet: pytest.LogCaptureFixture, data: st.D
     run(work(), quiet)
 
 
-async def test_what_may_be_many_requests_is_held_as_bytes() -> None:
+async def test_batches_are_held_as_bytes() -> None:
     """A client that pipelines behind a slow answer costs what it sent, not a request object for each."""
     started = 0
 

@@ -68,7 +68,7 @@ def test_the_app_may_close(value: bytes) -> None:
         *[[(b"content-length", value)] for value in (b"", b"-1", b"+1", b" 1", b"1_0", b"0x1", b"1" * 19)],
     ],
 )
-def test_what_no_head_may_hold(headers: Headers) -> None:
+def test_invalid_heads(headers: Headers) -> None:
     """Nothing that could be read as another field, another response, or another length."""
     with pytest.raises(RuntimeError):
         encoded(headers)

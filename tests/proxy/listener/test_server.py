@@ -121,7 +121,7 @@ async def test_a_queue_that_is_never_empty_is_left(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["time", "hurry"])
-async def test_what_does_not_end_is_cut(how: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_endless_responses_are_cut(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """After drain_s, or at once in a hurry; the app is told through receive()."""
     ended: list[str] = []
     running = asyncio.Event()

@@ -74,7 +74,7 @@ def test_prompt_parts(kind: RequestKind, body: bytes, parts: tuple[bytes, ...]) 
         *((MESSAGES, name) for name in ("system", "tools", "thinking")),
     ],
 )
-def test_what_shapes_the_template_is_in_the_shape(kind: RequestKind, field: str) -> None:
+def test_template_inputs_are_in_the_shape(kind: RequestKind, field: str) -> None:
     """Two bodies that differ in such a field never have equal prompts; null is the same as absent."""
     plain, null = parsed(kind, {}).prompt, parsed(kind, {field: None}).prompt
     one, other = parsed(kind, {field: "1"}).prompt, parsed(kind, {field: "2"}).prompt
@@ -84,7 +84,7 @@ def test_what_shapes_the_template_is_in_the_shape(kind: RequestKind, field: str)
 
 
 @pytest.mark.parametrize("field", ["temperature", "tool_choice", "response_format", "max_tokens", "stream", "user"])
-def test_what_leaves_the_prompt_alone_is_not_in_the_shape(field: str) -> None:
+def test_fields_without_effect_on_the_prompt_are_not_in_the_shape(field: str) -> None:
     """Sampling fields must not split one prefix into many."""
     assert parsed(CHAT, {field: 1}).prompt == parsed(CHAT, {}).prompt
 
@@ -181,7 +181,7 @@ def test_cache_salt_and_absent_model() -> None:
     ],
     ids=lambda body: str(body[:16]),
 )
-def test_what_is_no_inference_request_is_left_to_the_engine(body: bytes) -> None:
+def test_other_requests_are_left_to_the_engine(body: bytes) -> None:
     """Never an exception: the engine's own error is what the client should see."""
     assert parse_body(CHAT, body) is None
 

@@ -14,7 +14,7 @@ def test_nothing_is_handed_out_twice() -> None:
     assert digits.take(32) == "01" * 16
 
 
-def test_what_is_left_of_a_stock_is_not_made_up_for_by_less() -> None:
+def test_a_leftover_stock_is_not_made_up_for_by_less() -> None:
     """A name that is shorter could be guessed, or be another's: a draw that does not suffice is left for a new one."""
     draws = iter(range(256))
     digits = RandomHex(lambda size: bytes([next(draws)]) * size)

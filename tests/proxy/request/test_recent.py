@@ -21,7 +21,7 @@ def exchange(*, received_at: float = 10.0, **outcome: object) -> Exchange:
     return made
 
 
-def test_what_is_kept() -> None:
+def test_kept_entries() -> None:
     """Tenant, endpoint, how long, and the match where the request went, never longer than the prompt."""
     recent = RecentDecisions()
     recent.finished(exchange(ttft_s=0.5), 12.0)

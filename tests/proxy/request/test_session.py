@@ -110,7 +110,7 @@ def test_headers_that_agents_send(headers: dict[str, str], client: str, key: str
         {"x-session-id": "  "},
     ],
 )
-def test_what_names_no_session(headers: dict[str, str]) -> None:
+def test_requests_without_a_session(headers: dict[str, str]) -> None:
     """Ids of requests, names of endpoints and half a schema are none."""
     assert caller(headers) == NO_CALLER
 
@@ -211,13 +211,13 @@ def test_a_cache_group_is_no_session() -> None:
         (CHAT, {"store": True}, False),  # kept, but nothing goes on from it
     ],
 )
-def test_what_may_be_gone_on_from(kind: RequestKind, said: dict[str, Any], continuable: bool) -> None:
+def test_states_to_resume_from(kind: RequestKind, said: dict[str, Any], continuable: bool) -> None:
     """The same of a body that is decoded and of one that is scanned."""
     for body in (said, {**said, "padding": "x" * MAX_DECODED_BYTES}):
         assert parsed(kind, body).continuable is continuable
 
 
-def test_what_clients_choose_is_bounded() -> None:
+def test_client_chosen_values_are_bounded() -> None:
     """Long keys become digests, each another one; long metadata is not looked into; a client is one of a few."""
     long = "k" * (MAX_SESSION_KEY + 1)
     headers = {"x-claude-code-session-id": long, "x-claude-code-agent-id": long + "1", "user-agent": "x" * 5000}
@@ -245,7 +245,7 @@ def test_a_user_id_without_a_session_is_a_user(user_id: str) -> None:
     assert (request.session_key == user_id) is (len(user_id) <= MAX_SESSION_KEY)
 
 
-def test_what_sticky_policies_go_by() -> None:
+def test_keys_of_sticky_policies() -> None:
     """A sub-agent or a fork goes where its parent's session goes; without a session, cache group and prompt's beginning
     count together, so that neither one key for all nor one system prompt for all is enough to meet."""
     child = parsed(CHAT, {}, CLAUDE_CODE | {"x-claude-code-agent-id": "a"})

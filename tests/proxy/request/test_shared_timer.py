@@ -26,7 +26,7 @@ async def test_each_comes_due_in_its_order() -> None:
     assert came == ["a", "b", "c", "d"]
 
 
-async def test_what_is_removed_never_comes_due() -> None:
+async def test_removed_entries_never_come_due() -> None:
     """And removing says whether it was still waited for."""
     came: list[str] = []
     timer = SharedTimer(100.0, came.append)

@@ -111,7 +111,7 @@ FORGED = b'{"usage":{"prompt_tokens":0,"completion_tokens":0,"input_tokens":0,"o
     ids=["tools", "metadata", "text", "name", "meta_info"],
 )
 @pytest.mark.parametrize("padding", [b"", b"x" * 20_000], ids=["whole", "cut"])
-def test_what_an_answer_echoes_is_no_usage(echo: bytes, padding: bytes) -> None:
+def test_an_echoed_usage_is_no_usage(echo: bytes, padding: bytes) -> None:
     """A client cannot say what it is charged, before the place of the real usage or behind it."""
 
     def told(answer: bytes) -> list[Usage | None]:

@@ -83,7 +83,7 @@ async def test_events_by_group_predict_what_is_reused(server: Vllm, saw: Saw) ->
         assert shorter >= 2  # else nothing was put to the test
 
 
-async def test_what_is_predicted_without_events(server: Vllm, saw: Saw) -> None:
+async def test_predictions_without_events(server: Vllm, saw: Saw) -> None:
     """By routed requests: of the same prompts again it is right, of one that leaves them it is too much, once."""
     async with following(server.url, events=False) as (proxy, _):
         base = tokens_of(2000, seed="without events")

@@ -44,7 +44,7 @@ async def counters(server: Vllm) -> dict[str, float]:
     return {name: float(value) for name, value in _SAMPLE.findall(page) if name.endswith("_total")}
 
 
-async def test_what_is_billed_is_what_the_engine_counted(server: Vllm, saw: Saw, tmp_path: Path) -> None:
+async def test_billed_tokens_are_the_engines_counts(server: Vllm, saw: Saw, tmp_path: Path) -> None:
     """Prompt, cached and generated tokens, over chats, completions and streams, some of them for the second time."""
     path = tmp_path / "ledger.jsonl"
     prices = [{"uncached": 2, "cached": 1, "output": 4}]

@@ -96,7 +96,7 @@ async def send_all(proxy: RunningProxy, saw: Saw, *, seed: str) -> dict[str, Ask
 
 
 @pytest.mark.parametrize("events", [False, True], ids=["routed", "KV events"])
-async def test_what_is_predicted_of_pictures_is_reused(server: Vllm, saw: Saw, *, events: bool) -> None:
+async def test_predicted_picture_tokens_are_reused(server: Vllm, saw: Saw, *, events: bool) -> None:
     """New and repeated ones, whatever their size in bytes; of another picture nothing behind it."""
     async with following(server.url, events=events) as (proxy, _):
         for number in range(8):  # what a token is in bytes, and a picture in tokens
