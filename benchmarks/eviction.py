@@ -71,7 +71,7 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         f"`{command}`. One simulated cache with room for a share of a trace's distinct blocks (at least for its "
         "longest prompt), requests one after the other in the order of their nominal times: share of prompt tokens "
         "found. `lru` is vLLM's order; `lfu` counts all uses that are remembered (of four times as many blocks as "
-        "there is room for, as the others); `weighted` is the score of `cache_strategy.score_weights` as it is "
+        "there is room for, as the others); `weighted` is the score of the strategy `evict` as it is "
         "by default, 0.5 for frequency, 0.3 for size, 0.2 for recency and 0.5 for the expected next use; `next_use` is "
         "that term alone, `three terms` are the others; `optimum` evicts what is "
         "needed last, which no cache can know (Belady).", "",

@@ -30,21 +30,10 @@ class SignalSource(StrEnum):
     HOST = "host"
 
 
-class ScoreWeights(Model):
-    """Weights of the order in which prefixes are evicted when KV memory is short. Only their ratios matter."""
-
-    frequency: float = Field(default=0.5, ge=0)
-    """Few uses within `hot_window`."""
-    size: float = Field(default=0.3, ge=0)
-    """Many tokens."""
-    recency: float = Field(default=0.2, ge=0)
-    """Long not used."""
-    next_use: float = Field(default=0.5, ge=0)
-    """Its next use is far away, by the time between those it had."""
-
-
 class CacheStrategySettings(Model):
     """Actions on cached prefixes after a response. Each is off unless enabled."""
+
+    retired = {"score_weights": "the order of eviction is the measured one (benchmarks/reports/eviction.md)"}
 
     enable_pinning: bool = False
     """Pin prefixes that are hot."""
@@ -66,8 +55,6 @@ class CacheStrategySettings(Model):
     """Once begun, eviction goes on until memory use is this much below `memory_threshold`."""
     evict_batch: int = Field(default=4, ge=1, le=64)
     """Prefixes evicted, or compressed, after one response; memory is read again before the next ones."""
-    score_weights: ScoreWeights = ScoreWeights()
-    """Order in which cold prefixes are evicted."""
     keep_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=1024)
     """Prefixes that are neither evicted nor compressed, by the name that the audit log gives them (16 hex digits)."""
     hot_content_threshold: int = Field(default=5, ge=1)

@@ -179,9 +179,6 @@ class PolicySet:
         every = (*self._deciding, *(silent.policy for silent in self._silent))
         self.deciding_speeds = next((policy.speeds for policy in self._deciding if policy.speeds is not None), None)
         self.speeds = next((policy.speeds for policy in every if policy.speeds is not None), None)
-        for policy in every:
-            if policy.speeds is not None:
-                policy.speeds.onboarding.weights = self._settings.tier_weights
         self.counts_live_blocks = any(policy.counts_live_blocks for policy in every)
         self.observes_reuse = any(type(policy).observe_reuse is not Policy.observe_reuse for policy in every)
 

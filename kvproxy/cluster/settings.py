@@ -10,7 +10,6 @@ from pydantic import Field, field_validator
 
 from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.settings.model import Duration, EndpointName, Fraction, Model, Port, Secret
-from kvproxy.base.types import Tier
 
 
 class FileDiscoverySettings(Model):
@@ -307,26 +306,10 @@ class RouterQueueSettings(Model):
     level is worth 3 s of prefill; in engines that take a `priority` too."""
 
 
-class TierWeights(Model):
-    """Share of computing a token that a cached one saves, by its tier, until loading from there was measured; in engine
-    memory it saves all. Too low a weight costs more than too high a one."""
-
-    pinned: Fraction = 0.75
-    """Host memory that the device reads by itself."""
-    host: Fraction = 0.75
-    """Host memory."""
-    disk: Fraction = 0.25
-    """Disk of the engine's machine."""
-    shared: Fraction = 0.75
-    """A store that several engines read."""
-
-    def of(self, tier: Tier) -> float:
-        """Return this tier's."""
-        return 1.0 if tier is Tier.DEVICE else float(getattr(self, tier.value))
-
-
 class ClusterSettings(Model):
     """Endpoints that serve the same models."""
+
+    retired = {"tier_weights": "what loading from each tier costs is learned from the first samples on"}
 
     policy: PolicyName = PolicyName.KV_AWARE
     """How an endpoint is chosen."""
@@ -335,8 +318,6 @@ class ClusterSettings(Model):
     always be named then."""
     parameters: PolicyParameters = PolicyParameters()
     """Weights of the policies, where the defaults do not fit."""
-    tier_weights: TierWeights = TierWeights()
-    """Initial worth of KV in host memory, on disk or in a shared store (see docs/kvcache.md#tiers)."""
     endpoints: tuple[EndpointSettings, ...] = ()
     """Static endpoints. Also written as a mapping `id: url`."""
     discovery: DiscoverySettings = DiscoverySettings()

@@ -73,7 +73,7 @@ class ColdPrefixes:
         self._settings = settings
         self._hotness = hotness
         self._priorities = {} if priorities is None else priorities  # by prefix key, as the operator set them
-        self._weights = Weights(**settings.score_weights.model_dump())
+        self._weights = Weights()
         self._kept = {int(name, 16) for name in settings.keep_prefixes}
 
     def choose(

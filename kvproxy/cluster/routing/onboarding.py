@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 
 from kvproxy.base.types import EndpointId, LowerTokens, Tier
-from kvproxy.cluster.settings import TierWeights
 
+#: Share of computing a token that a cached one saves, until loading from its tier was measured. Too low a weight costs
+#: more than too high a one.
+TIER_WEIGHTS = {Tier.PINNED: 0.75, Tier.HOST: 0.75, Tier.DISK: 0.25, Tier.SHARED: 0.75}
 #: Weight of a price's starting value, in tokens.
 PRIOR_TOKENS = 32_768.0
 _DECAY = 0.99  # of a sum, per sample
@@ -26,7 +28,7 @@ _POOL = EndpointId("")
 class OnboardingCosts:
     """Load costs of one pool, in seconds of its average engine. `forget` an endpoint to release its memory."""
 
-    def __init__(self, weights: TierWeights = TierWeights(), *, max_endpoints: int = 4096) -> None:
+    def __init__(self, weights: Mapping[Tier, float] = TIER_WEIGHTS, *, max_endpoints: int = 4096) -> None:
         self.weights = weights
         self._max_endpoints = max_endpoints
         self._sums: dict[EndpointId, dict[Tier, tuple[float, float]]] = {_POOL: {}}
@@ -43,7 +45,7 @@ class OnboardingCosts:
     def pool_price(self, tier: Tier, token_s: float) -> float:
         """Return the price on an endpoint of which nothing is known."""
         seconds, tokens = self._sums[_POOL].get(tier, (0.0, 0.0))
-        prior_s = (1.0 - self.weights.of(tier)) * token_s
+        prior_s = (1.0 - self.weights.get(tier, 1.0)) * token_s
         return min(token_s, (seconds + PRIOR_TOKENS * prior_s) / (tokens + PRIOR_TOKENS))
 
     def onboarding_s(self, endpoint: EndpointId, lower: LowerTokens, token_s: float) -> float:

@@ -158,7 +158,7 @@ def _clusters(form: Canonical) -> None:
         form.add_error(("clusters",), "must be a mapping of names to clusters")
         given = None
     clusters = dict(given or {})
-    short = [key for key in keys_of(composed(ClusterSettings)) if key in form.data]
+    short = [key for key in (*keys_of(composed(ClusterSettings)), *ClusterSettings.retired) if key in form.data]
     default = clusters.get("default", {})
     if short and isinstance(default, dict):
         default = dict(default)

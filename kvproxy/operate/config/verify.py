@@ -224,8 +224,6 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         yield error_at(
             (*at, "hot_max_records"), "below cache_strategy.hot_content_threshold: nothing would ever be hot"
         )
-    if not any(strategy.score_weights.model_dump().values()):
-        yield error_at((*plan, "score_weights"), "all are 0: there would be no order")
     if strategy.enable_pinning and strategy.pin_renewal >= strategy.pin_lease:
         yield error_at((*plan, "pin_renewal"), "must be shorter than pin_lease, or pins lapse before they are renewed")
     if settings.retry.max_backoff < settings.retry.base_backoff:

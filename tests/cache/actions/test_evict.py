@@ -75,29 +75,6 @@ def test_once_begun_it_goes_on_until_memory_is_well_below() -> None:
     assert acted == [False, True, True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("weights", "first"),
-    [
-        ({"frequency": 1, "size": 0, "recency": 0, "next_use": 0}, 2),  # used once, the other twice
-        ({"frequency": 0, "size": 1, "recency": 0, "next_use": 0}, 1),  # the longer one
-        ({"frequency": 0, "size": 0, "recency": 1, "next_use": 0}, 2),  # used longer ago
-        ({"frequency": 0, "size": 0, "recency": 0, "next_use": 1}, 2),  # used once: its next use is a window away
-        ({}, 2),
-    ],
-)
-def test_the_weights_decide_what_goes_first(weights: dict[str, float], first: int) -> None:
-    """Each term alone, and as they are by default."""
-    known = hotness()
-    for now in (0.0, 100.0):
-        serve(known, 1, now=now, of=tokens(1024))
-    serve(known, 2, now=50.0)
-    served = serve(known, 9, now=200.0)
-    under_test = evict(known, evict_batch=1, hot_content_threshold=9, score_weights=weights)
-    (action,) = under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 200.0)
-    assert action.prefix is not None
-    assert action.prefix.key == first
-
-
 def test_prefixes_promised_to_clients_are_evicted_last() -> None:
     """Until the promise ends, and whatever its score."""
     known = hotness()
@@ -175,3 +152,16 @@ def test_a_location_is_cleared_only_where_the_operator_allows_it(caplog: pytest.
 def test_no_way_to_evict_or_clear_does_nothing() -> None:
     known = hotness()
     assert evict(known, frozenset(), allow_clear=True).plan(serve(known, 1), everywhere(BUSY), set(), 0.0) == []
+
+
+def test_the_prefix_used_less_goes_first() -> None:
+    """By the score of frequency, size, recency and next use together."""
+    known = hotness()
+    for now in (0.0, 100.0):
+        serve(known, 1, now=now, of=tokens(1024))
+    serve(known, 2, now=50.0)
+    served = serve(known, 9, now=200.0)
+    under_test = evict(known, evict_batch=1, hot_content_threshold=9)
+    (action,) = under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 200.0)
+    assert action.prefix is not None
+    assert action.prefix.key == 2

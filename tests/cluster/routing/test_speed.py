@@ -12,7 +12,6 @@ from kvproxy.base.types import EndpointId, LowerTokens, Tier, count_lower
 from kvproxy.cluster.routing.onboarding import OnboardingCosts
 from kvproxy.cluster.routing.speeds import FactorState, SpeedModel, SpeedPriors, SpeedState
 from kvproxy.cluster.routing.work import features_of, seconds_of
-from kvproxy.cluster.settings import TierWeights
 
 TRUTH = (0.02, 1 / 10_000, 1 / (10_000 * 32_000), 0.0)
 FAST, SLOW = EndpointId("fast"), EndpointId("slow")
@@ -139,7 +138,7 @@ def lower_s(lower: LowerTokens, price_s: float) -> float:
 
 def test_onboarding_begins_at_the_weights() -> None:
     """Of what computing costs, a tier saves its weight; what has none is as good as the engine's own memory."""
-    costs = OnboardingCosts(TierWeights(host=0.75, disk=0.25, shared=1.0))
+    costs = OnboardingCosts({Tier.HOST: 0.75, Tier.DISK: 0.25, Tier.SHARED: 1.0})
     prices = [costs.seconds_per_token(FAST, tier, 1e-4) for tier in (Tier.HOST, Tier.DISK, Tier.SHARED)]
     assert prices == pytest.approx([0.25e-4, 0.75e-4, 0.0])
     assert costs.onboarding_s(FAST, ((Tier.HOST, 100), (Tier.DISK, 10)), 1e-4) == pytest.approx(0.0025 + 0.00075)

@@ -85,6 +85,7 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("routes: [{model: m}, {model: m}]\n", "error: routes[1]: never reached"),
         # removed settings
         ("profile: batch\n", "warning: profile: ignored: no longer a setting (leave it out: profiles"),
+        ("tier_weights: {host: 1}\n", "warning: tier_weights: ignored: no longer a setting (leave it out: what"),
         ("parameters: {llm_d: {kv_weight: 3}}\n", "warning: parameters.llm_d: ignored: no longer a setting (leave it"),
         # discovery
         ("discovery: {file: {path: /nowhere}}\n", "warning: discovery.file.path: the file does not exist yet"),
@@ -135,8 +136,6 @@ def test_contradictory_settings(text: str, problem: str) -> None:
          "error: filters[1].kvcache.cache_strategy.pin_renewal: must be shorter than pin_lease"),
         ("cache_strategy: {compress_instance_id: nobody}",
          "warning: filters[1].kvcache.cache_strategy.compress_instance_id: no endpoint has the instance id 'nobody'"),
-        ("cache_strategy: {score_weights: {frequency: 0, size: 0, recency: 0, next_use: 0}}",
-         "error: filters[1].kvcache.cache_strategy.score_weights: all are 0"),
         ("retry: {base_backoff: 3s}", "error: filters[1].kvcache.retry.max_backoff: shorter than base_backoff"),
         ("lookup_routing_timeout: 3s", "warning: filters[1].kvcache.lookup_routing_timeout: 3 s is longer"),
     ],

@@ -12,11 +12,13 @@ import httpx
 import pytest
 
 from kvproxy.base.errors import ClientError, UnknownInstance
+from kvproxy.base.types import Tier
 from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
 from kvproxy.cache.clients.lmcache_coordinator_wire import CacheScope, Prefetch
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.lmcache_services import CoordinatorProvider
 from kvproxy.cache.providers import ActionKind, Effect, Prefix
+from kvproxy.cluster.routing.onboarding import TIER_WEIGHTS
 from tests.real.conftest import Saw
 from tests.real.engines.place import MID
 from tests.real.kvcache import ask, chat_tokens, decided, with_kvcache
@@ -213,10 +215,11 @@ async def test_a_request_waits_for_its_copy(tiers: Tiers, directory: LMCacheCoor
     transfers = {"on_demand": True, "max_wait": "10s", "min_tokens": 512, "timeout": "10s"}
     settings = with_kvcache(**tiers.kvcache, transfers=transfers)
     counts = []
-    for weights, body in (({}, cheap), ({"host": 1.0, "shared": 0.0}, long)):
-        async with running_proxy(
-            tiers.endpoints[1:], filters=settings, policy="kv_aware", queue={}, tier_weights=weights
-        ) as proxy:
+    for weights, body in (({}, cheap), ({Tier.HOST: 1.0, Tier.SHARED: 0.0}, long)):
+        async with running_proxy(tiers.endpoints[1:], filters=settings, policy="kv_aware", queue={}) as proxy:
+            speeds = proxy.proxy.clusters["default"].speeds
+            assert speeds is not None
+            speeds.onboarding.weights = {**TIER_WEIGHTS, **weights}
             await ask(proxy.client, chat(MID.name, text(600, seed="another prompt, from which speeds are learned")))
             answer = await ask(proxy.client, body)
             counts.append(proxy.metric("kvproxy_kvcache_transfers_on_demand_total", result="done"))
