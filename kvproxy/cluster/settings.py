@@ -64,20 +64,13 @@ AUTO: Final = "auto"
 
 
 class KvAwareSettings(Model):
-    """Weights of the cost."""
+    """Of the cost, what differs by operator."""
 
-    kappa: float | None = Field(default=None, ge=0, le=10)
-    """Cost to later requests of a second of own work; None: estimated from traffic by `crowding` and `congestion`."""
-    crowding: float = Field(default=0.25, ge=0, le=10)
-    """Share of those bound to the endpoint and expected until its backlog is over that own work delays."""
-    congestion: float = Field(default=0.2, ge=0, le=10)
-    """Share of all those expected while the pool's mean backlog lasts that own work delays."""
-    stall: float = Field(default=0.04, ge=0, le=1)
-    """Cost of own work to each sequence it stalls there; 0.1 goes with a constant kappa of 1."""
-    foresight: float = Field(default=0.4, ge=0, le=10)
-    """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
-    hot_discount: float = Field(default=0.25, ge=0, le=1)
-    """Weight of a missing hot token."""
+    retired = dict.fromkeys(
+        ("kappa", "crowding", "congestion", "stall", "foresight", "hot_discount"),
+        "the measured weights are the best known",
+    )
+
     target_itl: float | None = Field(default=None, ge=0.001, le=10)
     """Target seconds between two tokens of an answer: an endpoint costs more by the lateness of its answers. None:
     answers may slow down where sequences gather on a hot prefix."""
@@ -102,7 +95,7 @@ class PolicyParameters(Model):
     )
 
     kv_aware: KvAwareSettings = KvAwareSettings()
-    """Weights of the expected cost."""
+    """Target of kv_aware."""
     prefix_affinity: PrefixAffinitySettings = PrefixAffinitySettings()
     """Thresholds between prefix and load."""
 

@@ -70,7 +70,7 @@ def test_learned_speeds_are_shared_and_learned_once(make_cluster: MakeCluster, o
 
 
 def test_utilisation_counts_what_others_place(make_cluster: MakeCluster) -> None:
-    """Once a request, whichever policy placed it; kappa would believe in an idle pool otherwise."""
+    """Once a request, whichever policy placed it; the estimated utilisation would be that of an idle pool otherwise."""
     facts = OverlapFacts(5_000, {A: Overlap(100)})
 
     def rho_after(*named: str) -> float:

@@ -1,9 +1,9 @@
 """kv_aware: the endpoint where this request costs all requests least, in seconds of prefill.
 
-    cost  = wait + own * (slowness + kappa + stall * stalled) + foresight * usual_wait
-    kappa = crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait / (1 - rho)
+    cost  = wait + own * (slowness + delay + stall * stalled) + usual_waits * usual_wait
+    delay = crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait / (1 - rho)
 
-Costs are divided by the endpoint's weight, and each of kappa's two terms counts up to MAX_KAPPA.
+Costs are divided by the endpoint's weight, and each of the two terms of `delay` counts up to MAX_DELAYED.
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
 behind them, and bringing up what is on lower tiers. A greedy router stops at wait + slowness * own and is myopic by it:
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from random import Random
 
 from kvproxy.base.types import EndpointId, count_lower
@@ -41,7 +41,7 @@ from kvproxy.cluster.routing.traffic import ArrivalStats, EndpointArrivals, Pool
 from kvproxy.cluster.routing.work import Features, prefill_s
 from kvproxy.cluster.settings import KvAwareSettings
 
-MAX_KAPPA = 9.0  # work delays at most this many of those bound to the endpoint, and as many of all
+MAX_DELAYED = 9.0  # work delays at most this many of those bound to the endpoint, and as many of all
 #: Most sequences that count as stalled by a prefill: with hundreds in flight nothing else would decide.
 MAX_STALLED = 60
 #: Where all endpoints have as many, this many still count of one endpoint's surplus: without it they would drift apart
@@ -64,6 +64,17 @@ class _CostedChoice(Choice, frozen=True, kw_only=True):
     arrivals: Sequence[EndpointArrivals]
 
 
+@dataclass(frozen=True, slots=True)
+class CostWeights:
+    """Weights of the cost, as measured (benchmarks/reports/routing-constants.md)."""
+
+    crowding: float = 0.25  # share of those bound to the endpoint and expected during its backlog that own work delays
+    congestion: float = 0.2  # share of all those expected during the pool's mean backlog that it delays
+    stall: float = 0.04  # cost of own work to each sequence it stalls there
+    usual_waits: float = 0.4  # that count: about as many turns as the session still has, discounted
+    hot_discount: float = 0.25  # weight of a missing hot token
+
+
 class KvAware(Policy):
     """Chooses by expected cost and learns the engines' speeds."""
 
@@ -75,27 +86,25 @@ class KvAware(Policy):
         "no_overlap": "no endpoint is known to hold any of this prompt",
     }
     speeds: SpeedModel
+    settings: KvAwareSettings
 
     def __init__(
-        self, *, rng: Random, speeds: SpeedModel | None = None, settings: KvAwareSettings = KvAwareSettings()
+        self,
+        *,
+        rng: Random,
+        speeds: SpeedModel | None = None,
+        settings: KvAwareSettings = KvAwareSettings(),
+        weights: CostWeights = CostWeights(),
     ) -> None:
         super().__init__(rng=rng, settings=settings)
+        self._weights = weights.crowding, weights.congestion, weights.stall, weights.usual_waits
+        self._saving = 1.0 - weights.hot_discount
         self.speeds = SpeedModel() if speeds is None else speeds
         self.utilisation = Utilisation()
         self.arrivals = ArrivalStats()
         self.steps = StepModel()  # learned while there is a target
         self._pool: Pool | None = None  # of the latest candidates
         self._latest: PoolSpeeds | None = None  # of the latest placement, where it was in a large pool
-
-    @property
-    def settings(self) -> KvAwareSettings:
-        return self._settings
-
-    @settings.setter
-    def settings(self, settings: KvAwareSettings) -> None:
-        self._settings = one = settings  # slow to read, so the values of every choice are read once
-        self._weights = one.kappa, one.crowding, one.congestion, one.stall, one.foresight, one.target_itl
-        self._saving = 1.0 - settings.hot_discount
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts = request.facts
@@ -116,22 +125,20 @@ class KvAware(Policy):
         everywhere = least_in_flight if least_in_flight < MAX_STALLED else MAX_STALLED
         most_uneven = max(MAX_UNEVEN, MAX_STALLED - least_in_flight)
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
-        delayed, crowding, congestion, stall, foresight, target_itl = self._weights
-        if delayed is not None:
-            crowding = 0.0
-        else:
-            rho, arrivals_per_s = self.utilisation.estimate_rates(now)
-            delayed = congestion * arrivals_per_s / (1.0 - rho) * sum(waits) / len(waits)
-            if delayed > MAX_KAPPA:
-                delayed = MAX_KAPPA
+        crowding, congestion, stall, usual_waits = self._weights
+        target_itl = self.settings.target_itl
+        rho, arrivals_per_s = self.utilisation.estimate_rates(now)
+        delayed = congestion * arrivals_per_s / (1.0 - rho) * sum(waits) / len(waits)
+        if delayed > MAX_DELAYED:
+            delayed = MAX_DELAYED
         columns = zip(waits, owns, slowness, pool.loads, arrivals, pool.weights, strict=True)
         for wait, own, slow, load, past, weight in columns:
             bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)
-            kappa = delayed + (bound_s if bound_s < MAX_KAPPA else MAX_KAPPA)
+            delay = delayed + (bound_s if bound_s < MAX_DELAYED else MAX_DELAYED)
             stalled = load.in_flight - least_in_flight
             if stalled > most_uneven:
                 stalled = most_uneven
-            cost = wait + own * (slow + stall * (everywhere + stalled)) + own * kappa + foresight * past.usual_wait_s
+            cost = wait + own * (slow + stall * (everywhere + stalled)) + own * delay + usual_waits * past.usual_wait_s
             costs.append(cost / weight)
         if target_itl is not None or request.adapter_s is not None or request.transfer_s is not None:
             costs = self._with_extras(costs, request, speeds, target_itl)
@@ -270,7 +277,7 @@ class KvAware(Policy):
     def observe_answer(
         self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
     ) -> None:
-        if self._weights[-1] is not None:  # a target for the time between tokens
+        if self.settings.target_itl is not None:
             slowness = self.speeds.slowness(endpoint, now)
             self.steps.observe_answer(output_tokens, decode_s / slowness, sequences)
 

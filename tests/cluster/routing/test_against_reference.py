@@ -6,11 +6,10 @@ from random import Random
 
 import pytest
 
-from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.kv_aware import CostWeights, KvAware
 from kvproxy.cluster.routing.load import Reservation
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import HEAD_TOKENS, MAX_PROGRESS, OVERDUE, OVERDUE_S
-from kvproxy.cluster.settings import KvAwareSettings
 from tests.cluster.routing import reference_speed_model as reference
 from tests.cluster.routing.fleet import FakeCandidate, ask, fleet
 
@@ -21,9 +20,8 @@ class TwinFleet:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.speeds = SpeedModel()
-        self.policy = KvAware(
-            rng=Random(0), speeds=self.speeds, settings=KvAwareSettings(kappa=1.0, stall=0.1, foresight=0.0)
-        )
+        weights = CostWeights(crowding=0.0, congestion=0.0, stall=0.1, usual_waits=0.0)
+        self.policy = KvAware(rng=Random(0), speeds=self.speeds, weights=weights)
         self.candidates = fleet(3)
         self.model = reference.SpeedModel()
         self.ledgers = [reference.Endpoint() for _ in self.candidates]
@@ -64,7 +62,7 @@ class TwinFleet:
         request = ask(uncached + cached, {f"e{i}": cached for i in range(3)}, hot=cached + hot_missing)
         ours = self.policy.choose(request, self.candidates, self.now).costs
         theirs = [
-            reference.cost(self.model, ledger, f"e{index}", uncached, cached, hot_missing, self.now)
+            reference.cost(self.model, ledger, f"e{index}", uncached, cached, hot_missing, self.now, kappa=0.0)
             + self.overdue_s(ledger, f"e{index}")
             for index, ledger in enumerate(self.ledgers)
         ]

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId, Tier
-from kvproxy.cluster.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, MAX_UNEVEN, TICK_S, KvAware
+from kvproxy.cluster.routing.kv_aware import LARGE, MAX_DELAYED, MAX_STALLED, MAX_UNEVEN, TICK_S, CostWeights, KvAware
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.work import features_of
-from kvproxy.cluster.settings import KvAwareSettings
 from tests.cluster.routing.fleet import FakeCandidate, place
 
 
@@ -27,17 +26,15 @@ def plain_costs(
     policy: KvAware, facts: OverlapFacts, candidates: Sequence[FakeCandidate], now: float
 ) -> Sequence[float]:
     """Return the formula of kv_aware's docstring, one endpoint after the other."""
-    settings, prompt, hot = policy.settings, facts.prompt_tokens, min(facts.hot_tokens, facts.prompt_tokens)
+    weights, prompt, hot = CostWeights(), facts.prompt_tokens, min(facts.hot_tokens, facts.prompt_tokens)
     request_s, token_s, attention_s, _ = policy.speeds.seconds
     rho, arrivals_per_s = policy.utilisation.estimate_rates(now)
-    crowding, congestion = settings.crowding, settings.congestion * arrivals_per_s / (1.0 - rho)
-    if settings.kappa is not None:
-        crowding = congestion = 0.0
+    congestion = weights.congestion * arrivals_per_s / (1.0 - rho)
     slowness = [policy.speeds.slowness(one.id, now) for one in candidates]
     waits = [plain_wait_s(one.load, policy, slow, now) for one, slow in zip(candidates, slowness, strict=True)]
     arrivals = policy.arrivals.estimate([one.id for one in candidates], waits, now)
     fewest = min(one.load.in_flight for one in candidates)
-    everywhere = (settings.kappa or 0.0) + min(MAX_KAPPA, congestion * sum(waits) / len(waits))
+    everywhere = min(MAX_DELAYED, congestion * sum(waits) / len(waits))
     costs = []
     for one, slow, wait, past in zip(candidates, slowness, waits, arrivals, strict=True):
         overlap = facts.by_endpoint.get(one.id, Overlap(0))
@@ -45,14 +42,14 @@ def plain_costs(
         uncached = prompt - matched
         own = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
         if hot > matched:
-            own *= 1.0 - (1.0 - settings.hot_discount) * (hot - matched) / uncached
+            own *= 1.0 - (1.0 - weights.hot_discount) * (hot - matched) / uncached
         if overlap.lower:
             price_s = policy.speeds.onboarding.seconds_per_token(one.id, Tier.HOST, token_s)
             own += price_s * max(0, min(overlap.lower_tokens, prompt - overlap.device_tokens))
-        kappa = everywhere + min(MAX_KAPPA, crowding * past.bound_per_s * (wait + 0.5 * slow * own))
+        delay = everywhere + min(MAX_DELAYED, weights.crowding * past.bound_per_s * (wait + 0.5 * slow * own))
         stalled = min(fewest, MAX_STALLED) + min(one.load.in_flight - fewest, max(MAX_UNEVEN, MAX_STALLED - fewest))
-        cost = wait + own * (slow + settings.stall * stalled)
-        costs.append((cost + own * kappa + settings.foresight * past.usual_wait_s) / one.weight)
+        cost = wait + own * (slow + weights.stall * stalled)
+        costs.append((cost + own * delay + weights.usual_waits * past.usual_wait_s) / one.weight)
     return costs
 
 
@@ -70,13 +67,10 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
-@pytest.mark.parametrize("kappa", [None, 0.5])
 @given(steps=STEPS)
-def test_costs_are_those_of_the_plain_formula(
-    count: int, kappa: float | None, steps: list[tuple[int, int, int, int, float, str]]
-) -> None:
+def test_costs_are_those_of_the_plain_formula(count: int, steps: list[tuple[int, int, int, int, float, str]]) -> None:
     """Whatever was placed, finished and learned before."""
-    policy = KvAware(rng=Random(1), settings=KvAwareSettings(kappa=kappa))
+    policy = KvAware(rng=Random(1))
     candidates = tuple(FakeCandidate(EndpointId(f"e{i}"), weight=1.0 + 0.3 * i) for i in range(count))
     rng, now, live = Random(2), 0.0, []
     for prompt, held, lower, hot, pause_s, then in steps:

@@ -19,8 +19,8 @@ async def test_learned_values_are_shown() -> None:
     async with admin_of(proxy) as client:
         shown = (await client.get("/routing")).json()["clusters"]["default"]
     assert shown["policy"] == "kv_aware"
-    assert shown["parameters"]["stall"] == 0.04
-    assert shown["allowed"]["stall"] == "0 to 1"
+    assert shown["parameters"] == {"target_itl": None}
+    assert shown["allowed"] == {"target_itl": "0.001 to 10 or null"}
     learned = shown["learned"]
     assert (learned["samples"], learned["samples_by_kind"]) == (1, {"streamed": 1, "scraped": 0})
     assert (learned["learning"], learned["requests_without_sample"]) == (False, 0)
@@ -58,20 +58,36 @@ async def test_a_change_takes_effect_and_is_written_down() -> None:
     [
         ({}, "clusters", "parameters"),
         ({"cluster": {}}, "cluster", "did you mean 'clusters'?"),
-        ({"clusters": {"defualt": {"parameters": {"stall": 0}}}}, "clusters.defualt", "did you mean 'default'?"),
+        (
+            {"clusters": {"defualt": {"parameters": {"cache_threshold": 0}}}},
+            "clusters.defualt",
+            "did you mean 'default'?",
+        ),
         ({"clusters": {"default": {}}}, "clusters.default.parameters", "an object"),
-        ({"clusters": {"default": {"parameters": {"stall": 7}}}}, "clusters.default.parameters.stall", "0 to 1"),
-        ({"clusters": {"default": {"parameters": {"stal": 0}}}}, "clusters.default.parameters.stal", "'stall'"),
-        ({"clusters": {"default": {"parameters": {"stall": 0}, "policy": "x"}}}, "clusters.default.policy", "`param"),
+        (
+            {"clusters": {"default": {"parameters": {"cache_threshold": 7}}}},
+            "clusters.default.parameters.cache_threshold",
+            "0 to 1",
+        ),
+        (
+            {"clusters": {"default": {"parameters": {"cache_treshold": 0}}}},
+            "clusters.default.parameters.cache_treshold",
+            "'cache_threshold'",
+        ),
+        (
+            {"clusters": {"default": {"parameters": {"cache_threshold": 0}, "policy": "x"}}},
+            "clusters.default.policy",
+            "`param",
+        ),
     ],
 )
 async def test_mistakes_change_nothing(body: dict[str, Any], where: str, fix: str) -> None:
     """Path and range of each; what was right beside a mistake is not applied either."""
-    proxy = proxy_of(policy="kv_aware")
+    proxy = proxy_of(policy="prefix_affinity")
     policy: Any = proxy.clusters["default"].policy
     before = policy.settings
     if "default" in body.get("clusters", {}) and "parameters" in body["clusters"]["default"]:
-        body["clusters"]["default"]["parameters"]["kappa"] = 1
+        body["clusters"]["default"]["parameters"]["balance_abs_threshold"] = 1
     with audited() as lines:
         async with admin_of(proxy) as client:
             answer = await client.patch("/routing", json=body)

@@ -253,9 +253,9 @@ async def test_runtime_changes_of_endpoints() -> None:
         assert endpoint(running, "c").draining
 
 
-@pytest.mark.parametrize(("policy", "stall"), [("kv_aware", 0.5), ("least_ttft", None)])
+@pytest.mark.parametrize(("policy", "target_itl"), [("kv_aware", 0.5), ("least_ttft", None)])
 async def test_runtime_changes_of_routing(
-    policy: str, stall: float | None, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    policy: str, target_itl: float | None, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They stay while the file names the same policy. With another one they are lost, and that is said three times: in
     the answer, the audit line and the log."""
@@ -268,17 +268,17 @@ async def test_runtime_changes_of_routing(
     write("kv_aware")
     source = ConfigSource(path=str(file))
     async with Proxy(source.load()[0]) as proxy, FileReloader(proxy, source, interval_s=0), admin_of(proxy) as admin:
-        change = {"clusters": {"default": {"parameters": {"stall": 0.5}}}}
+        change = {"clusters": {"default": {"parameters": {"target_itl": 0.5}}}}
         assert (await admin.patch("/routing", json=change)).status_code == 200
         write(policy, queue="{limit: 9}", max_in_flight=5)
         with audited() as lines, caplog.at_level(logging.WARNING, "kvproxy"):
             answer = (await admin.post("/reload")).json()
         now = proxy.clusters["default"].policy
-        lost = {} if stall is not None else {"default": {"stall": 0.5}}
+        lost = {} if target_itl is not None else {"default": {"target_itl": 0.5}}
         assert (answer["reloaded"], answer["lost"]) == (True, lost)
         assert (lines[0]["after"], lines[0]["lost"]) == ("applied", lost)
-        assert ("changed at runtime and lost: stall=0.5" in caplog.text) is bool(lost)
-        assert (now.settings.stall if isinstance(now, KvAware) else None) == stall
+        assert ("changed at runtime and lost: target_itl=0.5" in caplog.text) is bool(lost)
+        assert (now.settings.target_itl if isinstance(now, KvAware) else None) == target_itl
 
 
 async def test_rate_limits() -> None:
