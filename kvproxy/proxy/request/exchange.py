@@ -65,10 +65,10 @@ class Outcome(msgspec.Struct, eq=False):
     """Outcome of a forwarded request; filled in by the router filter. (A struct, as the exchange: one is made in C.)"""
 
     endpoint: EndpointId | None = None  # that served, or failed last
-    prefill_endpoint: EndpointId | None = None  # that computed the prompt, if another one did; cached tokens are its
     cluster: str = ""
     policy: str = ""
     pick_reason: str = ""  # why that endpoint: the policy's reason, "preferred", or why the preference was passed over
+    prefill_endpoint: EndpointId | None = None  # that computed the prompt, if another one did; cached tokens are its
     status: int = 0  # sent downstream
     attempts: int = 0
     end: str = ""  # completed, engine_error, upstream_died, client_disconnected, local_reply
