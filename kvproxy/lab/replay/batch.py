@@ -149,7 +149,7 @@ def compare_batch(trace: Trace, plan: ComparisonPlan, *, sessions_at_once: int =
         hit_ceiling=trace.hit_ceiling(),
         baseline=plan.baseline or next(iter(runs)),
         runs=runs,
-        settings={"fleet": asdict(plan.fleet), "seeds": plan.seeds, "prior_factor": plan.prior_factor},
+        settings={"fleet": asdict(plan.fleet), "seeds": plan.seeds},
     )
 
 

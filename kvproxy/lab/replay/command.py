@@ -151,8 +151,8 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
     policies = list(dict.fromkeys(map(PolicySpec.parse_run, args.policy.split(","))))
     if args.baseline and args.baseline not in map(str, policies):
         raise ValueError(f"the baseline {args.baseline} is not among the policies")
-    if args.instances < 1 or args.seeds < 1 or load <= 0 or not 0 <= args.wrong < 1:
-        raise ValueError("--instances and --seeds are at least 1, --load is above 0, --wrong is from 0 to below 1")
+    if args.instances < 1 or args.seeds < 1 or load <= 0:
+        raise ValueError("--instances and --seeds are at least 1, --load is above 0")
     if not 0 <= args.streamed <= 1:
         raise ValueError("--streamed is a share, from 0 to 1")
     routers = _routers(args)
@@ -166,14 +166,9 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         engines(args),
         instances=args.instances,
         slowness=_slowness(args.slow),
-        slow_middle=args.slow_middle,
         joins=_moments("--join", args.join),
         leaves=_moments("--leave", args.leave),
         index=args.index,
-        index_delay_s=args.index_delay,
-        index_capacity=args.index_capacity,
-        learn_capacity=not args.fixed_capacity,
-        wrong_share=args.wrong,
         tiers=TierPlan.parse(args.tiers) if args.tiers else None,
         eviction=args.eviction,
         link=LinkPlan(args.link, waits=not args.no_link_wait),
@@ -185,7 +180,6 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         baseline=args.baseline,
         seeds=args.seeds,
         closed_loop=not args.open_loop,
-        prior_factor=args.prior_factor,
         streamed=args.streamed,
         goodput=GoodputLimits(args.goodput_ttft, args.goodput_tpot),
         routers=routers,
@@ -208,8 +202,6 @@ def engines(args: argparse.Namespace) -> ReplayFleet:
     preset = ENGINES[args.engine]
     timing = {
         "prefill_tokens_per_s": args.prefill_tokens_per_s,
-        "quadratic_tokens": args.quadratic_tokens,
-        "decode_step_s": args.decode_step,
         "prefill_floor_s": args.prefill_floor,
     }
     settings = {

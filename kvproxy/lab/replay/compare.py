@@ -250,7 +250,6 @@ class ComparisonPlan:
     baseline: str = ""  # the first policy unless given
     seeds: int = 1
     closed_loop: bool = True
-    prior_factor: float = 1.0
     streamed: float = 1.0  # share of the answers
     goodput: GoodputLimits = field(default_factory=GoodputLimits)
     routers: RoutersPlan = field(default_factory=RoutersPlan)
@@ -282,7 +281,7 @@ def play_all(trace: Trace, pace: Pace, plan: ComparisonPlan, bar: ProgressBar) -
         for seed in range(1, plan.seeds + 1):
             token_gaps = TokenGaps()
             seeds = (seed + 1000 * number for number in range(plan.routers.count))
-            policy, *beside = (spec.make(rng=Random(one), prior_factor=plan.prior_factor) for one in seeds)
+            policy, *beside = (spec.make(rng=Random(one)) for one in seeds)
             outcomes = play_policy(
                 trace,
                 pace,
@@ -321,7 +320,6 @@ def _report(trace: Trace, plan: ComparisonPlan, bound: Bound, runs: dict[str, li
             "fleet": asdict(plan.fleet),
             "pace": asdict(bound.pace),
             "seeds": plan.seeds,
-            "prior_factor": plan.prior_factor,
             "streamed": plan.streamed,
             "goodput": asdict(plan.goodput),
             "routers": asdict(plan.routers),

@@ -224,13 +224,6 @@ def _add_timing_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--prefill-tokens-per-s", type=float, metavar="X", help=f"(default {timing.prefill_tokens_per_s:g})"
     )
-    group.add_argument(
-        "--quadratic-tokens",
-        type=float,
-        metavar="X",
-        help=f"depth at which attention doubles a token's time (default {timing.quadratic_tokens:g})",
-    )
-    group.add_argument("--decode-step", type=float, metavar="S", help=f"(default {timing.decode_step_s:g})")
     group.add_argument("--slow", default="", metavar="F,F...", help="slowness of the first engines (2: half as fast)")
     group.add_argument(
         "--leave",
@@ -244,13 +237,6 @@ def _add_timing_options(group: argparse._ArgumentGroup) -> None:
         metavar="E:X,E:X...",
         help="engine E comes, with an empty cache, after a share X of the run; it was not there before, unless it left",
     )
-    group.add_argument(
-        "--slow-middle",
-        type=float,
-        default=1.0,
-        metavar="F",
-        help="slowness of the first engine in the middle third of the run",
-    )
 
 
 def _add_knowledge_options(group: argparse._ArgumentGroup) -> None:
@@ -261,23 +247,6 @@ def _add_knowledge_options(group: argparse._ArgumentGroup) -> None:
         default=IndexMode.EVENTS,
         help="KV events, or only routed requests (default %(default)s)",
     )
-    group.add_argument("--index-delay", type=float, default=0.0, metavar="S", help="events come this late")
-    group.add_argument(
-        "--index-capacity",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="capacity given to the approximate index, as a share of the true one",
-    )
-    group.add_argument(
-        "--fixed-capacity",
-        action="store_true",
-        help="do not correct that by reported reuse (with --index approximate)",
-    )
-    group.add_argument(
-        "--wrong", type=float, default=0.0, metavar="X", help="share of the index's entries that are false"
-    )
-    group.add_argument("--prior-factor", type=float, default=1.0, metavar="X", help="error of the prior speeds")
 
 
 def _add_router_options(group: argparse._ArgumentGroup) -> None:

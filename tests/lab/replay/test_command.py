@@ -77,21 +77,19 @@ def test_engines_begin_from_a_preset_that_options_change(trace_file: Path, tmp_p
     status, _, _ = replay(
         trace_file, *arguments, "--max-num-batched-tokens", "4096", "--max-num-seqs", "32", "--no-reuse-outputs",
         "--long-prefill-token-threshold", "1024", "--block-size", "64", "--prefill-floor", "0.01",
-        "--capacity-tokens", "100000", "--decode-step", "0.01",
+        "--capacity-tokens", "100000",
     )  # fmt: skip
     assert status == 0
     fleet = json.loads(file.read_text())["settings"]["fleet"]
     assert (fleet["max_batched_tokens"], fleet["max_sequences"], fleet["reuse_outputs"]) == (4096, 32, False)
     assert (fleet["long_prefill_token_threshold"], fleet["block_size"]) == (1024, 64)
     assert (fleet["capacity_tokens"], fleet["timing"]["prefill_floor_s"]) == (100_000, 0.01)
-    assert fleet["timing"]["decode_step_s"] == 0.01
 
 
 def test_engines_and_knowledge_can_be_disturbed(trace_file: Path) -> None:
     """Every option reaches the run."""
     status, table, _ = replay(
-        trace_file, "--policy", "kv_aware", "--requests", "20", "--slow", "2,1", "--slow-middle", "3", "--index",
-        "approximate", "--index-delay", "0.5", "--index-capacity", "0.5", "--wrong", "0.2", "--prior-factor", "4",
+        trace_file, "--policy", "kv_aware", "--requests", "20", "--slow", "2,1", "--index", "approximate",
         "--open-loop", "--load", "0.5", "--baseline", "kv_aware", "--leave", "0:0.3,1:0.5", "--join", "0:0.6,7:0.2",
     )  # fmt: skip
     assert status == 0
@@ -119,7 +117,7 @@ def test_several_routers_are_named_and_one_is_as_ever(trace_file: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("--policy", "best"), "no policy 'best'"), (("--instances", "0"), "at least 1"), (("--wrong", "1"), "--wrong"),
+    [(("--policy", "best"), "no policy 'best'"), (("--instances", "0"), "at least 1"),
      (("--baseline", "lmetric", "--policy", "kv_aware"), "not among"), (("--slow", "x"), "--slow takes numbers"),
      (("--join", "3"), "--join takes engines"), (("--leave", "9:0.5"), "are numbered from 0"),
      (("--prefill-tokens-per-s", "0"), "must be positive"),
