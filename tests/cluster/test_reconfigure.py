@@ -105,10 +105,10 @@ def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
     bench = make_cluster("a", "b", policy=PolicyName.KV_AWARE)
     policy = bench.cluster.policy
     assert isinstance(policy, KvAware)
-    policy.settings = policy.settings.model_copy(update={"stall": 0.5})
+    policy.settings = policy.settings.model_copy(update={"target_itl": 0.5})
     reconfigure(bench, queue={}, client_policies=["least_ttft"])
     assert bench.cluster.policy is policy
-    assert policy.settings.stall == 0.5
+    assert policy.settings.target_itl == 0.5
 
 
 @pytest.mark.parametrize("part", ["own", "for clients"])

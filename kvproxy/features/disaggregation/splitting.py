@@ -8,6 +8,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.costs import wait_s
+from kvproxy.cluster.routing.kv_aware import CostWeights
 from kvproxy.cluster.routing.selector import PANIC
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import seconds_of
@@ -77,8 +78,8 @@ class Splitter:
         ]
         if settings.canary:
             able = [one for one in able if self._state.pairs.may_carry(one, decode, asked.model)]
-        stall = self._cluster.settings.parameters.kv_aware.stall
         waits_s = 0.0 if speeds is None else _wait_before(pick, decode, speeds, now)
+        stall = CostWeights().stall
         return choose_plan(
             facts, decode, able, speeds, now, stall=stall, decode_wait_s=waits_s, price=self._state.price
         )
