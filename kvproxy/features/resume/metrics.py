@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
-
-from kvproxy.base.metrics.collectors import Counter, Histogram
-from kvproxy.base.metrics.groups import MetricGroup
+from kvproxy.base.metrics.groups import MetricGroup, counter, histogram
 
 _GAP_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -17,23 +14,14 @@ class ResumeMetrics(MetricGroup):
         "grade": "how a stream went on: exact, text, restart (nothing had reached the client)",
     }
 
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.resumed = Counter(
-            "kvproxy_streams_resumed",
-            "Broken streams whose rest was requested from another engine",
-            ["cluster", "grade"],
-            registry=r,
-        )
-        self.refused = Counter(
-            "kvproxy_streams_not_resumed",
-            "Broken streams that ended with an error event",
-            ["cluster", "reason"],
-            registry=r,
-        )  # guided, tools, overlap, budget, ...
-        self.gap = Histogram(
-            "kvproxy_stream_resume_gap_seconds",
-            "Time without a token in a resumed stream, from the break to the first new one",
-            ["cluster"],
-            buckets=_GAP_BUCKETS_S,
-            registry=r,
-        )
+    resumed = counter(
+        "kvproxy_streams_resumed", "Broken streams whose rest was requested from another engine", "cluster grade"
+    )
+    #: guided, tools, overlap, budget, ...
+    refused = counter("kvproxy_streams_not_resumed", "Broken streams that ended with an error event", "cluster reason")
+    gap = histogram(
+        "kvproxy_stream_resume_gap_seconds",
+        "Time without a token in a resumed stream, from the break to the first new one",
+        "cluster",
+        buckets=_GAP_BUCKETS_S,
+    )
