@@ -116,7 +116,7 @@ def test_the_clusters_own_policy_may_be_listed_too(make_cluster: MakeCluster) ->
     assert policy(bench, "kv_aware") is bench.cluster.policy
 
 
-def test_who_left_is_forgotten_by_those_that_share_speeds(make_cluster: MakeCluster) -> None:
+def test_departed_endpoints_are_forgotten_by_policies_that_share_speeds(make_cluster: MakeCluster) -> None:
     """Speeds are shared; requests that keep coming to an endpoint each policy counts itself."""
     bench = make_cluster("a", "b", policy="least_ttft", client_policies=["kv_aware"])
     bench.picked(policy="kv_aware").settle(AttemptOutcome.SUCCESS, bench.clock())

@@ -182,7 +182,7 @@ def test_learned_speeds_outlive_the_policy(make_cluster: MakeCluster, way: list[
     assert learned.estimates(bench.clock()).samples == 1
 
 
-def test_who_left_under_a_policy_that_learns_nothing_is_forgotten(make_cluster: MakeCluster) -> None:
+def test_endpoints_that_left_a_policy_without_learning_are_forgotten(make_cluster: MakeCluster) -> None:
     """Its id may come back as another engine."""
     bench = make_cluster("a", "b", policy=PolicyName.KV_AWARE)
     taught(bench)

@@ -271,7 +271,7 @@ def test_a_queue_can_be_turned_off(clock: FakeClock) -> None:
     assert cluster_of(clock, enabled=False).queue is None
 
 
-async def test_who_waits_and_what_became_of_them_is_shown(clock: FakeClock) -> None:
+async def test_waiting_and_released_requests_are_shown(clock: FakeClock) -> None:
     """Every way out is counted once, for people and as metrics."""
     metrics = Metrics()
     cluster = cluster_of(clock, metrics=metrics, limit=3, max_wait="7s")

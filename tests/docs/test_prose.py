@@ -18,7 +18,7 @@ LIMITS = {
 }
 
 
-_CLAUSE = re.compile(r'"{3}What ')
+_CLAUSE = re.compile(r'"{3}What |def test_wh(?:at|o)_')
 
 
 @cache
@@ -36,7 +36,7 @@ def test_few_sentences_break_the_rules(text: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "kvproxy", "packaging", "samples", "tests"])
-def test_docstrings_begin_with_no_clause(folder: str) -> None:
-    """Those of tests neither."""
+def test_docstrings_and_names_of_tests_begin_with_no_clause(folder: str) -> None:
+    """The name of a test is its case."""
     sources = (ROOT / folder).rglob("*.py")
     assert [str(path) for path in sources if _CLAUSE.search(path.read_text())] == []

@@ -178,7 +178,7 @@ async def looking(cluster: Cluster, clock: FakeClock, *, required: bool = False)
         yield streams
 
 
-async def test_who_does_not_publish_is_one_line_and_no_warning(
+async def test_engines_without_events_are_one_line_and_no_warning(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By default events are followed where there are any; nothing is kept for them before one engine publishes."""

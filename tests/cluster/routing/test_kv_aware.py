@@ -164,7 +164,7 @@ def test_long_work_goes_where_fewer_are_bound() -> None:
     assert costs[0] > 1.2 * costs[1]
 
 
-def test_who_is_bound_is_forgotten() -> None:
+def test_bound_requests_are_forgotten() -> None:
     """Minutes later no request is expected any more."""
     subject, candidates = policy(only(crowding=0.25)), fleet(2)
     place(subject, ask(2), candidates)
@@ -174,7 +174,7 @@ def test_who_is_bound_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("held", [{}, {"e0": 7900, "e1": 7900}, {"e0": 3000}], ids=["nowhere", "both", "a little"])
-def test_who_is_as_well_off_elsewhere_is_not_bound(held: dict[str, int]) -> None:
+def test_requests_as_well_off_elsewhere_are_not_bound(held: dict[str, int]) -> None:
     """Only those count that would take twice as long on another endpoint."""
     subject, candidates = policy(only(crowding=10.0)), fleet(2)
     place(subject, ask(2), candidates)

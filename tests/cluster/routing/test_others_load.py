@@ -51,7 +51,7 @@ def test_an_engine_is_at_what_its_hidden_requests_left(load: EndpointLoad) -> No
     assert backlog.work[:2] == (2.0, 200.0)
 
 
-def test_who_is_gone_takes_its_share_along(load: EndpointLoad) -> None:
+def test_the_share_of_a_departed_peer_is_dropped(load: EndpointLoad) -> None:
     """Of the counts, of the work and of the time since when; what the others said stays."""
     elsewhere = load.remote_load
     assert elsewhere is not None

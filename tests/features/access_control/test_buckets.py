@@ -52,7 +52,7 @@ def test_other_limits_take_the_buckets_over() -> None:
     assert levels(both, "a") == [6.0, 1140.0]
 
 
-def test_who_began_before_the_change_is_charged_after_it() -> None:
+def test_a_request_begun_before_the_change_is_charged_after_it() -> None:
     """A running request holds the bucket it will be charged to."""
     table = BucketTable()
     running = Buckets((TOKENS,), 10, table).of("a", 0.0)[0]

@@ -32,7 +32,7 @@ async def test_a_preflight_is_answered_here() -> None:
         (CorsSettings(allow_origins=("https://other.example",)), None),
     ],
 )
-async def test_who_may_read_the_answer(settings: CorsSettings, allowed: bytes | None) -> None:
+async def test_origins_that_may_read_the_answer(settings: CorsSettings, allowed: bytes | None) -> None:
     """Allowed origins get the header, others get the plain answer."""
     reply = await call(build(Inner(), settings, filter_context()), http_scope(headers=[ORIGIN]))
     assert reply.headers.get(b"access-control-allow-origin") == allowed

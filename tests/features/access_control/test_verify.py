@@ -47,7 +47,7 @@ def test_all_of_them_in_the_right_order() -> None:
         ("rate_limit", "warning: filters[0].requests_per_minute: rate_limit has no limit"),
     ],
 )
-def test_what_does_not_fit_together(text: str, problem: str) -> None:
+def test_contradictory_settings(text: str, problem: str) -> None:
     """One problem each, at its place."""
     shown = problems_of(text)
     assert len([line for line in shown if line.startswith(problem)]) == 1, shown

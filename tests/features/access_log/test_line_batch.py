@@ -72,7 +72,7 @@ async def test_the_end_loses_nothing(logger: logging.Logger, records: Records) -
     assert records.messages == ["a", "b"]
 
 
-def test_who_listens_is_known(logger: logging.Logger) -> None:
+def test_listeners_are_known(logger: logging.Logger) -> None:
     """A line that would not be seen need not be made."""
     lines = LineBatch(logger)
     assert lines.is_wanted()

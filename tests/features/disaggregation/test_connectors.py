@@ -1,4 +1,4 @@
-"""What each connector puts into the legs, and both legs at once."""
+"""Parameters that each connector puts into the legs, and both legs at once."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_nixls_parameters_are_passed_on_whole() -> None:
         b"\xff",
     ],
 )
-def test_what_a_decoder_would_hang_or_die_of_is_no_handle(answer: bytes) -> None:
+def test_handles_that_a_decoder_would_hang_or_die_of_are_refused(answer: bytes) -> None:
     """The decoder then computes the prompt."""
     with pytest.raises(NoHandle):
         NixlConnector(0, Random(1)).read_member(answer)

@@ -68,7 +68,7 @@ def _texts(value: Any) -> list[str]:
     [{"n": 2}, {"echo": True}, {"prompt": [words("a"), words("b")]}, {"prompt_logprobs": 1}, {"best_of": 2}],
     ids=lambda fields: next(iter(fields)),
 )
-async def test_what_needs_more_than_the_prompts_kv_goes_whole(fields: dict[str, Any]) -> None:
+async def test_requests_that_need_more_than_the_prompts_kv_go_whole(fields: dict[str, Any]) -> None:
     """Each of several prompts would pull the blocks of one, which ends an engine."""
     async with separated("p", "d") as two:
         await two.proxy.client.post("/v1/completions", json={**prompt(words("x")), **fields})

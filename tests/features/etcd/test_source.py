@@ -120,7 +120,7 @@ async def test_all_serve_the_models_of_their_source_but_for_those_that_say_their
         assert serves == {"a": [True, False], "b": [False, True]}
 
 
-async def test_who_is_asked_no_more_is_not_failing(follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]]) -> None:
+async def test_a_source_no_longer_used_is_not_failing(follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]]) -> None:
     """Its series ends with the asking, or an alert would go on for a source that a reload took away."""
     fake, settings = etcd
     async with follow(**settings) as one:

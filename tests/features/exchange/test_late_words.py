@@ -57,7 +57,7 @@ def test_a_goodbye_is_the_last_word() -> None:
     assert two.in_flight() == {A: 0, B: 0}
 
 
-def test_who_was_silent_for_long_is_forgotten() -> None:
+def test_long_silent_peers_are_forgotten() -> None:
     """Names of lives that ended without a word do not pile up."""
     bus, one, two = pair()
     bus.nodes.remove(one)
@@ -69,7 +69,7 @@ def test_who_was_silent_for_long_is_forgotten() -> None:
     assert not two.peers.known
 
 
-def test_who_dies_while_another_joins_takes_its_load_along() -> None:
+def test_the_load_of_a_peer_that_dies_during_a_join_is_dropped() -> None:
     """Its messages were kept for later, and do not bring it back then: nothing would ever end it."""
     bus, one, two = pair()
     three = join_third(bus)

@@ -109,7 +109,7 @@ def test_late_facts_about_a_prompt_change_no_lease() -> None:
     assert (dict(book.tenant_tokens), len(book.released["a", 7].tokens)) == ({}, 1000)
 
 
-def test_who_comes_back_late_finds_no_promise() -> None:
+def test_a_late_return_finds_no_promise() -> None:
     book = LeaseBook()
     book.waiting.add(waiting(7))
     book.grant(lease(waiting(7), until=10.0), settings())

@@ -144,7 +144,7 @@ async def test_it_serves_over_tls(tmp_path: Path) -> None:
             assert destination(await Envoy(begin_stream(channel)).pick())
 
 
-async def test_who_may_connect_is_said_by_a_certificate(tmp_path: Path) -> None:
+async def test_a_certificate_decides_on_connections(tmp_path: Path) -> None:
     """With `client_ca` other peers are not heard: each that is speaks for clients."""
     made = make_certificate(tmp_path, "localhost")
     certificate, key = made.certificate.read_bytes(), made.private_key.read_bytes()

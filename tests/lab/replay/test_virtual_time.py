@@ -172,7 +172,7 @@ def test_late_events_of_a_lost_engine_are_not_believed_of_the_next() -> None:
         assert summarize_outcomes(after, 3).wrong_share < 0.02
 
 
-def test_who_leaves_takes_its_load_along() -> None:
+def test_the_load_of_a_departed_peer_is_dropped() -> None:
     """An engine that comes in its place begins with nothing under way."""
     trace = shared_prefix_trace(requests=4)
     blocks = FLEET.blocks_of(trace)

@@ -97,7 +97,7 @@ async def test_mistakes_change_nothing(body: dict[str, Any], where: str, fix: st
     assert lines == []
 
 
-async def test_who_waits_is_shown() -> None:
+async def test_waiting_requests_are_shown() -> None:
     """Depth against its bound, how long the first has waited, and what became of the others; None without a queue."""
     async with admin_of(proxy_of(policy="kv_aware", queue={"limit": 5, "max_wait": "9s"})) as client:
         shown = (await client.get("/routing")).json()["clusters"]["default"]["queue"]

@@ -55,7 +55,7 @@ async def test_findings_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     assert "fix: set `instance_id` to its own of a, or start its LMCache" in lines[0].getMessage()
 
 
-async def test_who_asked_is_told_of_the_report() -> None:
+async def test_the_report_is_handed_on() -> None:
     """The live page shows it."""
     told: list[DoctorReport] = []
     config = parsed({"endpoints": {"a": "http://127.0.0.1:1"}})

@@ -296,7 +296,7 @@ async def test_rate_limits() -> None:
             assert (await running.client.post("/v1/chat/completions", json=chat())).status_code == 429
 
 
-async def test_who_waits_in_the_router_queue_goes_on_waiting() -> None:
+async def test_requests_in_the_router_queue_go_on_waiting() -> None:
     """Through a reload that changes its bounds, until it is placed."""
     go_on = asyncio.Event()
 

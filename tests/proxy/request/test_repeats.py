@@ -86,7 +86,7 @@ def test_a_chat_that_goes_on_otherwise_shares_its_beginning() -> None:
         chat([says("user"), *[says("user", "x")] * MAX_PARTS]),
     ],
 )
-def test_what_cannot_repeat_is_not_held(body: bytes) -> None:
+def test_bodies_that_cannot_repeat_are_not_held(body: bytes) -> None:
     """It is decoded as it would be without."""
     earlier = EarlierBodies()
     decode(earlier, body)
@@ -190,7 +190,7 @@ async def test_the_guard_finds_names_in_new_messages_and_in_those_it_has_not_pas
         assert (b"remote_host" in sent) is (trusted and bool(also))
 
 
-def test_what_the_guard_has_passed_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_passed_by_the_guard_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next turn costs a search of its new messages."""
     earlier = EarlierBodies()
     guard = BodySanitizer()

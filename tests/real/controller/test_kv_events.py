@@ -168,7 +168,7 @@ async def test_eviction_and_clearing_are_followed(pair: Pair, saw: Saw) -> None:
     )
 
 
-async def test_who_comes_late_learns_the_history(pair: Pair, saw: Saw) -> None:
+async def test_a_late_peer_receives_the_history(pair: Pair, saw: Saw) -> None:
     """A subscriber that starts after the fact replays and ends with the same knowledge."""
     bodies = [chat(pair.model.name, text(200, seed=f"history {n}")) for n in range(3)]
     async with running_proxy({"a": pair.a.url}) as proxy:
