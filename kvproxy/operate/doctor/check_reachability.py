@@ -18,6 +18,11 @@ from kvproxy.operate.doctor.tools import ConnectResult, explain_failure
 #: A certificate that expires sooner is worth a warning.
 _SOON_S = 14 * 86400.0
 _WRONG_PORT = "is it the engine's port? Correct the url"
+#: A server that requires a certificate ends the connection once the handshake is over, often without its reason.
+_SHOW_CERTIFICATE = (
+    "if it requires clients' certificates (vLLM's `--ssl-cert-reqs 2`), set `cert_file` and `key_file` of the"
+    " endpoint; else read the engine's log"
+)
 _KEY_STATUSES = (401, 403)
 #: Status of nginx, kvproxy and others for plain http on a port that serves https.
 _PLAIN_HTTP_STATUS = 400
@@ -65,7 +70,8 @@ class HealthCheck(EngineCheck):
             if await self.engine.speaks_tls():
                 return [_speaks_tls(self.where)]
             what = f"connects, but does not answer http: {error}"
-            return [problem(self.where, what, "is it https, or another service's port? Correct the url")]
+            fix = "is it https, or another service's port? Correct the url"
+            return [problem(self.where, what, _SHOW_CERTIFICATE if self.engine.origin.scheme == "https" else fix)]
         if status == _PLAIN_HTTP_STATUS and await self.engine.speaks_tls():
             return [_speaks_tls(self.where)]
         if 200 <= status < 300:
@@ -125,7 +131,8 @@ def _no_api(engine: EngineFacts, error: ClientError) -> Finding:
         return problem(where, "answers, but /v1/models is not an engine's", _WRONG_PORT)
     if isinstance(error, ClientTimeout):
         return problem(where, "does not answer /v1/models in time", "it is overloaded or stuck: read its log")
-    return problem(where, f"/v1/models fails: {error}", "read the engine's log")
+    certificate = isinstance(error, ClientUnavailable) and engine.origin.scheme == "https"
+    return problem(where, f"/v1/models fails: {error}", _SHOW_CERTIFICATE if certificate else "read the engine's log")
 
 
 @dataclass(frozen=True, slots=True)

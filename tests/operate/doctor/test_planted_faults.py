@@ -183,6 +183,22 @@ async def test_an_engine_that_speaks_tls(tmp_path: Path) -> None:
     assert "https://" in found.fix
 
 
+async def test_an_engine_that_requires_a_certificate(tmp_path: Path) -> None:
+    """It ends connections without a word; the fix names the settings. With them all is well."""
+    files = make_certificate(tmp_path, "127.0.0.1")
+    pair = {"certificate": str(files.certificate), "private_key": str(files.private_key)}
+    tls = ListenerTls(**pair, client_ca=str(files.certificate))
+    async with cluster({"a": ENGINE}, controller=None) as site, serve(site.fleet.engines["a"], tls=tls) as url:
+        endpoint = {"id": "a", "url": url, "ca_file": pair["certificate"]}
+        report = await visit(site.config(endpoints=[endpoint], kvcache={"lmcache_endpoint": ""}))
+        shown = {**endpoint, "cert_file": pair["certificate"], "key_file": pair["private_key"]}
+        good = await visit(site.config(endpoints=[shown], kvcache={"lmcache_endpoint": ""}))
+    problems = [one for one in report.findings if one.severity is Severity.PROBLEM]
+    assert problems
+    assert all("set `cert_file` and `key_file`" in one.fix for one in problems)
+    assert [one for one in good.findings if one.severity is Severity.PROBLEM] == []
+
+
 async def test_a_url_copied_from_a_client() -> None:
     """It ends in /v1: the health path gives it away, and that is the one problem beside the file's warning."""
     async with cluster({"a": ENGINE}, controller=None) as site:
