@@ -175,7 +175,8 @@ class Wire:
 def replica(
     store: Store, name: str, engine: str, *, port: int | None = None, ahead_s: float = 0.0
 ) -> contextlib.AbstractAsyncContextManager[Deciding]:
-    chain = ["inference_request", "kvcache", {"rate_limit": {"requests_per_minute": 6, "burst": 10}}, "router"]
+    hardly_refilled = {"requests_per_minute": 0.06, "burst": 1000}
+    chain = ["inference_request", "kvcache", {"rate_limit": hardly_refilled}, "router"]
     sync = {store.kind: store.url(port), "replica": name, "heartbeat": "100ms"}
     return deciding(engine, filters=chain, sync=sync, ahead_s=ahead_s)
 
@@ -200,7 +201,7 @@ async def test_replicas_know_what_each_other_serves(store: Store) -> None:
             await until(lambda: two.entries() == one.entries())
             async with replica(store, "three", engine) as three:
                 await until_synced(three)
-                assert three.entries() == one.entries()
+                await until(lambda: three.entries() == one.entries())
         await until(lambda: one.status is SyncStatus.ALONE)
         assert PASSWORD not in str(one.sync.describe_state())
 
@@ -213,18 +214,19 @@ async def test_a_store_that_is_killed_and_comes_back(store: Store, caplog: pytes
         replica(store, "two", engine) as two,
     ):
         await until_synced(one, two)
+        caplog.clear()
         await store.kill()
+        await until(lambda: caplog.text.count("goes on alone") == 2)
         await until(lambda: one.status is two.status is SyncStatus.ALONE)
-        assert weights(one, two) == [2.0, 2.0]
+        await until(lambda: weights(one, two) == [2.0, 2.0])
         assert (await one.ask(text(1))).status_code == 200
         assert (await two.ask(text(2))).status_code == 200
         assert one.entries() != 0
+        assert caplog.text.count("goes on alone") == 2
         await store.start()
         await until_synced(one, two)
         await until(lambda: one.entries() == two.entries() > 10)
-        assert weights(one, two) == [1.0, 1.0]
-        said = [record.getMessage() for record in caplog.records if "goes on alone" in record.getMessage()]
-        assert len(said) == 2
+        await until(lambda: weights(one, two) == [1.0, 1.0])
         assert PASSWORD not in caplog.text
 
 
@@ -240,7 +242,7 @@ async def test_a_partition_between_replicas(store: Store) -> None:
         wire.cut = True
         wire.break_off()
         await until(lambda: one.status is two.status is SyncStatus.ALONE)
-        assert weights(one, two) == [1.0, 2.0]
+        await until(lambda: weights(one, two) == [1.0, 2.0])
         for number in range(5):
             await one.ask(text(number))
             await two.ask(text(100 + number))
@@ -258,7 +260,7 @@ async def test_a_store_that_answers_nothing_holds_no_request_up(store: Store) ->
     ):
         await until_synced(one, two)
         store.halt()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for number in range(20):
                 assert (await one.ask(text(number))).status_code == 200
         await until(lambda: one.status is two.status is SyncStatus.ALONE)
@@ -277,7 +279,7 @@ async def test_a_store_that_is_slow_holds_no_request_up(store: Store) -> None:
     ):
         await until_synced(one, two)
         wire.delay_s = 1.0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(25):
             for number in range(20):
                 assert (await two.ask(text(number))).status_code == 200
         wire.delay_s = 0.0
@@ -301,8 +303,7 @@ async def test_clocks_that_differ_by_hours(store: Store) -> None:
         assert sorted(granted) == [False, True]
         async with replica(store, "three", engine, ahead_s=-7200.0) as three:
             await until_synced(one, two, three)
-            assert three.entries() == one.entries()
-            assert 1.0 < three.spent() <= 2.0
+            await until(lambda: three.entries() == one.entries() and 1.0 < three.spent() <= 2.0)
 
 
 async def test_replicas_that_start_at_once(store: Store) -> None:
@@ -353,12 +354,11 @@ async def test_sessions_and_limits_outlive_all_replicas(store: Store, monkeypatc
             await until(lambda: one.sessions() == two.sessions() == 10)
             kept_in = one.sync.store
             assert kept_in is not None
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while len(decode_deltas((await kept_in.recall(600.0))[0] or b"\x90")) < 11:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)  # in a store there is no event to wait for
         async with replica(store, "three", engine) as three:
-            await until(lambda: three.sessions() == 10)
-            assert 8.0 < three.spent() <= 10.0
+            await until(lambda: three.sessions() == 10 and 8.0 < three.spent() <= 10.0)
 
 
 async def test_a_replica_that_dies_in_the_middle_of_an_action(store: Store) -> None:
@@ -374,7 +374,7 @@ async def test_a_replica_that_dies_in_the_middle_of_an_action(store: Store) -> N
     lmcache = controller(lambda _: {}, pin=pin)
     async with serve(Engine().app) as engine, serve(lmcache) as at, Wire(store) as wire:
         hot = {"enable_pinning": True, "hot_content_threshold": 1}
-        cache = {"lmcache_endpoint": at, "cache_strategy": hot, "background": {"job_timeout": "2s"}}
+        cache = {"lmcache_endpoint": at, "cache_strategy": hot, "background": {"job_timeout": "4s"}}
         config: dict[str, Any] = {"filters": ["inference_request", {"kvcache": cache}, "router"]}
 
         def acting(name: str, port: int | None = None) -> contextlib.AbstractAsyncContextManager[Deciding]:
@@ -385,19 +385,18 @@ async def test_a_replica_that_dies_in_the_middle_of_an_action(store: Store) -> N
             async with acting("one", wire.port) as one:
                 await until_synced(one, two)
                 await one.ask(LONG)
-                await asyncio.wait_for(began.wait(), 10)
+                await asyncio.wait_for(began.wait(), 60)
                 await two.ask(LONG)
                 await until(lambda: two.metric("kvproxy_kvcache_actions_total", action="pin", result="elsewhere") > 0)
                 assert lmcache.calls["/pin"] == 1
                 wire.cut = True
                 wire.break_off()
 
-            async def pinned_again() -> bool:
+            async def times_pinned() -> float:
                 await two.ask(LONG)  # which needs it pinned still
-                return lmcache.calls["/pin"] >= 2
+                return two.metric("kvproxy_kvcache_actions_total", action="pin", result="done")
 
-            await until_says(True, pinned_again, within_s=20, pause_s=0.1)
-            assert two.metric("kvproxy_kvcache_actions_total", action="pin", result="done") == 1
+            await until_says(1.0, times_pinned, pause_s=0.1)
 
 
 async def test_a_way_back_that_is_gone_is_noticed(store: Store) -> None:
