@@ -1,0 +1,147 @@
+"""Senders that flood the sockets of two workers: `python -m benchmarks.datagrams [--seconds 4]`.
+
+Local processes of the same user send as many datagrams as the kernel takes to the sockets by which workers exchange
+what they know, while a client sends chats. The kernel keeps ten datagrams a socket and holds senders back beyond that,
+so the rate is the one at which the workers read. Nothing else is in these datagrams than bytes that are no message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from kvproxy.proxy.listener.server import serve
+from tests.real.engines.program import free_ports
+from tests.support.fake_engine import FakeEngine
+from tests.support.process import kvproxy_serve
+
+SENDERS = (0, 1, 4, 16)
+#: Sends to both sockets in turn for so many seconds, and prints how many datagrams were taken.
+_SENDER = """
+import socket, sys, time
+paths, seconds, sent = sys.argv[2:], float(sys.argv[1]), 0
+with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for path in paths:
+            out.sendto(b"x" * 100, path)
+            sent += 1
+print(sent)
+"""
+
+
+@dataclass
+class Result:
+    """One flood."""
+
+    senders: int
+    datagrams: float = 0.0  # a second
+    answers: Counter[str] = field(default_factory=Counter)
+    took_s: list[float] = field(default_factory=list)
+    rss_mb: tuple[float, float] = (0.0, 0.0)  # of all processes, before and behind it
+
+
+async def ask(client: httpx.AsyncClient, result: Result, over: asyncio.Event) -> None:
+    """Send chats one after the other."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    while not over.is_set():
+        began = time.monotonic()
+        try:
+            answer = await client.post("/v1/chat/completions", json=body)
+            result.answers[str(answer.status_code)] += 1
+        except httpx.TransportError as error:
+            result.answers[type(error).__name__] += 1
+        result.took_s.append(time.monotonic() - began)
+
+
+def rss_mb(pid: int) -> float:
+    """Return the memory of a process and its children."""
+    root = psutil.Process(pid)
+    memory: float = sum(one.memory_info().rss for one in (root, *root.children(recursive=True))) / 1e6
+    return memory
+
+
+async def flood(url: str, pid: int, paths: list[str], senders: int, seconds: float) -> Result:
+    """Return how requests fare beside so many senders."""
+    result, over = Result(senders), asyncio.Event()
+    before = rss_mb(pid)
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-c", _SENDER, str(seconds), *paths)
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client, asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(ask(client, result, over))
+        running = [await asyncio.create_subprocess_exec(*command, stdout=pipe) for _ in range(senders)]
+        if not running:
+            await asyncio.sleep(seconds)
+        sent = [int((await one.communicate())[0]) for one in running]
+        over.set()
+    result.datagrams = sum(sent) / seconds
+    result.rss_mb = (before, rss_mb(pid))
+    return result
+
+
+async def sockets(folder: Path) -> list[str]:
+    """Return the sockets of both workers once they are there."""
+    while len(found := sorted(map(str, folder.rglob("sync-*.sock")))) < 2:  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.1)
+    return found
+
+
+async def run(seconds: float) -> list[Result]:
+    (port,) = free_ports(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["TMPDIR"] = name
+        config = folder / "config.json"
+        async with serve(FakeEngine("a")) as engine:
+            settings = {"listen": f"127.0.0.1:{port}", "workers": 2, "admin": {"enabled": False}}
+            config.write_text(json.dumps({**settings, "endpoints": {"a": engine}}))
+            async with kvproxy_serve("--config", str(config)) as proxy:
+                paths = await sockets(folder)
+                return [await flood(proxy.url, proxy.process.pid, paths, count, seconds) for count in SENDERS]
+
+
+def report(results: list[Result], seconds: float) -> str:
+    """Return the results as Markdown."""
+    lines = [
+        "# Datagrams",
+        "",
+        (__doc__ or "").split("\n\n", 1)[1].strip(),
+        "",
+        f"Command: `python -m benchmarks.datagrams --seconds {seconds:g}`, load {os.getloadavg()[0]:.0f} on"
+        f" {os.cpu_count()} cores.",
+        "",
+        "| senders | datagrams/s | chats | median ms | longest ms | RSS MB before, behind |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in results:
+        took_ms = sorted(1e3 * took for took in one.took_s)
+        answers = ", ".join(f"{count} x {kind}" for kind, count in sorted(one.answers.items()))
+        lines.append(
+            f"| {one.senders} | {one.datagrams:,.0f} | {answers} | {took_ms[len(took_ms) // 2]:.1f}"
+            f" | {took_ms[-1]:.1f} | {one.rss_mb[0]:.0f}, {one.rss_mb[1]:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    options = parser.parse_args()
+    sys.stdout.write(report(asyncio.run(run(options.seconds)), options.seconds))
+
+
+if __name__ == "__main__":
+    main()
