@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -25,14 +26,22 @@ class Program:
     """A context manager: inside it the program runs; afterwards nothing of it is left, whatever happened.
 
     Nothing is left either when the test run itself is killed. `ready` is the URL that answers 200 once it serves;
-    output goes to `log`.
+    output goes to `log`. `tls`: by which it is asked over https.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str | Path], *, ready: str, log: Path, environment: Mapping[str, str]
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        *,
+        ready: str,
+        log: Path,
+        environment: Mapping[str, str],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.name = name
         self.ready = ready
+        self._tls = tls
         self._command = [str(part) for part in command]
         self._log = log
         self._environment = {**os.environ, **environment}
@@ -70,7 +79,7 @@ class Program:
         end = time.monotonic() + within_s
         while time.monotonic() < end and self.running:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(self.ready, timeout=5).status_code == 200:
+                if httpx.get(self.ready, timeout=5, verify=self._tls or True).status_code == 200:
                     return
             time.sleep(0.25)  # another program, asked outside of any event loop: nothing to be told by
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])

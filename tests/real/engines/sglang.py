@@ -12,7 +12,7 @@ from tests.real.engines.place import HERE, SGLANG, Model, root
 from tests.real.engines.program import Program, flags, free_ports
 
 PAGE_TOKENS = 16
-_START_LIMIT_S = 300.0
+_START_LIMIT_S = 540.0
 
 
 class Sglang:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.real.engines.place import VLLM, Model, root
@@ -30,13 +31,14 @@ class Vllm:
         blocks: int = 4096,
         further: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         http, events, replay = _ports(ranks)
         self.name = name
         self.model = model
         self.ranks = ranks
         self.blocks = blocks
-        self.url = f"http://127.0.0.1:{http}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{http}"
         self.program = Program(
             f"vllm-{name}",
             # The `vllm` command itself looks for a distribution of that name, which the CPU build is not.
@@ -49,6 +51,7 @@ class Vllm:
             ready=f"{self.url}/health",
             log=root() / "logs" / f"vllm-{name}.log",
             environment={**_environment(core, ranks), **(environment or {})},
+            tls=tls,
         )
 
     def await_ready(self) -> None:
