@@ -33,7 +33,7 @@ test-real: $(DEV) ## installs the real vLLM (CPU build), LMCache and SGLang, run
 	$(BIN)/python -m tests.real.engines.install
 	$(BIN)/python -m pytest -m real -p no:xdist -o timeout=600 -vv -s tests/real $(ARGS)
 
-test-compat: $(DEV) ## vLLM's own API tests, straight to a real vLLM and through kvproxy; fails for a difference that is not on the list
+test-compat: $(DEV) ## API tests of vLLM, SGLang and LangChain, and SDKs for Node, straight to a real engine and through kvproxy (ARGS=node)
 	$(BIN)/python -m tests.real.engines.install
 	$(BIN)/python -m tests.compat $(ARGS)
 

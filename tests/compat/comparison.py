@@ -56,13 +56,20 @@ def compare(
     """Return the tests that end alike in two runs straight to the engine, and otherwise through kvproxy. A test that
     differs between the straight runs, or fails in both, proves nothing."""
     found = []
-    for test in sorted(straight):
-        if straight[test] != PASSED or repeated.get(test) != PASSED:
-            continue
+    for test in usable(straight, repeated):
         ended = through.get(test, MISSING)
-        if ended != PASSED:
-            found.append(Difference(test, PASSED, ended, _reason(test, expected)))
+        if ended != straight[test]:
+            found.append(Difference(test, straight[test], ended, _reason(test, expected)))
     return found
+
+
+def usable(straight: Mapping[str, str], repeated: Mapping[str, str]) -> list[str]:
+    """Return the tests that end alike in two runs straight to the engine, and neither fail nor are skipped."""
+    return [
+        test
+        for test, ended in sorted(straight.items())
+        if ended == repeated.get(test) and ended not in {FAILED, SKIPPED}
+    ]
 
 
 def _reason(test: str, expected: Mapping[str, str]) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from tests.real.engines.place import TINY, VLLM, root
+from tests.compat.comparison import read_outcomes
+from tests.compat.environments import INSIDE, PLACE, install, run_pytest
+from tests.real.engines.place import TINY, VLLM
 
-HERE = Path(__file__).parent
-PLACE = root() / "compat"
 FOLDER = "tests/entrypoints"
 #: Tests that need nothing but a server.
 FILES = (
@@ -30,8 +28,8 @@ FILES = (
     "serve/tokenize/test_tokenization.py",
     "serve/instrumentator/test_basic.py",
 )
+_PACKAGES = ("pytest==9.2.0", "pytest-asyncio==1.5.0", "pytest-timeout==2.4.0", "anyio", "httpx", "requests")
 _MODEL = re.compile(r'^\s*(?:MODEL_NAME|model_name)\w*\s*(?::[^=]*)?=\s*"([^"]+)"', re.MULTILINE)
-_LIMIT_S = 1800
 
 
 def version() -> str:
@@ -71,44 +69,19 @@ def _download() -> None:
     )
 
 
-def install() -> Path:
-    """Return the Python that runs the suites, in an environment laid on vLLM's."""
-    folder = PLACE / "venv"
-    python = folder / "bin" / "python"
-    stamp = folder / ".kvproxy-installed"
-    wanted = (HERE / "packages.txt").read_text()
-    if not stamp.exists() or stamp.read_text() != wanted:
-        subprocess.run([VLLM.python, "-m", "venv", folder], check=True)
-        for packages in (folder / "lib").glob("python*/site-packages"):
-            (packages / "base.pth").write_text(f"{VLLM.folder / packages.relative_to(folder)}\n")
-        pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check")
-        subprocess.run([*pip, "install", "-r", HERE / "packages.txt"], check=True)
-        stamp.write_text(wanted)
-    return python
-
-
-def model_names(folder: Path, files: Sequence[str]) -> list[str]:
+def model_names() -> list[str]:
     """Return every model that these tests name: the engine serves one by all the names."""
-    texts = ((folder / FOLDER / name).read_text() for name in files)
+    texts = ((fetch() / FOLDER / name).read_text() for name in FILES)
     return sorted({TINY.name, *(name for text in texts for name in _MODEL.findall(text))})
 
 
-def run(url: str, files: Sequence[str]) -> str:
-    """Return the JUnit report of these tests against the server at `url`."""
-    python, folder, report = install(), fetch(), PLACE / "report.xml"
-    report.unlink(missing_ok=True)
-    command = [python, "-m", "pytest", "-q", "-p", "remote_server", "--timeout=120", f"--junitxml={report}"]
-    command += ["-o", "asyncio_mode=auto", "-p", "no:cacheprovider", *(f"{FOLDER}/{name}" for name in files)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(HERE / "inside"),
-        "KVPROXY_COMPAT_URL": url,
-        "KVPROXY_COMPAT_TOKENIZER": str(TINY.folder),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    with (PLACE / "pytest.log").open("ab") as log:
-        subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, timeout=_LIMIT_S, check=False)
-    if not report.exists():
-        sys.exit(f"the suite did not run; see {PLACE / 'pytest.log'}")
-    return report.read_text()
+def run(url: str) -> dict[str, str]:
+    """Return the outcomes of these tests against the server at `url`."""
+    report = run_pytest(
+        install("venv", _PACKAGES, on=VLLM),
+        ["-p", "remote_server", *(f"{FOLDER}/{name}" for name in FILES)],
+        url,
+        folder=fetch(),
+        environment={"PYTHONPATH": str(INSIDE), "KVPROXY_COMPAT_TOKENIZER": str(TINY.folder)},
+    )
+    return read_outcomes(report)
