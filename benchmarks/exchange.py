@@ -54,7 +54,7 @@ class Decider:
             for number in range(ENDPOINTS)
         ]
         self.indexes = LocalIndexes(IndexState(endpoints=ENDPOINTS), follows_events=False)
-        self.cluster = RoutersCluster(self.indexes, KvAware(rng=Random(1)), self.endpoints)
+        self.cluster = RoutersCluster(self.indexes, KvAware(rng=Random(1)), None, self.endpoints)
         random = Random(2)
         self.prompts = [array("Q", (random.getrandbits(64) for _ in range(BLOCKS))) for _ in range(SESSIONS)]
         self._under_way: list[Any] = []

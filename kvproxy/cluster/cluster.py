@@ -201,7 +201,7 @@ class Cluster:
         if request.model in self.adapters.names:
             engines = {endpoint.id: endpoint.engine.adapters for endpoint in pool.usable}
             request = msgspec.structs.replace(request, adapter_s=self.adapters.price_endpoints(request.model, engines))
-        if self.admission is not None and not request.excluded:  # a retry does not wait
+        if self.admission is not None:
             request = self.admission.restrict(request, pool.usable, now)
         asked = policies.find_policy(request.policy) if request.policy else policies.own
         decision = selector.decide(

@@ -67,7 +67,7 @@ class FakeRule:
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         if request.facts.prompt_tokens < LARGE or self.open:
-            return msgspec.structs.replace(request, excluded=self.barred) if self.barred else request
+            return msgspec.structs.replace(request, excluded=request.excluded | self.barred)
         return msgspec.structs.replace(request, waits_for_room=True)
 
     def place(self, request: PickRequest, endpoint: EndpointId, now: float) -> FakeStay:
@@ -222,18 +222,19 @@ async def test_a_rule_that_is_switched_off_holds_nothing(clock: FakeClock) -> No
 
 
 async def test_the_rule_learns_how_requests_end_and_which_endpoints_are_gone(clock: FakeClock) -> None:
-    """Once each, and retries are not asked about."""
+    """Once each, and retries obey it as well."""
     cluster, _queue, rule = ruled(clock)
     first, second = await fill(cluster, 100)
     first.settle(AttemptOutcome.SUCCESS, clock())
     first.settle(AttemptOutcome.CANCELLED, clock())
     second.suspend(clock())
     assert rule.served == [True, False]
-    rule.barred = frozenset({EndpointId("a")})
     retry = msgspec.structs.replace(request(10), excluded=frozenset({EndpointId("b")}))
     picked = cluster.pick(retry, clock())
     assert picked is not None
     assert picked.endpoint.id == "a"
+    rule.barred = frozenset({EndpointId("a")})
+    assert cluster.pick(retry, clock()) is None
     picked = cluster.pick(request(10), clock())
     assert picked is not None
     assert picked.endpoint.id == "b"

@@ -17,6 +17,7 @@ from kvproxy.cache.indexes.precise import PreciseIndex
 from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.overlap.last_served import LastServed
 from kvproxy.cache.prefix.session_hashes import SessionHashes
+from kvproxy.cluster.routing.policy import OverlapFacts
 
 #: Blocks of text an endpoint is assumed to hold until its engine reports its capacity (64 MiB of prompts).
 DEFAULT_CAPACITY_BLOCKS = 262_144
@@ -40,7 +41,7 @@ class FollowedEvents:
 class IndexWatch(Protocol):
     """Observer of one cluster's indexes, called in the order of their changes."""
 
-    def routed(self, entry: SpeculativeEntry) -> None: ...
+    def routed(self, entry: SpeculativeEntry, facts: OverlapFacts) -> None: ...
 
     def reused(self, entry: SpeculativeEntry, blocks: int) -> None: ...
 

@@ -21,7 +21,7 @@ from kvproxy.cache.overlap.merge import BEYOND, NOTHING, HolderOverlap, is_contr
 from kvproxy.cache.overlap.prompt_hashes import REMEMBERED_SEEDS, PromptHashes
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, token_blocks
 from kvproxy.cache.prefix.token_memory import HashedTokens
-from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.cluster.routing.policy import NO_FACTS, FactSource, Overlap, OverlapFacts
 
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
@@ -160,11 +160,14 @@ class LocalIndexes:
 
         return blocks
 
-    def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
-        """Route a request to the endpoint: it counts as holding the prompt until the entry is settled."""
+    def route(
+        self, endpoint: EndpointId, cursor: PrefixCursor[Run], facts: OverlapFacts = NO_FACTS
+    ) -> SpeculativeEntry:
+        """Route a request with these facts to the endpoint: it counts as holding the prompt until the entry is
+        settled."""
         entry = self.approximate.route(endpoint, cursor, in_flight=self.followed.any)
         if (watch := self.state.watch) is not None:
-            watch.routed(entry)
+            watch.routed(entry, facts)
         return entry
 
     def enter_prompt(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None:

@@ -204,7 +204,7 @@ class OverlapSources:
         earlier = facts.entry
         if earlier is not None:
             facts.indexes.settle_entry(earlier, prefilled=False)
-        facts.entry = facts.indexes.route(endpoint, facts.cursor)
+        facts.entry = facts.indexes.route(endpoint, facts.cursor, facts.overlaps)
 
     def instance_ids(self) -> frozenset[str]:
         """LMCache instance ids of all endpoints."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.policy import Candidate, PickRequest
+from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
 
 
 class Stay(Protocol):
@@ -47,6 +47,14 @@ class Admission(Protocol):
 
     def place(self, request: PickRequest, endpoint: EndpointId, now: float) -> Stay | None:
         """Count a placed request; None: it takes no room that counts."""
+        ...
+
+    def placed_elsewhere(self, turn: Hashable, facts: OverlapFacts, endpoint: EndpointId, now: float) -> None:
+        """Count a request that another router placed; `turn` names it until its end."""
+        ...
+
+    def ended_elsewhere(self, turn: Hashable, now: float, *, served: bool) -> None:
+        """Note its end, as of Stay. Harmless for an unknown one."""
         ...
 
     def wait(self, request: PickRequest, now: float) -> RoomWait:

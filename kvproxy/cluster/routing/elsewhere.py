@@ -5,6 +5,7 @@ Pure; the time is an argument."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from heapq import merge
@@ -68,6 +69,7 @@ class LoadRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     bound: int = 0  # of these, those that would have cost much more elsewhere
     #: Head of this router's line, a part of the pending work, the oldest first.
     head: Annotated[tuple[QueuedWork, ...], msgspec.Meta(max_length=MAX_TOLD)] = ()
+    kept_s: Finite = -1.0  # seconds since the session came for which room is kept in the engine's memory; -1: for none
 
 
 class ReplicaSpread(msgspec.Struct, frozen=True):
@@ -117,6 +119,7 @@ class _Told(msgspec.Struct, frozen=True, gc=False):
     row: LoadRow
     busy_at: float
     shown_at: float
+    kept_since: float
     line: list[tuple[float, Features]]  # time of placement, work
 
 
@@ -130,6 +133,7 @@ class RemoteLoad:
         "_told",
         "busy_at",
         "in_flight",
+        "kept_since",
         "pending",
         "resident_tokens",
         "shown_at",
@@ -142,6 +146,7 @@ class RemoteLoad:
         self.pending = NO_WORK
         self._prefilled: deque[tuple[float, Features]] = deque(maxlen=MAX_SHOWN)  # time of first tokens, work
         self.busy_at = self.shown_at = 0.0
+        self.kept_since = math.inf  # when the first session came for which others keep room in the engine's memory
         self._line: list[tuple[float, Features]] = []  # the heads of others' lines, the oldest first
 
     def tell(self, origin: Hashable, row: LoadRow | None, now: float) -> LoadRow | None:
@@ -149,7 +154,8 @@ class RemoteLoad:
         before = self._told.pop(origin, None)
         if row is not None:
             line = [(now - one.age_s, one.work) for one in row.head]
-            self._told[origin] = _Told(row, now - row.busy_s, now - row.shown_s, line)
+            kept_since = now - row.kept_s if row.kept_s >= 0.0 else math.inf
+            self._told[origin] = _Told(row, now - row.busy_s, now - row.shown_s, kept_since, line)
             if before is not None:
                 done = difference(row.prefilled, before.row.prefilled)
                 if done[0]:
@@ -201,6 +207,7 @@ class RemoteLoad:
                 line += told.line
         line.sort(key=itemgetter(0))
         self._line = line
+        self.kept_since = min((told.kept_since for told in self._told.values()), default=math.inf)
         load = self._load
         load.in_flight += in_flight - self.in_flight
         load.resident_tokens += resident - self.resident_tokens

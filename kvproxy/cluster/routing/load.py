@@ -145,6 +145,7 @@ class EndpointLoad:
         "engine",
         "hidden_requests",
         "in_flight",
+        "kept_since",
         "live",
         "on_sample",
         "pending_tokens",
@@ -175,6 +176,7 @@ class EndpointLoad:
         self._shown_at = 0.0  # time of the latest first token, or of the latest request that left before its own
         self._prefilled = NO_WORK  # sum of the work whose first token came, while there is a watch
         self.watch: LoadWatch | None = None
+        self.kept_since: float | None = None  # when the session came for which room is kept in the engine's memory
         #: Others' load on the same endpoint, included in this one's figures; None: there are no others.
         self.remote_load: RemoteLoad | None = None
 
@@ -202,7 +204,16 @@ class EndpointLoad:
         busy_s = now - self._busy_at
         shown_s = now - self._shown_at
         head = list_head(self._line(), now)
-        return LoadRow(self.own_in_flight, resident, pending, busy_s, shown_s, self._prefilled, head=head)
+        kept_s = -1.0 if self.kept_since is None else now - self.kept_since
+        return LoadRow(
+            self.own_in_flight, resident, pending, busy_s, shown_s, self._prefilled, head=head, kept_s=kept_s
+        )
+
+    def keep_room(self, since: float | None) -> None:
+        """Keep room in the engine's memory for a session that came then; None: keep none."""
+        self.kept_since = since
+        if self.watch is not None:
+            self.watch.load_changed()
 
     def head(self) -> Features:
         """Of the pending work, what the engine is at once at work on."""

@@ -16,12 +16,14 @@ class _Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Routed(_Delta, tag=1, frozen=True):
-    """A request goes to an endpoint; `number` names it until it is settled. `hashes` are its text blocks (u64)."""
+    """A request goes to an endpoint; `number` names it until it is settled. `hashes` are its text blocks (u64),
+    `tokens` those of its prompt."""
 
     cluster: str
     endpoint: str
     number: int
     hashes: bytes
+    tokens: int = 0
 
 
 class Settled(_Delta, tag=2, frozen=True):

@@ -15,6 +15,7 @@ from kvproxy.cache.overlap.last_served import Served
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.providers import ActionKind
 from kvproxy.cluster.routing.elsewhere import RemoteLoad
+from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
 from kvproxy.features.exchange.journal import Journal
@@ -88,7 +89,7 @@ class PeerApplier:
         world = self._world()
         wanted = {(one.cluster, one.number): one for one in standing.open}
         for key in self.open.keys() - wanted.keys():
-            self._end(key, prefilled=True)
+            self._end(key, now, prefilled=True)
         for key in self._given_up.keys() - wanted.keys():
             self._end_after_all(key, self._given_up[key])
         self._given_up.clear()
@@ -108,7 +109,8 @@ class PeerApplier:
         for key in list(self._given_up)[: max(0, len(self._given_up) - MAX_GIVEN_UP)]:
             del self._given_up[key]
         for key in list(self.open):
-            self._end(key, prefilled=False)
+            self._end_turn(key, now, served=True)  # its client may go on with another proxy
+            self._end(key, now, prefilled=False)
         clusters = self._world().clusters
         for cluster, endpoint in self._rows:
             if (part := clusters.get(cluster)) is not None and part.load(EndpointId(endpoint)) is not None:
@@ -135,8 +137,11 @@ class PeerApplier:
             cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
             entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.followed.any)
             self.open[delta.cluster, delta.number] = entry
+            if (admission := world.clusters[delta.cluster].admission) is not None:
+                facts = OverlapFacts(delta.tokens, blocks=cursor.hashes)
+                admission.placed_elsewhere((self.origin, delta.number), facts, endpoint, now)
         if len(self.open) > MAX_OPEN:
-            self._end(next(iter(self.open)), prefilled=True)
+            self._end(next(iter(self.open)), now, prefilled=True)
 
     def _settled(self, delta: deltas.Settled, world: SharedState, now: float) -> None:
         key = (delta.cluster, delta.number)
@@ -153,9 +158,16 @@ class PeerApplier:
             (indexes.approximate.confirm if delta.prefilled else indexes.approximate.rollback)(entry)
             if delta.lost:
                 indexes.approximate.insert(entry.endpoint, entry.cursor)
+        self._end_turn(key, now, served=delta.prefilled)
         self.open.pop(key, None)
 
-    def _end(self, key: tuple[str, int], *, prefilled: bool) -> None:
+    def _end_turn(self, key: tuple[str, int], now: float, *, served: bool) -> None:
+        part = self._world().clusters.get(key[0])
+        if part is not None and part.admission is not None:
+            part.admission.ended_elsewhere((self.origin, key[1]), now, served=served)
+
+    def _end(self, key: tuple[str, int], now: float, *, prefilled: bool) -> None:
+        self._end_turn(key, now, served=prefilled)
         entry = self.open.pop(key)
         part = self._world().clusters.get(key[0])
         if part is not None and part.indexes is not None:

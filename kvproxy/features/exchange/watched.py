@@ -16,6 +16,7 @@ from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.overlap.last_served import Served
 from kvproxy.cache.prefix.hashing import little_endian
 from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.work import Features
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
@@ -66,12 +67,12 @@ class IndexWatch:
         self._reused: tuple[SpeculativeEntry, int] | None = None  # about the entry that is settled next
         self._denied: tuple[PrefixCursor[Run], int] | None = None
 
-    def routed(self, entry: SpeculativeEntry) -> None:
+    def routed(self, entry: SpeculativeEntry, facts: OverlapFacts) -> None:
         """As of IndexWatch."""
         notes = self._notes
         hashes = as_bytes(entry.hashes)
         if hashes:
-            delta = deltas.Routed(self._cluster, str(entry.endpoint), entry.number, hashes)
+            delta = deltas.Routed(self._cluster, str(entry.endpoint), entry.number, hashes, facts.prompt_tokens)
             notes.open[self._cluster, entry.number] = delta
             notes.add(delta)
 

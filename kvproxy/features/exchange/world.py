@@ -17,6 +17,7 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.prober import ProbeOutcome, TellProbe
+from kvproxy.cluster.routing.admission import Admission
 from kvproxy.cluster.routing.elsewhere import ReplicaSpread
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Policy
@@ -34,6 +35,10 @@ class ClusterPart(Protocol):
 
     @property
     def policy(self) -> Policy: ...
+
+    @property
+    def admission(self) -> Admission | None:
+        """Return the rule by which requests wait for room; None: there is none."""
 
     def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
         """Return the ledgers of the endpoints there are."""
@@ -138,6 +143,10 @@ class RunningCluster:
     @property
     def policy(self) -> Policy:
         return self.cluster.policy
+
+    @property
+    def admission(self) -> Admission | None:
+        return self.cluster.admission
 
     def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
         return ((endpoint.id, endpoint.load) for endpoint in self.cluster.endpoints)

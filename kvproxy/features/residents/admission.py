@@ -9,16 +9,17 @@ those of its residents. Sessions are recognized by their prompts, each of which 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import cast
 
 import msgspec
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.load import EngineState
-from kvproxy.cluster.routing.policy import Candidate, PickRequest
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
 from kvproxy.features.residents.habits import HORIZON_S, Habits
 from kvproxy.features.residents.note import NOTE, SessionTurn
 from kvproxy.features.residents.resident_set import ResidentSet, Session
@@ -33,13 +34,6 @@ _ADMITTED = 64
 _RATE_KNOWN = 8
 #: Blocks at the end of a prompt, 256 bytes each, among which the session's last prompt ends.
 _LOOKED_AT = 512
-
-
-class _Ledger(Protocol):
-    resident_tokens: int
-
-    @property
-    def engine(self) -> EngineState | None: ...
 
 
 class SessionStay(msgspec.Struct, eq=False):
@@ -96,8 +90,9 @@ class SessionAdmission:
         self._by_tail: dict[int, Session] = {}
         self._idle: dict[Session, None] = {}  # residents between turns, the longest idle first
         self._known: dict[Session, None] = {}  # all between turns, likewise
-        self._reserved: dict[EndpointId, SessionWait] = {}
+        self._reserved: dict[EndpointId, tuple[SessionWait, EndpointLoad]] = {}
         self._found: tuple[Sequence[int], Session | None] = (), None  # by the latest question
+        self._turns_elsewhere: dict[Hashable, tuple[Session, int]] = {}  # and which turns of their sessions they are
         self._tiered: set[EndpointId] = set()  # endpoints with KV below their engines' memory
         self._granted = (0, 0.0)  # last block of the prompt that waited last, and for how many seconds
         self._admitted: deque[tuple[float, float]] = deque(maxlen=_ADMITTED)  # times and tokens
@@ -115,6 +110,8 @@ class SessionAdmission:
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         """As of Admission."""
+        if request.excluded:
+            candidates = _allowed(request, candidates)
         blocks = request.facts.blocks
         if not blocks or not candidates:
             return request
@@ -126,7 +123,9 @@ class SessionAdmission:
         for name, overlap in request.facts.by_endpoint.items():
             if overlap.lower:
                 self._tiered.add(name)
-        if not self.waits:  # all sessions fit: the policy's choice among all endpoints costs less than another one
+        if (
+            not self._is_crowded()
+        ):  # all sessions fit: the policy's choice among all endpoints costs less than another one
             for one in candidates:
                 if self._missing_tokens(one, session, request) <= 0.0:
                     return request
@@ -136,17 +135,49 @@ class SessionAdmission:
             return request
         if len(full) == len(candidates):
             return msgspec.structs.replace(request, waits_for_room=True)
-        return msgspec.structs.replace(request, excluded=frozenset(full))
+        return msgspec.structs.replace(request, excluded=request.excluded.union(full))
 
     def place(self, request: PickRequest, endpoint: EndpointId, now: float) -> SessionStay | None:
         """As of Admission."""
         facts = request.facts
-        blocks = cast("array[int]", facts.blocks)
+        blocks = facts.blocks
         if not blocks:
             return None
         found, session = self._found
         if found is not blocks or (session is not None and session.running):
             session = self._find(blocks)
+        # one that waited for too long passes without a place
+        session = self._begin_turn(session, facts, endpoint, now, has_place=not request.waits_for_room)
+        session.elsewhere = False
+        granted, waited_s = self._granted
+        if granted != blocks[-1]:
+            waited_s = 0.0
+        note = None
+        if session.stays or waited_s:
+            note = NOTE, SessionTurn(session.turns, session.endpoint is not None, round(waited_s, 3))
+        return SessionStay(self, session, note)
+
+    def placed_elsewhere(self, turn: Hashable, facts: OverlapFacts, endpoint: EndpointId, now: float) -> None:
+        """As of Admission."""
+        blocks = facts.blocks
+        if not blocks:
+            return
+        self.expire(now)
+        session = self._begin_turn(self._find(blocks), facts, endpoint, now, has_place=True)
+        session.elsewhere = True
+        self._turns_elsewhere[turn] = session, session.turns
+
+    def ended_elsewhere(self, turn: Hashable, now: float, *, served: bool) -> None:
+        """As of Admission."""
+        session, number = self._turns_elsewhere.pop(turn, (None, 0))
+        if session is not None and session.turns == number:  # else its next turn has come here already
+            self.turn_ended(session, now, goes_on=served)
+
+    def _begin_turn(
+        self, session: Session | None, facts: OverlapFacts, endpoint: EndpointId, now: float, *, has_place: bool
+    ) -> Session:
+        """Count the next turn of a session (None: its first)."""
+        blocks = cast("array[int]", facts.blocks)
         tail = blocks[-1]
         if session is None:
             session = Session(tail, blocks[0], len(blocks), facts.prompt_tokens, now)
@@ -154,7 +185,7 @@ class SessionAdmission:
             self._return(session, facts.prompt_tokens, now)
         session.stays = self.habits.comes_back(blocks[0])
         self._by_tail[tail] = session
-        stays = session.stays and not request.waits_for_room  # one that waited for too long passes without a place
+        stays = session.stays and has_place
         if session.endpoint is not None and not (stays and session.endpoint == endpoint):
             self.sets[session.endpoint].leave(session)
         if stays:
@@ -167,13 +198,7 @@ class SessionAdmission:
         session.tail = tail
         session.blocks = len(blocks)
         session.tokens = facts.prompt_tokens
-        granted, waited_s = self._granted
-        if granted != tail:
-            waited_s = 0.0
-        note = None
-        if session.stays or waited_s:
-            note = NOTE, SessionTurn(session.turns, session.endpoint is not None, round(waited_s, 3))
-        return SessionStay(self, session, note)
+        return session
 
     def turn_ended(self, session: Session, now: float, *, goes_on: bool) -> None:
         """Keep the session's room until its next turn, or give it up."""
@@ -206,10 +231,14 @@ class SessionAdmission:
         self.expire(now)
         request = wait.request
         session = wait.session
-        least: tuple[float, EndpointId] | None = None
+        least: tuple[float, Candidate] | None = None
+        if request.excluded:
+            candidates = _allowed(request, candidates)
+        if any(_kept_elsewhere(one.load, wait.began_at) for one in candidates):
+            self._release(wait)
+            return False
         for one in candidates:
-            holder = self._reserved.get(one.id)
-            if holder is not None and holder is not wait:
+            if self._is_kept(one, wait):
                 continue
             missing = self._missing_tokens(one, session, request, holder=wait)
             if missing <= 0.0:
@@ -217,12 +246,14 @@ class SessionAdmission:
                 self._release(wait)
                 return True
             if least is None or missing < least[0]:
-                least = missing, one.id
+                least = missing, one
         if wait.reserved is not None and all(one.id != wait.reserved for one in candidates):
             self._release(wait)  # that endpoint is not to be chosen at present
         if least is not None and wait.reserved is None:
-            self._reserved[least[1]] = wait
-            wait.reserved = least[1]
+            load = cast("EndpointLoad", least[1].load)
+            self._reserved[least[1].id] = wait, load
+            wait.reserved = least[1].id
+            load.keep_room(wait.began_at)
         return False
 
     def wait_over(self, wait: SessionWait, now: float) -> None:
@@ -272,9 +303,8 @@ class SessionAdmission:
             assert residents is not None
             residents.leave(session)
             self._idle.pop(session, None)
-        wait = self._reserved.pop(endpoint, None)
-        if wait is not None:
-            wait.reserved = None
+        if endpoint in self._reserved:
+            self._release(self._reserved[endpoint][0])
 
     def expire(self, now: float) -> None:
         """Take the room of residents that were idle for too long, and forget sessions that will not come back."""
@@ -284,14 +314,28 @@ class SessionAdmission:
             if first.endpoint is not None:
                 self.sets[first.endpoint].leave(first)
         while (first := next(iter(self._known), None)) is not None and now - first.ended_at > HORIZON_S:
-            if first.turns == 1:
+            if first.turns == 1 and not self._is_crowded():  # else it may wait for room
                 self.habits.note_single(first.head)
             self._forget(first)
 
+    def _is_crowded(self) -> bool:
+        """Return whether sessions wait for room, here or at another router."""
+        if self.waits:
+            return True
+        return any(one.load is not None and _kept_elsewhere(one.load, math.inf) for one in self.sets.values())
+
     def _release(self, wait: SessionWait) -> None:
         if wait.reserved is not None:
-            del self._reserved[wait.reserved]
+            _, load = self._reserved.pop(wait.reserved)
+            load.keep_room(None)
             wait.reserved = None
+
+    def _is_kept(self, one: Candidate, wait: SessionWait | None) -> bool:
+        """Return whether the room of an endpoint is kept for another one than this, here or by another router."""
+        holder = self._reserved.get(one.id)
+        if holder is not None and holder[0] is not wait:
+            return True
+        return wait is None and _kept_elsewhere(one.load, math.inf)
 
     def _find(self, blocks: Sequence[int]) -> Session | None:
         """Return the session between turns that a prompt with these blocks continues."""
@@ -299,22 +343,24 @@ class SessionAdmission:
         for block in blocks[: -_LOOKED_AT - 1 : -1]:
             found = by_tail.get(block)
             if found is not None:
-                return None if found.running else found
+                # of a turn elsewhere the end is reported late: its client has the answer
+                return None if found.running and not found.elsewhere else found
         return None
 
     def _missing_tokens(
         self, one: Candidate, session: Session | None, request: PickRequest, *, holder: SessionWait | None = None
     ) -> float:
         """Return the tokens by which an endpoint's room falls short of a session; 0 or less: it has room."""
-        load = cast("_Ledger", one.load)
+        load = cast("EndpointLoad", one.load)
         engine = load.engine
         residents = self.sets.get(one.id)
         if engine is None or not engine.capacity_tokens or not residents or one.id in self._tiered:
             return 0.0
         residents.capacity_tokens = engine.capacity_tokens
+        residents.load = load
         if session is not None and session.endpoint == one.id:
             return 0.0
-        if self._reserved.get(one.id, holder) is not holder:
+        if self._is_kept(one, holder):
             return engine.capacity_tokens
         tokens = request.facts.prompt_tokens
         growth = self.habits.growth_tokens
@@ -325,6 +371,8 @@ class SessionAdmission:
         return missing - residents.count_shared(cast("array[int]", request.facts.blocks)) * tokens
 
     def _return(self, session: Session, tokens: int, now: float) -> None:
+        if session.running:
+            self.turn_ended(session, now, goes_on=True)
         self.habits.note_return(session.head, now - session.ended_at, tokens - session.tokens, first=session.turns == 1)
         session.turns += 1
         session.running = True
@@ -352,3 +400,14 @@ class SessionAdmission:
             self.sets[session.endpoint].leave(session)
         if self._by_tail.get(session.tail) is session:
             del self._by_tail[session.tail]
+
+
+def _allowed(request: PickRequest, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Return the endpoints that the request may go to."""
+    return [one for one in candidates if one.id not in request.excluded]
+
+
+def _kept_elsewhere(load: object, since: float) -> bool:
+    """Return whether another router keeps the room of an endpoint for a session that came before `since`."""
+    others = cast("EndpointLoad", load).remote_load
+    return others is not None and others.kept_since < since

@@ -60,13 +60,14 @@ class ClusterSessions(ClusterObserver):
         }
 
 
-#: How the answers of several workers, each with sessions of its own, become one.
+#: How the answers of several workers, which share their sessions but not those that wait, become one.
 MERGED = each(
     fields(
         {
-            **dict.fromkeys(("known", "residents", "waiting", "gave_way"), total),
-            **dict.fromkeys(("expected_wait_s", "idle_limit_s", "growth_tokens", "memory_known"), largest),
-            "endpoints": each(each(total)),
+            "waiting": total,
+            **dict.fromkeys(("known", "residents", "gave_way", "expected_wait_s"), largest),
+            **dict.fromkeys(("idle_limit_s", "growth_tokens", "memory_known"), largest),
+            "endpoints": each(each(largest)),
         }
     )
 )

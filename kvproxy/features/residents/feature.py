@@ -75,7 +75,7 @@ class Sessions(Feature):
         return {"sessions": {one.cluster_name: one.describe() for one in found}}
 
     def merge_rules(self) -> Mapping[str, Mapping[str, Rule]]:
-        """Return the sums over the workers, each of which has residents of its own."""
+        """Return what the workers have together."""
         from kvproxy.features.residents.cluster_sessions import MERGED
 
         return {"/live": {"sessions": MERGED}}

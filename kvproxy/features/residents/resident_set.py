@@ -9,6 +9,7 @@ import msgspec
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.radix import Node, RadixTree
+from kvproxy.cluster.routing.load import EndpointLoad
 
 
 class ContextNode(Node):
@@ -35,6 +36,7 @@ class Session(msgspec.Struct, eq=False):
     running: bool = True  # between a prompt and the end of its answer
     turns: int = 1
     stays: bool = False  # resident between its turns
+    elsewhere: bool = False  # another router placed its latest turn
 
 
 class ResidentSet:
@@ -47,6 +49,7 @@ class ResidentSet:
         self._blocks = 0  # likewise
         self.running_tokens = 0  # of those whose turn is running
         self.capacity_tokens = 0  # of the engine's memory; 0: unknown
+        self.load: EndpointLoad | None = None  # of the engine
 
     def __len__(self) -> int:
         return len(self._residents)

@@ -10,6 +10,7 @@ from random import Random
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cluster.prober import ProbeOutcome, TellProbe
+from kvproxy.cluster.routing.admission import Admission
 from kvproxy.cluster.routing.engine_samples import NOTHING_READ
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Policy
@@ -45,9 +46,12 @@ class RoutersPlan:
 class RoutersCluster:
     """One router's part in the exchange (a ClusterPart)."""
 
-    def __init__(self, indexes: LocalIndexes, policy: Policy, endpoints: Sequence[SimEndpoint]) -> None:
+    def __init__(
+        self, indexes: LocalIndexes, policy: Policy, admission: Admission | None, endpoints: Sequence[SimEndpoint]
+    ) -> None:
         self.indexes: LocalIndexes | None = indexes
         self.policy = policy
+        self.admission = admission
         self._loads = {one.id: one.load for one in endpoints}
 
     def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
@@ -107,7 +111,7 @@ class Replica:
         self.router = make_router([self.endpoints[index] for index in there], policy, view)
         self.sent: list[bytes] = []
         journal = Journal(wire.Origin("r", number, 1), on_news=lambda: None)
-        world = SharedState({"c": RoutersCluster(view.local, policy, self.endpoints)})
+        world = SharedState({"c": RoutersCluster(view.local, policy, self.router.admission, self.endpoints)})
         self.peers = Peers(journal, lambda: world, send=lambda payload, to: self.sent.append(payload), beat_s=BEAT_S)
         journal.follow(world)
 

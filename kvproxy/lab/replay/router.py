@@ -121,7 +121,8 @@ class VirtualRouter:
         )
         self._reports_cached = reports_cached
         self._transfers = transfers
-        self._admission = None if make_admission is None or queue is None else make_admission()
+        #: Rule by which sessions wait for room; None: there is none.
+        self.admission = None if make_admission is None or queue is None else make_admission()
         for endpoint in endpoints:
             self._connect(endpoint)
 
@@ -147,8 +148,8 @@ class VirtualRouter:
         """Queue a request; False: the queue is full."""
         assert self._speeds is not None
         has_room = None
-        if decision.request.waits_for_room and self._admission is not None:
-            room = request.room = self._admission.wait(decision.request, now)
+        if decision.request.waits_for_room and self.admission is not None:
+            room = request.room = self.admission.wait(decision.request, now)
             has_room = lambda at: room.has_room(self.endpoints, at)  # noqa: E731
         own_s = least_own_s(decision.request.facts, self.endpoints, self._speeds)
         tenant = request.outcome.tenant
@@ -172,14 +173,14 @@ class VirtualRouter:
     def _comes_again(self, decision: Decision[SimEndpoint], now: float) -> bool:
         """Return whether the proxy refuses a request that has waited for too long, whose client tries again."""
         asked = decision.request
-        admission = self._admission
+        admission = self.admission
         return admission is not None and asked.waits_for_room and admission.retry_after_s(asked, 0.0, now) is not None
 
     def next_release_at(self, now: float) -> float | None:
         """When `release` may have something although no load changes."""
         if not len(self._queue):
             return None
-        room_at = math.inf if self._admission is None else self._admission.next_change_at(now)
+        room_at = math.inf if self.admission is None else self.admission.next_change_at(now)
         return self._queue.next_poll_at(lambda model: self._least_wait_s(now), now, room_at=room_at)
 
     def copied(self, placement: Placement, blocks: int, now: float) -> None:
@@ -237,8 +238,8 @@ class VirtualRouter:
             if placement.stay is not None:
                 placement.stay.end(now, served=False)
         endpoint.load.engine = None
-        if self._admission is not None:
-            self._admission.forget(endpoint.id)
+        if self.admission is not None:
+            self.admission.forget(endpoint.id)
         self._view.forget(endpoint.index)
         self._policy.forget(endpoint.id)
 
@@ -259,8 +260,8 @@ class VirtualRouter:
         )
         if self._transfers is not None and self._policy.speeds is not None:
             pick = self._transfers.offer(pick, self.endpoints, self._policy.speeds, now)
-        if self._admission is not None:
-            pick = self._admission.restrict(pick, self.endpoints, now)
+        if self.admission is not None:
+            pick = self.admission.restrict(pick, self.endpoints, now)
         decision = selector.decide(pick, self.endpoints, self._policy, now)
         assert decision is not None
         return decision
@@ -285,7 +286,7 @@ class VirtualRouter:
         settle = self._view.routed(endpoint.index, turn)
         transfer = None if self._transfers is None else self._transfers.find_transfer(decision)
         priority = self._priority_of(request, facts, endpoint.id, now)
-        stay = None if self._admission is None else self._admission.place(pick, endpoint.id, now)
+        stay = None if self.admission is None else self.admission.place(pick, endpoint.id, now)
         return Placement(request, endpoint, reservation, settle, priority, transfer, stay=stay)
 
     def _priority_of(self, request: LiveRequest, facts: OverlapFacts, endpoint: EndpointId, now: float) -> int:

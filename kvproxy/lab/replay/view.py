@@ -100,7 +100,7 @@ class IndexView:
         if self._false_entries and self._rng.random() < self._false_entries:
             self._mislead(turn)
         name = self._ids[endpoint]
-        return partial(self._settle, turn, facts.by_endpoint.get(name), self.local.route(name, cursor))
+        return partial(self._settle, turn, facts.by_endpoint.get(name), self.local.route(name, cursor, facts))
 
     def _settle(
         self, turn: Turn, overlap: Overlap | None, entry: SpeculativeEntry, predicted: int, cached: int

@@ -19,6 +19,7 @@ from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cluster.prober import ProbeOutcome, TellProbe
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.load import EndpointLoad, Reservation
+from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.work import Features
 from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.claims import PeerClaims
@@ -42,6 +43,7 @@ class Cluster:
     def __init__(self, endpoints: Iterable[EndpointId] = (A, B)) -> None:
         self.indexes: LocalIndexes | None = LocalIndexes(IndexState(endpoints=2), follows_events=False)
         self.policy = KvAware(rng=Random(0))
+        self.admission: Any = None
         self.ledgers = {endpoint: EndpointLoad() for endpoint in endpoints}
         self.samples: list[tuple[EndpointId, Features, float]] = []
         self.draining: dict[EndpointId, bool] = {}
@@ -129,7 +131,7 @@ class Node:
         """Begin a request there."""
         indexes = self.cluster.indexes
         assert indexes is not None
-        entry = indexes.route(endpoint, indexes.approximate.locate(chain(*blocks)))
+        entry = indexes.route(endpoint, indexes.approximate.locate(chain(*blocks)), OverlapFacts(tokens))
         reservation = self.cluster.ledgers[endpoint].reserve(tokens, 0, self.now)
         return Request(endpoint, entry, reservation)
 

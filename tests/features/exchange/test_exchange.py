@@ -16,6 +16,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.overlap.last_served import Served
 from kvproxy.cluster.routing.elsewhere import LoadRow
 from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.work import NO_WORK
 from kvproxy.features.exchange import deltas, wire
 from kvproxy.features.exchange import joining as joining_module
@@ -595,3 +596,67 @@ def test_a_delta_that_fails_holds_nothing_back() -> None:
     joining.end(0.0)
     assert taken == [1, 2]
     assert not joining.holds_back
+
+
+class Turns:
+    """Fake rule of admission that notes the turns of other proxies."""
+
+    def __init__(self) -> None:
+        self.running: dict[object, tuple[EndpointId, int, int]] = {}
+        self.ended: list[bool] = []
+
+    def placed_elsewhere(self, turn: object, facts: OverlapFacts, endpoint: EndpointId, now: float) -> None:
+        self.running[turn] = endpoint, facts.prompt_tokens, len(facts.blocks)
+
+    def ended_elsewhere(self, turn: object, now: float, *, served: bool) -> None:
+        if self.running.pop(turn, None) is not None:
+            self.ended.append(served)
+
+
+def test_turns_of_sessions_are_counted_where_others_placed_them() -> None:
+    """With their blocks and tokens, until their ends, which may be failures."""
+    bus, one, two = pair()
+    two.cluster.admission = Turns()
+    requests = [one.begin(A, 1, 2, 3, tokens=300), one.begin(B, 1, 2, tokens=200)]
+    one.flush()
+    bus.deliver()
+    assert sorted(two.cluster.admission.running.values()) == [(A, 300, 3), (B, 200, 2)]
+    one.end(requests[0])
+    one.end(requests[1], prefilled=False)
+    one.flush()
+    bus.deliver()
+    assert not two.cluster.admission.running
+    assert two.cluster.admission.ended == [True, False]
+
+
+def test_sessions_of_a_proxy_that_died_may_go_on_elsewhere() -> None:
+    """Their turns end as if they had been served, so that they are idle and soon without a place."""
+    bus, one, two = pair()
+    two.cluster.admission = Turns()
+    one.begin(A, 1, 2, 3)
+    one.flush()
+    bus.deliver()
+    bus.nodes.remove(one)
+    bus.heal(4)
+    assert two.cluster.admission.ended == [True]
+
+
+def test_room_that_one_proxy_keeps_is_known_to_the_others() -> None:
+    """Since when, by each one's own clock, until it is kept no more or its proxy is gone."""
+    bus, one, two = pair(skew_s=50.0)
+    one.cluster.ledgers[A].keep_room(one.now - 7.0)
+    one.flush()
+    bus.deliver()
+    remote = two.cluster.ledgers[A].remote_load
+    assert remote is not None
+    assert remote.kept_since == pytest.approx(two.now - 7.0)
+    one.cluster.ledgers[A].keep_room(None)
+    one.flush()
+    bus.deliver()
+    assert remote.kept_since == math.inf
+    one.cluster.ledgers[A].keep_room(one.now)
+    one.flush()
+    bus.deliver()
+    bus.nodes.remove(one)
+    bus.heal(4)
+    assert remote.kept_since == math.inf

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvproxy.base.types import EndpointId, Tier
+from kvproxy.cluster.routing.elsewhere import RemoteLoad
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.features.residents import admission as rule
@@ -231,6 +232,22 @@ def test_while_one_waits_others_go_only_where_they_have_room(admission: SessionA
     assert admission.restrict(prompt(3, 100), [A, B], 0.0) == prompt(3, 100)
 
 
+def test_endpoints_that_a_request_may_not_use_have_no_room_for_it(admission: SessionAdmission) -> None:
+    """Neither at its arrival nor while it waits; where none is left there is nothing to wait for."""
+    knows(admission, 1, 2, 3)
+    turn(admission, prompt(1, 800), A)
+    barred = msgspec.structs.replace(prompt(2, 200), excluded=frozenset({B.id}))
+    asked = admission.restrict(barred, [A, B], 0.0)
+    assert asked.waits_for_room
+    wait = admission.wait(asked, 0.0)
+    assert not wait.has_room([A, B], 0.0)
+    assert wait.reserved == A.id
+    barred = msgspec.structs.replace(prompt(3, 200), excluded=frozenset({B.id}))
+    third = Engine(EndpointId("c"))
+    assert admission.restrict(barred, [A, B, third], 0.0).excluded == {A.id, B.id}
+    assert not waits(admission, barred, B)
+
+
 def test_a_session_that_moves_takes_its_context_along(admission: SessionAdmission) -> None:
     """The engine that it left has its room back."""
     knows(admission, 1)
@@ -406,6 +423,111 @@ def test_habits_follow_the_traffic() -> None:
     for _ in range(40):
         habits.note_single(7)
     assert not habits.comes_back(7)
+
+
+class TwoRouters:
+    """Two rules that share what they place at one engine, each with its own ledger of it."""
+
+    def __init__(self) -> None:
+        self.rules = [SessionAdmission(), SessionAdmission()]
+        self.engines = [Engine(A.id), Engine(A.id)]
+        self.turns = 0
+        for rule_ in self.rules:
+            rule_.habits.growth_tokens = 0.0
+            knows(rule_, 1, 2, 3, 4)
+
+    def begin(self, router: int, request: PickRequest, now: float = 0.0) -> tuple[SessionStay, int]:
+        """Place a request by one router; the other is told."""
+        self.turns += 1
+        stay = begin(self.rules[router], request, A, now)
+        self.rules[1 - router].placed_elsewhere(self.turns, request.facts, A.id, now)
+        return stay, self.turns
+
+    def end(self, router: int, turn: tuple[SessionStay, int], now: float = 0.0, *, served: bool = True) -> None:
+        """End a turn of one router; the other is told."""
+        turn[0].end(now, served=served)
+        self.rules[1 - router].ended_elsewhere(turn[1], now, served=served)
+
+    def tell_rooms(self, now: float = 0.0) -> None:
+        """Exchange the rows of the ledgers."""
+        rows = [one.load.row(now) for one in self.engines]
+        for one, row in zip(self.engines, reversed(rows), strict=True):
+            one.load.remote_load = one.load.remote_load or RemoteLoad(one.load)
+            one.load.remote_load.tell("other", row, now)
+
+
+def test_two_routers_fill_an_engine_once() -> None:
+    """Each counts the other's residents, what they share once, until these end."""
+    both = TwoRouters()
+    first = both.begin(0, prompt(1, 800))
+    assert waits(both.rules[1], prompt(2, 200), both.engines[1])
+    both.end(0, first)
+    assert waits(both.rules[1], prompt(2, 200), both.engines[1])
+    again = both.begin(0, prompt(1, 810))
+    both.end(0, again, served=False)
+    assert not waits(both.rules[1], prompt(2, 800), both.engines[1])
+    assert both.rules[1].sessions == 0
+
+
+def test_a_session_goes_on_at_another_router() -> None:
+    """Also if its turn comes there before the end of the one before is known; that end then changes nothing."""
+    both = TwoRouters()
+    stay, turn = both.begin(0, prompt(1, 800))
+    stay.end(0.0, served=True)
+    assert not waits(both.rules[1], prompt(1, 850), both.engines[1])
+    second = both.begin(1, prompt(1, 850))
+    both.rules[1].ended_elsewhere(turn, 0.1, served=False)
+    both.rules[1].ended_elsewhere("unknown", 0.1, served=False)
+    for rule_ in both.rules:
+        assert [one.turns for one in rule_.sets[A.id]] == [2]
+        assert rule_.sets[A.id].running_tokens == 850 * BLOCK
+    both.end(1, second)
+    assert [rule_.sets[A.id].running_tokens for rule_ in both.rules] == [0, 0]
+
+
+def test_prompts_without_blocks_placed_elsewhere_are_not_counted() -> None:
+    """As those placed here."""
+    rule_ = SessionAdmission()
+    rule_.placed_elsewhere(1, OverlapFacts(10), A.id, 0.0)
+    assert rule_.sessions == 0
+
+
+def test_the_first_to_come_keeps_room_at_all_routers() -> None:
+    """Neither a later one that waits elsewhere nor a new one takes it, until its own router has placed it."""
+    both = TwoRouters()
+    resident = both.begin(0, prompt(1, 850))
+    later = both.rules[1].wait(prompt(3, 100), 2.0)
+    assert not later.has_room(both.engines[1:], 2.0)
+    assert later.reserved == A.id
+    early = both.rules[0].wait(prompt(2, 700), 1.0)
+    assert not early.has_room(both.engines[:1], 2.0)
+    both.tell_rooms(2.0)
+    both.end(0, resident, 3.0, served=False)
+    assert not later.has_room(both.engines[1:], 3.0)
+    assert later.reserved is None
+    both.begin(0, prompt(4, 10), 3.0)
+    assert waits(both.rules[1], prompt(3, 10), both.engines[1], now=3.0)
+    assert early.has_room(both.engines[:1], 3.0)
+    early.over(3.0)
+    both.tell_rooms(3.0)
+    assert later.has_room(both.engines[1:], 3.0)
+
+
+def test_sessions_that_may_wait_are_not_taken_for_single_requests() -> None:
+    """Nowhere while some wait, here or at another router: their next turn may be among these."""
+    both = TwoRouters()
+    for number in (0, 1):
+        turn(both.rules[number], prompt(1, 800), both.engines[number])
+        waits(both.rules[number], prompt(2, 200), both.engines[number])
+    wait = both.rules[0].wait(prompt(2, 200), 0.0)
+    assert not wait.has_room(both.engines[:1], 0.0)
+    both.tell_rooms()
+    head = prompt(1, 1).facts.blocks[0]
+    for rule_ in both.rules:
+        rule_.habits._note_outcome(head, 1)  # one more, and it counts as single
+        rule_.expire(2 * HORIZON_S)
+        assert rule_.sessions == 0
+        assert rule_.habits._heads[head] == [1, 1]
 
 
 @pytest.mark.parametrize("seed", range(3))

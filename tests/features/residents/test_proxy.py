@@ -120,7 +120,7 @@ async def test_the_last_request_of_a_session_leaves_no_resident(tmp_path: Path) 
 
 
 async def test_metrics_and_live_show_residents(tmp_path: Path) -> None:
-    """By endpoint, with the tokens of their contexts; those of several workers add up."""
+    """By endpoint, with the tokens of their contexts; workers share them."""
     async with proxied(tmp_path) as (proxy, client, sessions):
         sessions.rule.habits.growth_tokens = 0.0
         for turn in (1, 2):
@@ -137,7 +137,7 @@ async def test_metrics_and_live_show_residents(tmp_path: Path) -> None:
         shown = FEATURE.describe_live(proxy)["sessions"]
         assert shown["default"]["endpoints"]["only"]["residents"] == 1  # type: ignore[index]
         merged = FEATURE.merge_rules()["/live"]["sessions"]([shown, shown])
-        assert merged["default"]["endpoints"]["only"]["residents"] == merged["default"]["residents"] == 2
+        assert merged["default"]["endpoints"]["only"]["residents"] == merged["default"]["residents"] == 1
         assert merged["default"]["memory_known"]
 
 

@@ -17,7 +17,8 @@ from kvproxy.lab.replay.settings import IndexMode, Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Turn
 from kvproxy.lab.replay.view import IndexView, endpoint_id
 from kvproxy.lab.simulator.engine import Engine
-from tests.lab.replay.traces import shared_prefix_trace
+from kvproxy.lab.simulator.timing import EngineTiming
+from tests.lab.replay.traces import agents, shared_prefix_trace
 
 BLOCK = 512
 KV_AWARE = PolicySpec.parse("kv_aware")
@@ -110,6 +111,25 @@ def test_routers_play_all_there_is(index: IndexMode) -> None:
     assert sum(one.finished_at is None for one in outcomes) <= 20  # broken off where the engine was lost
     assert {one.endpoint for one in outcomes} == {0, 1, 2}
     assert [[each.load.own_in_flight for each in router.endpoints] for router in made] == 3 * [[0, 0, 0]]
+
+
+def test_routers_admit_sessions_as_one() -> None:
+    """Together they fill the memory once, so that turns find their contexts; without an exchange each fills it."""
+    fleet = ReplayFleet(
+        instances=1, capacity_tokens=8192, reuse_outputs=True, timing=EngineTiming(prefill_tokens_per_s=500.0)
+    )
+    trace = agents(12, 16, apart_ms=1000)
+
+    def hits(routers: int, delay_s: float | None) -> float:
+        policies = [KV_AWARE.make(rng=Random(seed)) for seed in range(routers)]
+        outcomes = play_policy(
+            trace, Pace(), fleet, policies[0], queue=True, beside=policies[1:], delay_s=delay_s, seed=1
+        )
+        return sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes)
+
+    single = hits(1, None)
+    assert hits(3, 0.01) > 0.95 * single
+    assert hits(3, None) < 0.8 * single
 
 
 def test_a_plan_says_what_it_is() -> None:

@@ -40,3 +40,17 @@ def chat_trace(sessions: int = 12, turns: int = 4) -> Trace:
                  "hash_runs": [0, 1, 1000 * (session + 1), blocks - 1]}
             )  # fmt: skip
     return parse_trace(lines(*rows), name="chat")
+
+
+def agents(sessions: int = 10, turns: int = 6, *, gap_ms: int = 300, apart_ms: int = 10) -> Trace:
+    """They begin one after the other, with a common prompt of two blocks, and grow by two blocks a turn."""
+    rows = []
+    for session in range(sessions):
+        for turn in range(turns):
+            timing = {"timestamp": apart_ms * session} if turn == 0 else {"delay": gap_ms}
+            blocks = 4 + 2 * turn
+            rows.append(
+                {**timing, "session_id": session, "input_length": blocks * 64 + 10, "output_length": 20,
+                 "hash_runs": [0, 2, 1000 * (session + 1), blocks - 2]}
+            )  # fmt: skip
+    return parse_trace(lines(*rows, block_size=64), name="agents")

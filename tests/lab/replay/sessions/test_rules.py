@@ -19,28 +19,14 @@ from kvproxy.lab.replay.router import LiveRequest, SimEndpoint
 from kvproxy.lab.replay.sessions.router import SessionRule
 from kvproxy.lab.replay.sessions.rules import Places, find_best_places
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
-from kvproxy.lab.replay.trace import Trace, Turn, parse_trace
+from kvproxy.lab.replay.trace import Trace, Turn
 from kvproxy.lab.replay.view import endpoint_id
 from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import SimRequest
 from kvproxy.lab.simulator.timing import EngineTiming
-from tests.lab.replay.traces import lines
+from tests.lab.replay.traces import agents
 
 CAPACITY = 8192  # tokens of each engine here
-
-
-def agents(sessions: int = 10, turns: int = 6, *, gap_ms: int = 300, apart_ms: int = 10) -> Trace:
-    """They begin one after the other, with a common prompt of two blocks, and grow by two blocks a turn."""
-    rows = []
-    for session in range(sessions):
-        for turn in range(turns):
-            timing = {"timestamp": apart_ms * session} if turn == 0 else {"delay": gap_ms}
-            blocks = 4 + 2 * turn
-            rows.append(
-                {**timing, "session_id": session, "input_length": blocks * 64 + 10, "output_length": 20,
-                 "hash_runs": [0, 2, 1000 * (session + 1), blocks - 2]}
-            )  # fmt: skip
-    return parse_trace(lines(*rows, block_size=64), name="agents")
 
 
 #: Room for three of the ten contexts at their largest.
