@@ -20,7 +20,7 @@ from tests.support.process import kvproxy_serve
 EXPECTED = Path(__file__).with_name("expected.txt")
 CONFIG = "listen: 127.0.0.1:0\nadmin: {{enabled: false}}\nendpoints: {{a: '{url}'}}\n"
 #: Every path is open and clients may say to engines what they like: default settings refuse both, as documented.
-OPEN = CONFIG + "filters: [request_id, inference_request, {{router: {{paths: [all], trust_clients: true}}}}]\n"
+OPEN = CONFIG + "filters: {{router: {{paths: [all], trust_clients: true}}}}\n"
 Run = Callable[[str], dict[str, str]]
 #: Suites by engine and name, with the configuration of kvproxy: the engines' own tests use more than the default opens.
 SUITES: dict[str, dict[str, tuple[Run, str]]] = {
