@@ -47,7 +47,7 @@ test-hosts: $(DEV) ## the embedded forms in other frameworks and servers, in Lit
 
 test-ray: $(DEV) ## the router of Ray Serve alone and with a real Ray on two cores (a minute), which it installs
 	@$(PIP) --group hosts
-	$(BIN)/python -m pytest -m hosts -p no:xdist -rs tests/hosts/test_ray_router.py tests/hosts/test_ray.py $(ARGS)
+	$(BIN)/python -m pytest -m hosts -p no:xdist -rs tests/hosts/test_ray_router.py tests/hosts/test_ray.py tests/hosts/test_samples.py $(ARGS)
 
 test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
 	@$(PIP) --group browser

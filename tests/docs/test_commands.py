@@ -34,6 +34,10 @@ NOT_HERE = {
     "install -": "tests/deploy: the files exist, the unit is sound",
     "systemctl": "tests/deploy: the unit is sound",
     "kvproxy simulate": "tests/lab/test_simulate.py: the ports of the pages are taken here",
+    "RAY_ADDRESS=local serve run": "make test-ray",
+    "python samples/litellm/app.py": "make test-hosts",
+    "litellm --config": "make test-hosts, where LiteLLM's proxy is installed",
+    "curl -s http://127.0.0.1:4000": "the same",
     "vllm serve": "make test-real",
     "python -m sglang": "has no build that runs here; the flags are from its sources",
 }
