@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import msgspec
+from starlette.types import Message
 
-from kvproxy.base.types import Clock, EndpointId, Headers, RequestKind
+from kvproxy.base.types import Clock, EndpointId, RequestKind
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
@@ -44,7 +45,7 @@ class _HostedPlacement(Placement):
         return make_pick_request(self.exchange, "" if inference is None else inference.model, excluded=self.excluded)
 
 
-class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
+class HostedRequest(msgspec.Struct, eq=False):
     """Stands in for the router: the app reports the endpoint of the request, or requests one, and the answer is read as
     it passes. Learned from once: at the last piece of the answer, or when the app is through."""
 
@@ -53,7 +54,7 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
     state: MutableMapping[str, Any]  # of the scope; the app may write to it
     exchange: Exchange | None = None  # set once its body was read, with the facts
     pick: Pick | None = None
-    over: bool = False
+    learns: bool = False  # from its end, which did not come yet
     refusal: LocalReply | None = None  # by a guard: no endpoint may get it
     _outcome: AttemptOutcome = AttemptOutcome.CANCELLED  # until an answer arrives
     _named: str = ""  # from the response's header
@@ -64,8 +65,7 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
     def follow(self, exchange: Exchange) -> None:
         """Follow the request once its body was read and its facts are in the exchange."""
         self.exchange = exchange
-        if exchange.facts is not None and exchange.inference is not None:
-            exchange.attach(self)
+        self.learns = exchange.facts is not None and exchange.inference is not None
 
     # calls of the app
 
@@ -132,16 +132,31 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
 
     # from the answer
 
-    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+    def sent(self, message: Message) -> None:
+        """Read a message of the app's answer, which has gone out."""
+        exchange = self.exchange
+        if exchange is None or not self.learns:
+            return
+        if message["type"] == "http.response.start":
+            self._read_head(exchange, message["status"], message.get("headers", ()))
+        elif message["type"] == "http.response.body":
+            if piece := message.get("body"):
+                self._read_piece(exchange, piece)
+            if not message.get("more_body", False):
+                self.finish()
+
+    def _read_head(self, exchange: Exchange, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         exchange.outcome.status = status
         if status >= 500:
             self._outcome = AttemptOutcome.FAILURE
         else:
             self._outcome = AttemptOutcome.CLIENT_ERROR if status >= 400 else AttemptOutcome.SUCCESS
-        named = (value.decode("latin-1") for name, value in headers if name == _SERVED_HEADER)
-        self._named = next(named, "")
+        for name, value in headers:
+            if name == _SERVED_HEADER:
+                self._named = value.decode("latin-1")
+                break
 
-    def body_piece(self, exchange: Exchange, piece: bytes) -> None:
+    def _read_piece(self, exchange: Exchange, piece: bytes) -> None:
         if exchange.outcome.ttft_s is None:
             now = self.clock()
             exchange.outcome.ttft_s = now - exchange.received_at
@@ -152,15 +167,12 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
         self._previous = self._last
         self._last = bytes(piece[-_KEPT_BYTES:])
 
-    def ended(self, exchange: Exchange, status: int, crash: str) -> None:
-        self.finish()
-
     def finish(self) -> None:
         """Finish after the answer, complete or not."""
         exchange = self.exchange
-        if exchange is None or self.over or self not in exchange.observers:
+        if exchange is None or not self.learns:
             return
-        self.over = True
+        self.learns = False
         outcome = exchange.outcome
         endpoint = self._sent_to()
         outcome.endpoint = EndpointId(endpoint) if endpoint else None
@@ -176,8 +188,9 @@ class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
         notify(RequestObserver.finished, exchange, self.clock())
 
     def release(self) -> None:
-        """Release the place once the app has returned; a place still held then counts neither for nor against its
-        endpoint. The exchange is dropped: a cycle would keep the body until the garbage collector runs."""
+        """Finish, and release the place, once the app has returned; a place still held then counts neither for nor
+        against its endpoint. The exchange is dropped: a cycle would keep the body until the garbage collector runs."""
+        self.finish()
         self._settle(AttemptOutcome.CANCELLED)
         self.exchange = None
 

@@ -170,6 +170,7 @@ class KVCacheMiddleware:
         self._cluster = Cluster(name, members, metrics=self.metrics, clock=clock, rng=rng)
         self._cluster.bind_gauges()
         self._paths = CoveredPaths(paths)
+        self._ends = self._paths.ends
         self._held = HeldBodies(_size("limit_all_bytes", limit_all_bytes), metrics=self.metrics)
         self._limit_bytes = _size("limit_bytes", limit_bytes)
         self._session_header = session_header
@@ -223,18 +224,25 @@ class KVCacheMiddleware:
                     await self._end(life)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
+        if scope["type"] == "http":
+            if self._header or scope.get("state"):
+                scope = self._without_others(scope)
+            if scope["path"].endswith(self._ends) and scope["method"] == "POST":
+                await self._serve(scope, receive, send)
+                return
+        elif scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
             return
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if self._header or "state" in scope:
-            scope = self._without_others(scope)
+        await self._app(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the app serve a request, with facts if it is an inference request and the service runs."""
         if self._paths.kind_of(scope) is None:
             await self._app(scope, receive, send)
             return
-        filters = await self._running() if self._enabled else None
+        filters = None
+        if self._enabled and (life := self._find_life()) is not None:
+            filters = life.filters or await self._started_filters(life)
         state = scope.setdefault("state", {})  # here, so that copies of the scope further in share it
         hosted = state[HOSTED_KEY] = HostedRequest(self._cluster, self._clock, state)
         self._counts["requests"] += 1
@@ -243,9 +251,7 @@ class KVCacheMiddleware:
                 await self._app(scope, receive, send)
             else:
                 state[SERVED_KEY] = None
-                own = {key: value for key, value in scope.items() if key != SCOPE_KEY}
-                own[_OUTER] = scope
-                await filters(own, receive, send)
+                await filters({**scope, SCOPE_KEY: None, _OUTER: scope}, receive, send)
         finally:
             hosted.release()
 
@@ -290,8 +296,7 @@ class KVCacheMiddleware:
 
         async def send_and_learn(message: Message) -> None:
             await send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                hosted.finish()
+            hosted.sent(message)
 
         await self._app(outer, receive, send_and_learn)
 
@@ -309,15 +314,14 @@ class KVCacheMiddleware:
             life = self._lives[loop] = _Life()
         return life
 
-    async def _running(self) -> ASGIApp | None:
-        """Return the filters; None if the service cannot run here. Without lifespan events the first request
+    async def _started_filters(self, life: _Life) -> ASGIApp | None:
+        """Return the filters; None if the service does not run here. Without lifespan events the first request
         starts it."""
-        life = self._find_life()
-        if life is not None and life.filters is None and not life.ended:
+        if not life.ended:
             async with life.changing:
                 if life.filters is None and self._clock() >= self._retry_at:
                     await self._try_to_start(life)
-        return None if life is None else life.filters
+        return life.filters
 
     def _find_life(self) -> _Life | None:
         """As `_life`, and None with a line in the log under trio."""
@@ -335,7 +339,7 @@ class KVCacheMiddleware:
         if life is not None and self._enabled:
             life.ended = False
             life.holders += 1
-            await self._running()
+            await self._started_filters(life)
 
     async def _try_to_start(self, life: _Life) -> None:
         try:

@@ -39,15 +39,15 @@ class CoveredPaths:
 
     def __init__(self, paths: Mapping[str, str] | Iterable[str] | None) -> None:
         self._named = None if paths is None else _read(paths)
+        #: What the path of a request that `kind_of` has to look at ends with.
+        self.ends = (*_LAST, *(self._named or ()))
         self.missed = ""  # the first path that looks like inference and is not covered
 
     def kind_of(self, scope: Scope) -> RequestKind | None:
-        """Return the kind of a covered request; None for any other."""
-        if scope["method"] != "POST":
-            return None
+        """Return the kind of a covered POST; None for any other."""
         path: str = scope["path"]
         if self._named is None:
-            return kind_of_end(path) if path.endswith(_LAST) else None
+            return kind_of_end(path)
         kind = self._named.get(path.removeprefix(scope.get("root_path", "")))
         if kind is None and not self.missed and kind_of_end(path) is not None:
             self.missed = path[:200]
