@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,8 @@ from starlette.requests import Request
 import kvproxy
 from kvproxy.base.metrics.groups import Metrics
 from tests.cache.media.samples import png
-from tests.cache.support import long_text
-from tests.docs.blocks import block, blocks
+from tests.cache.support import NOWHERE, long_text
+from tests.docs.blocks import ROOT, block, blocks
 from tests.docs.world import MODEL, world
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
@@ -29,7 +32,7 @@ PROGRAMS = {
 }
 
 
-#: Programs of one page, each run as it stands but for the middleware's, which lacks its forwarding.
+#: Programs of one page, each run as it stands but for the first of the middleware, which lacks its forwarding.
 PYTHON = "docs/python.md"
 WHOLE = (
     "client = AsyncOpenAI(",
@@ -39,13 +42,14 @@ WHOLE = (
     "simulated_engines(3)",
 )
 MIDDLEWARE = "app.add_middleware"
+BY_ITSELF = "kvproxy.preferred(request)"
 STEP = ("docs/extending.md", "class Maintenance(Step)")
 
 
 def test_there_are_no_others() -> None:
     """A new program needs a test."""
     assert sorted(block.page for block in blocks("python")) == sorted(
-        [*PROGRAMS, STEP[0], *[PYTHON] * (len(WHOLE) + 1)]
+        [*PROGRAMS, STEP[0], *[PYTHON] * (len(WHOLE) + 2)]
     )
 
 
@@ -134,3 +138,44 @@ async def test_the_middleware_tells_an_app_where_to_send_a_chat(tmp_path: Path) 
     assert len(chosen) == 3
     assert len(set(chosen)) == 1
     assert chosen[0] in ("a", "b")
+
+
+async def test_an_app_decides_by_itself_what_holds_most(tmp_path: Path) -> None:
+    """The second turn finds tokens where the first one went; an engine that is gone is a 502 and reported."""
+    async with world(tmp_path) as place:
+        names: dict[str, Any] = {}
+        exec(compile(place.told(block(PYTHON, BY_ITSELF)), "deciding", "exec"), names)
+        body = {"model": MODEL, "messages": [{"role": "user", "content": long_text("w")}]}
+        async with (
+            names["http"],
+            serve(names["app"], lifespan="on") as url,
+            httpx.AsyncClient(base_url=url, timeout=60) as client,
+        ):
+            answers = [await client.post("/v1/chat/completions", json=body) for _ in range(2)]
+            names["ENGINES"]["a"] = NOWHERE
+            gone = await client.post("/v1/chat/completions", json=body)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].headers["x-held"] == "0" < answers[1].headers["x-held"]
+    assert gone.status_code == 502
+
+
+def test_every_public_name_is_described_and_shown() -> None:
+    """Each has a docstring, and is in a program that is run: of a page, or of a sample."""
+    programs = [one.text for one in blocks("python")] + [path.read_text() for path in ROOT.glob("samples/*/*.py")]
+    modules = {"kvproxy": kvproxy.__all__, "kvproxy.testing": ["simulated_engines"]}
+    for module, names in modules.items():
+        for name in set(names) - {"__version__"}:
+            assert getattr(importlib.import_module(module), name).__doc__, name
+            assert any(re.search(rf"\b{name}\b", text) for text in programs), name
+
+
+@pytest.mark.parametrize(("file", "name"), [("litellm", "KVCacheRouting"), ("ray", "KVCacheRouter")])
+def test_the_plug_ins_are_described_and_shown(file: str, name: str) -> None:
+    """Their packages may be missing here; the samples are run by `make test-hosts`."""
+    tree = ast.parse((ROOT / "kvproxy" / f"{file}.py").read_text())
+    (found,) = [one for one in tree.body if isinstance(one, ast.ClassDef) and not one.name.startswith("_")]
+    assert found.name == name
+    members = [one for one in found.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert ast.get_docstring(found)
+    assert all(ast.get_docstring(one) for one in members if not one.name.startswith("_"))
+    assert name in (ROOT / "samples" / file / "app.py").read_text()

@@ -44,3 +44,14 @@ def test_a_host_loads_no_server_and_no_admin() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n"
+
+
+def test_importing_the_package_loads_nothing_but_the_standard_library() -> None:
+    """Milliseconds, whatever a host uses of it."""
+    program = (
+        "import sys\nbefore = set(sys.modules)\nimport kvproxy\n"
+        "roots = {name.partition('.')[0] for name in sys.modules.keys() - before}\n"
+        "print(sorted(roots - sys.stdlib_module_names), len(sys.modules) - len(before) < 50)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "['kvproxy'] True\n"

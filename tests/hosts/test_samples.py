@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import httpx
@@ -26,9 +27,9 @@ TURN = {
 }
 
 
-async def second_turn(url: str, process: Any) -> int:
+async def second_turn(url: str, process: Any, headers: dict[str, str] | None = None) -> int:
     """Return how much of the second of two equal prompts was cached; wait for the server to start."""
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=60, headers=headers) as client:
 
         async def ask() -> int:
             assert process.poll() is None
@@ -70,7 +71,7 @@ async def test_litellms_router_finds_chats_where_they_were() -> None:
     assert all(int(cached) > 0.9 * int(prompt) for cached, _, prompt, *_ in later), printed
 
 
-async def test_litellms_proxy_finds_a_prompt_where_it_was(tmp_path: Path) -> None:
+async def test_litellms_proxy_finds_a_prompt_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("litellm.proxy.proxy_server", reason="pip install 'litellm[proxy]'", exc_type=ImportError)
     async with simulated_engines(2) as engines:
         config = (SAMPLES / "litellm" / "config.yaml").read_text()
@@ -79,5 +80,7 @@ async def test_litellms_proxy_finds_a_prompt_where_it_was(tmp_path: Path) -> Non
         (tmp_path / "config.yaml").write_text(config)
         port = free_port()
         command = ["litellm", "--config", str(tmp_path / "config.yaml"), "--host", "127.0.0.1", "--port", str(port)]
+        monkeypatch.setenv("LITELLM_MASTER_KEY", "sk-" + token_hex(32))
+        headers = {"authorization": f"Bearer {os.environ['LITELLM_MASTER_KEY']}"}
         with served(command, tmp_path) as process:
-            assert await second_turn(f"http://127.0.0.1:{port}", process) > 500
+            assert await second_turn(f"http://127.0.0.1:{port}", process, headers) > 500

@@ -20,15 +20,56 @@ from tests.support.until import until_says
 
 pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("default")]
 CHAT = "/v1/chat/completions"
-BODY = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "stream": True}
+BODY = {"model": "sim", "messages": [{"role": "user", "content": "hello " * 400}], "max_tokens": 4, "stream": True}
+UVICORN = ["uvicorn", "app:app", "--port", "PORT"]
+HYPERCORN = ["hypercorn", "app:app", "--bind", "127.0.0.1:PORT"]
+GRANIAN = ["granian", "app:app", "--port", "PORT"]
+GUNICORN = ["gunicorn", "app:app", "--bind", "127.0.0.1:PORT", "--worker-class", "uvicorn.workers.UvicornWorker"]
 SERVERS = {
-    "uvicorn": ["uvicorn", "app:proxy", "--port", "PORT"],
-    "uvicorn without lifespan": ["uvicorn", "app:proxy", "--port", "PORT", "--lifespan", "off"],
-    "uvicorn below a root": ["uvicorn", "app:proxy", "--port", "PORT", "--root-path", "/llm"],
-    "hypercorn": ["hypercorn", "app:proxy", "--bind", "127.0.0.1:PORT"],
-    "granian": ["granian", "app:proxy", "--interface", "asgi", "--port", "PORT"],
-    "daphne": ["daphne", "-p", "PORT", "app:proxy"],
+    "uvicorn, h11": [*UVICORN, "--http", "h11", "--loop", "asyncio"],
+    "uvicorn, httptools and uvloop": [*UVICORN, "--http", "httptools", "--loop", "uvloop"],
+    "uvicorn, 2 workers": [*UVICORN, "--workers", "2"],
+    "uvicorn, reload": [*UVICORN, "--reload"],
+    "uvicorn, without lifespan": [*UVICORN, "--lifespan", "off"],
+    "uvicorn, below a root": [*UVICORN, "--root-path", "/llm"],
+    "uvicorn, a limit of requests": [*UVICORN, "--limit-max-requests", "1000"],
+    "hypercorn, asyncio": HYPERCORN,
+    "hypercorn, uvloop": [*HYPERCORN, "-k", "uvloop"],
+    "hypercorn, h2c": HYPERCORN,
+    "hypercorn, trio": ["hypercorn", "app:gateway", "--bind", "127.0.0.1:PORT", "-k", "trio"],
+    "granian, asgi": [*GRANIAN, "--interface", "asgi"],
+    "granian, asginl": [*GRANIAN, "--interface", "asginl"],
+    "granian, below a prefix": [*GRANIAN, "--interface", "asgi", "--url-path-prefix", "/llm"],
+    "daphne": ["daphne", "-p", "PORT", "app:app"],
+    "gunicorn": GUNICORN,
+    "gunicorn, preload": [*GUNICORN, "--preload"],
 }
+#: `app` is a proxy behind the middleware, and at /gateway an app that answers with what is preferred.
+APP = """
+import json
+import kvproxy
+
+ENDPOINTS = ENGINES
+proxy = kvproxy.Proxy({"endpoints": ENDPOINTS})
+
+
+async def note(scope, receive, send):
+    while (await receive()).get("more_body"):
+        pass
+    found = kvproxy.preferred(scope)
+    kvproxy.served(scope, "sim-1")
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": json.dumps(found).encode()})
+
+
+async def both(scope, receive, send):
+    gateway = scope["type"] == "http" and "/gateway/" in scope["path"]
+    await (note if gateway else proxy)(scope, receive, send)
+
+
+app = kvproxy.KVCacheMiddleware(both, endpoints=ENDPOINTS)
+gateway = kvproxy.KVCacheMiddleware(note, endpoints=ENDPOINTS)
+"""
 
 
 @contextmanager
@@ -53,24 +94,32 @@ def served(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]
         log.close()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SERVERS)
-async def test_a_stream_comes_through(name: str, tmp_path: Path) -> None:
+async def test_the_second_turn_is_known_and_a_stream_comes_through(name: str, tmp_path: Path) -> None:
+    """Under trio, where nothing of ours runs, requests pass."""
+    prefix = "/llm" if name == "granian, below a prefix" else ""
     async with simulated_engines(2) as endpoints:
-        (tmp_path / "app.py").write_text(f"import kvproxy\nproxy = kvproxy.Proxy({{'endpoints': {endpoints!r}}})\n")
+        (tmp_path / "app.py").write_text(APP.replace("ENGINES", repr(endpoints)))
         port = str(free_port())
         command = [part.replace("PORT", port) for part in SERVERS[name]]
+        h2c = name == "hypercorn, h2c"
+        url = f"http://127.0.0.1:{port}{prefix}"
         with served(command, tmp_path) as process:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=30, http1=not h2c, http2=h2c) as client:
 
-                async def ask() -> tuple[int, str]:
-                    assert process.poll() is None, (tmp_path / "log").read_text()
+                async def ask(path: str) -> tuple[int, str]:
+                    assert process.poll() is None
                     try:
-                        answer = await client.post(CHAT, json=BODY)
-                    except httpx.ConnectError:
+                        answer = await client.post(path, json=BODY)
+                    except httpx.TransportError:
                         return 0, ""
                     return answer.status_code, answer.text[-14:]
 
-                await until_says((200, "data: [DONE]\n\n"), ask)
+                trio = "trio" in name
+                await until_says((200, "null" if trio else '"sim-1"'), lambda: ask("/gateway" + CHAT), within_s=200)
+                if not trio:
+                    await until_says((200, "data: [DONE]\n\n"), lambda: ask(CHAT))
 
 
 async def test_a_start_that_fails_ends_the_server_with_its_message(tmp_path: Path) -> None:

@@ -42,6 +42,16 @@ def _of(module: str, name: str, **options: Any) -> Wrap:
     return wrap
 
 
+class Rewriter:
+    """Makes every path that of a chat."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app({**scope, "path": CHAT, "raw_path": CHAT.encode()}, receive, send)
+
+
 STACKS: dict[str, Wrap] = {
     "authentication": lambda app: AuthenticationMiddleware(app, backend=Keys()),
     "base http": _of("starlette.middleware.base", "BaseHTTPMiddleware", dispatch=_dispatch),
@@ -55,6 +65,10 @@ STACKS: dict[str, Wrap] = {
     "starlette_exporter": _of("starlette_exporter", "PrometheusMiddleware"),
     "sentry": _of("sentry_sdk.integrations.asgi", "SentryAsgiMiddleware"),
     "opentelemetry": _of("opentelemetry.instrumentation.asgi", "OpenTelemetryMiddleware"),
+    "slowapi": _of("slowapi.middleware", "SlowAPIASGIMiddleware"),
+    "instrumentator": _of("prometheus_fastapi_instrumentator.middleware", "PrometheusInstrumentatorMiddleware"),
+    "path rewriter": lambda app: Rewriter(app),
+    "none": lambda app: app,
     "the proxy's own": lambda app: KVCacheMiddleware(app, endpoints={"x": "http://127.0.0.1:9"}),
 }
 
