@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -58,6 +59,8 @@ class Placer:
         self.policy_header = b""  # b"": no cluster lets clients choose
         self.observers: tuple[RequestObserver, ...] = ()
         self.hooks: frozenset[str] = frozenset()
+        #: Clusters whose requests need facts, and whether the largest match is preferred there.
+        self.informed: Mapping[str, bool] = {}
         self._follow()
 
     def begin(self, method: str, path: str, headers: Headers) -> CarriedRequest:
@@ -80,6 +83,13 @@ class Placer:
         counted = RouteMetrics(target.metrics, clusters=target.clusters, routes=config.routes)
         self.observers = (counted, *target.observers)
         self.hooks = frozenset[str]().union(*(observer.hooks for observer in self.observers))
+        if (service := target.kvcache) is not None:
+            recorded = any(one.wants_facts for one in target.observers)
+            self.informed = {
+                name: prefers(service.settings, one.settings.policy)
+                for name, one in target.clusters.items()
+                if recorded or needs_facts(service.settings, one.settings)
+            }
 
 
 class CarriedRequest:
@@ -174,10 +184,8 @@ class CarriedRequest:
         """Gather overlaps with its prompt. No fact about a cache fails a request."""
         exchange = self.exchange
         service = self.placer.target.kvcache
-        if service is None or exchange.inference is None or exchange.body is None:
-            return
-        recorded = any(one.wants_facts for one in self.placer.target.observers)
-        if not (recorded or needs_facts(service.settings, target.cluster.settings)):
+        preferring = self.placer.informed.get(target.cluster.name)
+        if service is None or preferring is None or exchange.inference is None or exchange.body is None:
             return
         if "facts_began" in exchange.hooks:
             notify(RequestObserver.facts_began, exchange)
@@ -190,7 +198,7 @@ class CarriedRequest:
             return
         later = exchange.observers
         exchange.observers = ()
-        use_facts(service, facts, exchange, prefers=prefers(service.settings, target.cluster.settings.policy))
+        use_facts(service, facts, exchange, prefers=preferring)
         exchange.observers += later  # they are notified of an end after the cache has learned from it
         if "facts_known" in exchange.hooks:
             notify(RequestObserver.facts_known, exchange)
