@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.config.schema import Config
+    from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.feature import Capability
     from kvproxy.operate.receipts.receipt import Receipt
     from kvproxy.proxy.filters.chain import FilterType
@@ -46,6 +48,14 @@ class Resume(Feature):
 
         if (note := note_of(receipt, NOTE, ResumeNote)) is not None:
             yield from map(describe_leg, note.legs)
+
+    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
+        """Return the check of the model's template, where text is continued."""
+        from kvproxy.features.resume.check import ContinuationCheck
+
+        routes = deployment.config.routes
+        texts = {route.cluster for route in routes if part_of(route, ResumePlace).resume is Grade.TEXT}
+        return (ContinuationCheck(deployment, cluster),) if cluster in texts else ()
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""
