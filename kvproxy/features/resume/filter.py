@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 from starlette.types import ASGIApp
 
 from kvproxy.base.settings.compose import part_of
@@ -12,13 +15,19 @@ from kvproxy.features.resume.metrics import ResumeMetrics
 from kvproxy.features.resume.openai import OpenAiEvents
 from kvproxy.features.resume.plan import Wishes
 from kvproxy.features.resume.settings import Grade, ResumePlace
-from kvproxy.features.resume.stream import ResumableStream
+from kvproxy.features.resume.stream import ResumableStream, StreamEvents
+from kvproxy.features.resume.typed import MessagesEvents, ResponsesEvents
 from kvproxy.proxy.filters.chain import FilterContext, FilterType
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange
 
-_KINDS = frozenset({RequestKind.CHAT, RequestKind.COMPLETION})
+_EVENTS: Mapping[RequestKind, Callable[[], StreamEvents]] = {
+    RequestKind.CHAT: partial(OpenAiEvents, RequestKind.CHAT),
+    RequestKind.COMPLETION: partial(OpenAiEvents, RequestKind.COMPLETION),
+    RequestKind.MESSAGES: MessagesEvents,
+    RequestKind.RESPONSES: ResponsesEvents,
+}
 
 
 class ResumeFilter(Step):
@@ -36,7 +45,7 @@ class ResumeFilter(Step):
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
         """Set the continuation of a stream."""
         inference = exchange.inference
-        if inference is None or not inference.stream or inference.kind not in _KINDS:
+        if inference is None or not inference.stream or inference.kind not in _EVENTS:
             return
         target = self._routes.resolve(downstream.scope["path"], inference.model)
         if target is None or target.route is None:
@@ -46,7 +55,7 @@ class ResumeFilter(Step):
             return
         exchange.continuation = ResumableStream(
             exchange,
-            OpenAiEvents(inference.kind),
+            _EVENTS[inference.kind](),
             kind=inference.kind,
             wishes=Wishes(wanted.resume, wanted.resume_best_effort),
             metrics=self._counts,

@@ -55,6 +55,7 @@ class OpenAiEvents:
 
     #: Text in the event that ends an answer.
     last = b'"finish_reason":"'
+    final: tuple[bytes, ...] = ()  # `[DONE]` alone
 
     def __init__(self, kind: RequestKind) -> None:
         self._chat = kind is RequestKind.CHAT

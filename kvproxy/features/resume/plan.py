@@ -17,10 +17,27 @@ from kvproxy.proxy.request.continuation import Leg
 OVERLAP_TOKENS = 8
 OVERLAP_CHARS = 24
 
-_GUIDED = ("structured_outputs", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_GUIDED = (
+    "structured_outputs",
+    "structural_tag",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "output_format",
+)
 _PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids")
-_UNUSUAL = ("echo", "suffix", "use_beam_search", "prompt_embeds", "kv_transfer_params")
+_UNUSUAL = (
+    "previous_response_id",
+    "conversation",
+    "background",
+    "echo",
+    "suffix",
+    "use_beam_search",
+    "prompt_embeds",
+    "kv_transfer_params",
+)
 #: Sampling of a chat that a request with token ids takes as well.
 _SAMPLING = frozenset(
     {
@@ -38,6 +55,7 @@ _COMPLETION = b"/completions"
 _CHAT_COMPLETION = b"/chat/completions"
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _DEFAULT_MAX_TOKENS = 16  # of text completions
 
 
@@ -64,7 +82,7 @@ class BrokenRequest(NamedTuple):
     @property
     def stop_chars(self) -> int:
         """Characters that the engine holds back, since they may begin a stop string."""
-        stop = self.value("stop")
+        stop = self.value("stop") or self.value("stop_sequences")
         texts = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
         longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
         return max(0, longest - 1)
@@ -75,7 +93,7 @@ class BrokenRequest(NamedTuple):
         if self.kind is RequestKind.COMPLETION:
             limit = self.value("max_tokens")
             return limit if isinstance(limit, int) else _DEFAULT_MAX_TOKENS
-        limits = (self.value(name) for name in ("max_completion_tokens", "max_tokens"))
+        limits = (self.value(name) for name in _LIMITS)
         return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
@@ -132,8 +150,11 @@ def _find_obstacle(request: BrokenRequest, *, best_effort: bool) -> str:
         return "guided"
     if any(request.value(name) is not None for name in _GUIDED):
         return "guided"
+    shape = request.value("text")
+    if isinstance(shape, dict) and (shape.get("format") or {}).get("type", "text") != "text":
+        return "guided"
     choice = request.value("tool_choice")
-    if choice == "required" or isinstance(choice, dict):
+    if choice == "required" or (isinstance(choice, dict) and choice.get("type") not in ("auto", "none")):
         return "guided"
     if any(request.value(name) not in (None, False) for name in _LOGPROBS):
         return "logprobs"
@@ -170,6 +191,8 @@ def _why_not_text(request: BrokenRequest, progress: Progress) -> str:
         return "reasoning"
     if request.kind is RequestKind.COMPLETION:
         return "" if isinstance(request.value("prompt"), str) else "no_text"
+    if request.kind is RequestKind.MESSAGES and not request.greedy:
+        return "sampled"  # whether the engine continues a message shows only where words come out the same
     return "prefilled" if request.value("continue_final_message") else ""
 
 
@@ -229,19 +252,34 @@ def _plan_text(request: BrokenRequest, progress: Progress) -> Plan:
         return Plan("text", _repeat(request), place)
     begun = progress.text[: place.chars]
     members = dict(request.members)
-    limits = ("max_tokens",) if request.kind is RequestKind.COMPLETION else ("max_completion_tokens", "max_tokens")
-    given = [name for name in limits if request.value(name) is not None] or limits[:1]
+    given = [name for name in _LIMITS if request.value(name) is not None]
     if request.max_tokens is not None:
-        members |= _raw(**{name: max(1, request.max_tokens - place.tokens) for name in given})
+        members |= _raw(**{name: max(1, request.max_tokens - place.tokens) for name in given or ["max_tokens"]})
     if request.kind is RequestKind.COMPLETION:
         members |= _raw(prompt=request.value("prompt") + begun)
+    elif request.kind is RequestKind.RESPONSES:
+        members["input"] = _with_item(members.get("input", msgspec.Raw(b'""')), begun)
     else:
-        message = msgspec.json.encode({"role": "assistant", "content": begun})
-        messages = bytes(request.members["messages"]).rstrip()
-        members["messages"] = msgspec.Raw(messages[:-1] + b"," + message + b"]")
+        members["messages"] = _append(members["messages"], {"role": "assistant", "content": begun})
+    if request.kind is RequestKind.CHAT:
         members |= _raw(continue_final_message=True, add_generation_prompt=False)
     _less_min_tokens(members, request, place)
     return Plan("text", Leg(request.target, msgspec.json.encode(members)), place)
+
+
+def _append(array: msgspec.Raw, value: object) -> msgspec.Raw:
+    items = bytes(array).strip()
+    return msgspec.Raw(items[:-1] + (b"," if items[1:-1].strip() else b"") + msgspec.json.encode(value) + b"]")
+
+
+def _with_item(given: msgspec.Raw, begun: str) -> msgspec.Raw:
+    """Return the input of a response with half an answer behind it."""
+    items = given
+    if bytes(given).lstrip().startswith(b'"'):
+        items = _append(msgspec.Raw(b"[]"), {"role": "user", "content": given})
+    part = {"type": "output_text", "text": begun, "annotations": []}
+    item = {"type": "message", "id": "msg_0", "role": "assistant", "status": "in_progress", "content": [part]}
+    return _append(items, item)
 
 
 def _place_by_text(request: BrokenRequest, progress: Progress) -> Mark:

@@ -60,17 +60,24 @@ class Splice:
         del self._expected[: len(ids)]
 
     def join_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the counts of both legs as those of one request."""
-        progress = self._progress
-        leg_prompt = usage.get("prompt_tokens")
-        prompt = progress.prompt_tokens
-        if prompt is None and progress.prompt_ids:
-            prompt = count_ids(progress.prompt_ids)
-        if prompt is None and isinstance(leg_prompt, int):
-            prompt = max(0, leg_prompt - self._kept_tokens)
-        completion = self._kept_tokens + (usage.get("completion_tokens") or 0)
-        mended = {**usage, "prompt_tokens": prompt, "completion_tokens": completion}
-        mended["total_tokens"] = (prompt or 0) + completion
+        """Return the counts of both legs of a chat or text completion as those of one request."""
+        prompt = self.count_prompt(usage.get("prompt_tokens"))
+        completion = self.count_output(usage.get("completion_tokens"))
+        joined = {**usage, "prompt_tokens": prompt, "completion_tokens": completion}
+        joined["total_tokens"] = prompt + completion
         if "prompt_tokens_details" in usage and self.plan.grade != "restart":
-            mended["prompt_tokens_details"] = progress.cached_details
-        return mended
+            joined["prompt_tokens_details"] = self._progress.cached_details
+        return joined
+
+    def count_prompt(self, leg_tokens: object) -> int:
+        """Return the tokens of the request's prompt; the leg's has the beginning of the answer, too."""
+        progress = self._progress
+        if progress.prompt_tokens is not None:
+            return progress.prompt_tokens
+        if progress.prompt_ids:
+            return count_ids(progress.prompt_ids)
+        return max(0, leg_tokens - self._kept_tokens) if isinstance(leg_tokens, int) else 0
+
+    def count_output(self, leg_tokens: object) -> int:
+        """Return the tokens of the whole answer."""
+        return self._kept_tokens + (leg_tokens if isinstance(leg_tokens, int) else 0)

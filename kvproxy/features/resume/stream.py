@@ -30,9 +30,11 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class StreamEvents(Protocol):
-    """Events of one API. `last` is a text in the event that ends an answer."""
+    """Events of one API. `last` is a text in the event with the end of an answer; behind one with a text of `final`
+    nothing has to come."""
 
     last: bytes
+    final: tuple[bytes, ...]
 
     def read(self, data: bytes, progress: Progress) -> None:
         """Add an event of the first engine. Raises msgspec.DecodeError."""
@@ -133,6 +135,8 @@ class ResumableStream:
             self.failure = EngineReportedError("the engine ended its stream with an error event", status=status)
             self.withheld = event
             return b""
+        if any(mark in data for mark in self._events.final):
+            self._ended = True
         return self._read(event, data) if self._splice is None else self._join(event, data, self._splice)
 
     def _withhold(self, piece: bytes) -> None:

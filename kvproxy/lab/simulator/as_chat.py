@@ -103,6 +103,8 @@ def responses_as_chat(body: Body) -> Chat:
             for tool in body["tools"]
             if _is(tool, "function")
         ]
+    if isinstance(given, list) and given and given[-1].get("status") in ("in_progress", "incomplete"):
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     effort = (body.get("reasoning") or {}).get("effort")
     return {**chat, "reasoning_effort": effort} if effort is not None else chat
 
