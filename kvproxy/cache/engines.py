@@ -9,10 +9,11 @@ from typing import Self
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.base.types import Clock
+from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.base.upstream.transport import HttpClients
 from kvproxy.cache.clients.engine_metrics import EngineKind, EngineMetrics
-from kvproxy.cache.clients.vllm import VllmClient
+from kvproxy.cache.clients.vllm import FindChatForm, VllmClient
 from kvproxy.cache.kv_events.source import stated_sources
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -29,12 +30,15 @@ class Engines:
     A context manager: leaving it closes the clients, not the pool they ride on.
     """
 
-    def __init__(self, pool: UpstreamPool, *, timeout_s: float, tokenizer_url: str = "") -> None:
+    def __init__(
+        self, pool: UpstreamPool, *, timeout_s: float, tokenizer_url: str = "", find_form: FindChatForm | None = None
+    ) -> None:
         self.http = HttpClients(pool)
         self._timeout_s = timeout_s
         self._clients: dict[Engine, VllmClient] = {}
         self._unable: set[Engine] = set()  # answered that they cannot tokenize
-        self._tokenizer = VllmClient(self.http.client(), tokenizer_url, timeout_s=timeout_s) if tokenizer_url else None
+        self._find_form = find_form
+        self._tokenizer = self._make_client(None, tokenizer_url) if tokenizer_url else None
 
     async def __aenter__(self) -> Self:
         return self
@@ -49,9 +53,12 @@ class Engines:
             origin = engine.origin
             key = engine.authorization
             authorization = key.decode("latin-1") if key else None
-            client = VllmClient(self.http.client(origin), str(origin), authorization, timeout_s=self._timeout_s)
-            self._clients[engine] = client
+            client = self._clients[engine] = self._make_client(origin, str(origin), authorization)
         return client
+
+    def _make_client(self, origin: Origin | None, url: str, authorization: str | None = None) -> VllmClient:
+        http = self.http.client() if origin is None else self.http.client(origin)
+        return VllmClient(http, url, authorization, timeout_s=self._timeout_s, find_form=self._find_form)
 
     def find_tokenizer(self, endpoints: Sequence[Endpoint]) -> tuple[VllmClient, Endpoint | None] | None:
         """Return the engine that tokenizes for these: the configured one, else the least busy of those that may be able

@@ -12,11 +12,12 @@ from kvproxy.base.installed import BaseFeature
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import Metrics
-    from kvproxy.base.types import Clock
+    from kvproxy.base.types import Clock, RequestKind
     from kvproxy.cache.actions.hotness import KnownPrefix
     from kvproxy.cache.actions.signals import Signals
     from kvproxy.cache.actions.strategy_runner import OnTokens, StrategyRunner
     from kvproxy.cache.clients.tokens import TokenIds
+    from kvproxy.cache.clients.vllm import ChatForm
     from kvproxy.cache.engines import Engines
     from kvproxy.cache.overlap.facts import RequestFacts, Result
     from kvproxy.cache.overlap.sources import OverlapSources
@@ -107,6 +108,17 @@ class CacheFeature(BaseFeature):
     def describe_cache(self, observer: CacheObserver | None, view: View, now: float) -> Mapping[str, object]:
         """Keys it adds to an answer of the admin listener, also where it is switched off (None)."""
         return {}
+
+    def find_chat_form(self, kind: RequestKind, sglang: bool) -> ChatForm | None:
+        """Return what makes a chat of requests of a kind to SGLang or vLLM, so that it can be tokenized; None: it has
+        nothing."""
+        return None
+
+
+def find_chat_form(features: Iterable[CacheFeature], kind: RequestKind, sglang: bool) -> ChatForm | None:
+    """Return the form of the first feature that has one."""
+    forms = (feature.find_chat_form(kind, sglang) for feature in features)
+    return next((form for form in forms if form is not None), None)
 
 
 class CacheObservers:

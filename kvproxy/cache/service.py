@@ -19,7 +19,7 @@ from kvproxy.cache.actions.signals import HostUse
 from kvproxy.cache.actions.strategy_runner import StrategyRunner
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.engines import Engines
-from kvproxy.cache.feature import CacheFeature, CacheNeeds, CacheObservers, CacheParts, find_needs
+from kvproxy.cache.feature import CacheFeature, CacheNeeds, CacheObservers, CacheParts, find_chat_form, find_needs
 from kvproxy.cache.feedback.predictions import PredictionFeedback
 from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.metrics import IndexMetrics, KvCacheMetrics
@@ -69,7 +69,7 @@ class KvCache:
         self._acts = bool(settings.lmcache_endpoint) or needs.uses
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self.pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
-        self.engines = Engines(self.pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
+        self.engines = self._make_engines(features)
         self.breakers = OperationBreakers(settings.circuit_breaker, clock=clock, metrics=metrics)
         self.overlap = OverlapSources(
             settings,
@@ -104,6 +104,12 @@ class KvCache:
         self.observers = CacheObservers(features, parts)
         self.actions.on_tokens = self.observers.on_tokens
         self._running = AsyncExitStack()
+
+    def _make_engines(self, features: Sequence[CacheFeature]) -> Engines:
+        settings = self.settings
+        find_form = partial(find_chat_form, features)
+        timeout_s = settings.request_timeout
+        return Engines(self.pool, timeout_s=timeout_s, tokenizer_url=settings.vllm_endpoint, find_form=find_form)
 
     def _make_scraper(self, sample_host: Callable[[], HostUse], clock: Clock) -> MetricsScraper:
         return MetricsScraper(

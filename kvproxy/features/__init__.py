@@ -8,6 +8,7 @@ SHIPPED = (
     "access_log",
     "access_control",
     "normalize",
+    "other_apis",
     "autoscaling",
     "shadow",
     "priority",

@@ -18,10 +18,7 @@ from kvproxy.base.types import RequestKind
 from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.chat_body import render_body, tokenize_body
 from kvproxy.cache.clients.engine_metrics import EngineMetrics, parse_engine_metrics
-from kvproxy.cache.clients.messages_chat import chat_of_messages
-from kvproxy.cache.clients.responses_chat import chat_of_responses
 from kvproxy.cache.clients.sglang import SglangInfo, fetch_info
-from kvproxy.cache.clients.sglang_messages import sglang_chat_of_messages
 from kvproxy.cache.clients.tokens import TokenIds, tokens_from_json
 from kvproxy.cache.kv_events.source import MAX_SOURCES, KvEventSource, WireSources, sources_from_wire
 
@@ -33,16 +30,15 @@ MAX_METRICS_LINES = 50_000
 #: Longer texts are read beside the event loop.
 _LONG_BYTES = 1 << 17
 MAX_SOURCES_BYTES = 1 << 16
-#: Paths at which an engine renders requests of a kind (`--enable-scale-out`), and the conversion of each to a chat.
+#: Returns the body of the chat that an engine makes of a request. Raises ValueError for one that no chat can express.
+ChatForm = Callable[[bytes], bytes]
+#: Returns the form for requests of a kind to SGLang (True) or vLLM; None: there is none.
+FindChatForm = Callable[[RequestKind, bool], ChatForm | None]
+#: Paths at which an engine renders requests of a kind (`--enable-scale-out`).
 RENDER_PATHS = {
     RequestKind.CHAT: "/v1/chat/completions/render",
     RequestKind.MESSAGES: "/v1/messages/render",
     RequestKind.RESPONSES: "/v1/responses/render",
-}
-AS_CHAT: dict[RequestKind, Callable[[bytes], bytes]] = {
-    RequestKind.CHAT: bytes,
-    RequestKind.MESSAGES: chat_of_messages,
-    RequestKind.RESPONSES: chat_of_responses,
 }
 MAX_MODELS = 5000
 _FORBIDDEN = 403
@@ -119,10 +115,17 @@ class VllmClient:
     """One engine. Every method raises ClientError and nothing else; `timeout_s` bounds each call as a whole."""
 
     def __init__(
-        self, http: httpx.AsyncClient, base_url: str, authorization: str | None = None, *, timeout_s: float = 2.0
+        self,
+        http: httpx.AsyncClient,
+        base_url: str,
+        authorization: str | None = None,
+        *,
+        timeout_s: float = 2.0,
+        find_form: FindChatForm | None = None,
     ) -> None:
         self._api = Api(http, base_url, service="vllm", authorization=authorization)
         self._timeout_s = timeout_s
+        self._find_form = find_form
         #: Whether the engine renders requests of a kind: False after a refusal, and then never tried again.
         self.renders: dict[RequestKind, bool] = {}
         self._is_sglang: bool | None = None  # None until queried
@@ -182,10 +185,13 @@ class VllmClient:
                 return await self.render_prompt(kind, model, body, timeout_s=timeout_s)
             except NotSupported:
                 pass  # the engine answered without work, and is tried only once
-        as_chat = AS_CHAT[kind]
-        if kind is RequestKind.MESSAGES and await self._ask_sglang(timeout_s):
-            as_chat = sglang_chat_of_messages
-        return await self.tokenize_chat(model, as_chat(body), timeout_s=timeout_s)
+        if kind is not RequestKind.CHAT:
+            sglang = kind is RequestKind.MESSAGES and await self._ask_sglang(timeout_s)
+            form = None if self._find_form is None else self._find_form(kind, sglang)
+            if form is None:
+                raise ValueError(f"no feature makes chats of {kind} requests")
+            body = form(body)
+        return await self.tokenize_chat(model, body, timeout_s=timeout_s)
 
     async def prefill(self, path: str, body: bytes, *, timeout_s: float | None = None) -> Prefill:
         """Has a chat or completion request computed, which is to generate one token and not to be streamed."""

@@ -7,15 +7,18 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx
 
 from kvproxy.base.errors import BadResponse, ClientError, ClientUnavailable, NotSupported
+from kvproxy.base.installed import installed
 from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.engine_metrics import EngineKind, EngineMetrics, parse_engine_metrics
 from kvproxy.cache.clients.sglang import SglangInfo
 from kvproxy.cache.clients.vllm import ModelInfo, VllmClient
+from kvproxy.cache.feature import CacheFeature, find_chat_form
 from kvproxy.cache.kv_events.source import KvEventSource, stated_sources
 from kvproxy.cluster.engine import origin_of
 from kvproxy.cluster.settings import DataParallelSettings, EndpointSettings, EventSources
@@ -155,7 +158,8 @@ class EngineFacts:
         self._headers = {} if authorization is None else {"authorization": authorization}
         url = str(self.origin)
         timeout_s = tools.timeouts.exchange_s
-        self.vllm = VllmClient(self._http, url, authorization, timeout_s=timeout_s)
+        find_form = partial(find_chat_form, installed(CacheFeature))
+        self.vllm = VllmClient(self._http, url, authorization, timeout_s=timeout_s, find_form=find_form)
         self.api = Api(self._http, url, service="vllm", authorization=authorization)
 
     @property

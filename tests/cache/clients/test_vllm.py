@@ -97,27 +97,6 @@ async def test_render_is_preferred(kind: RequestKind) -> None:
     assert upstream.requests[-1].content == CHAT
 
 
-async def test_each_kind_is_probed_on_its_own() -> None:
-    """An engine that renders chats may be too old to render messages: then these are tokenized as the chat they are,
-    which depends on whether it is SGLang: asked once, under both names of its info."""
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/tokenize":
-            return captured("tok_msgs")
-        if request.url.path == "/v1/chat/completions/render":
-            return captured("chat_render", status=200)
-        return httpx.Response(404, json={"detail": "Not Found"})
-
-    vllm, upstream = client(handler)
-    for _ in range(2):
-        for kind in (RequestKind.CHAT, RequestKind.MESSAGES):
-            assert len((await vllm.prompt_tokens(kind, "tiny", CHAT)).tokens) == 18
-    assert [request.url.path for request in upstream.requests] == [
-        *("/v1/chat/completions/render", "/v1/messages/render", "/server_info", "/get_server_info", "/tokenize"),
-        *("/v1/chat/completions/render", "/tokenize"),
-    ]
-
-
 async def test_an_unknown_model_says_nothing_about_render() -> None:
     """A 404 about the model leaves the capability open."""
     vllm, _ = client(captured("tok_badmodel"))

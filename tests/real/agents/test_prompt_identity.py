@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvproxy.base.types import Prompt, RequestKind
 from kvproxy.cache.clients.chat_body import tokenize_body
-from kvproxy.cache.clients.messages_chat import chat_of_messages
-from kvproxy.cache.clients.responses_chat import chat_of_responses
 from kvproxy.cache.prefix.prompt_identity import prompt_identity
+from kvproxy.features.other_apis.messages_chat import chat_of_messages
+from kvproxy.features.other_apis.responses_chat import chat_of_responses
 from kvproxy.proxy.request.parse import parse_body
 from tests.real.agents.conftest import Renderer
 from tests.real.conftest import Saw

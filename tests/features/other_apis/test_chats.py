@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given
 
 from kvproxy.cache.clients.chat_body import tokenize_body
-from kvproxy.cache.clients.messages_chat import chat_of_messages
-from kvproxy.cache.clients.responses_chat import chat_of_responses
-from kvproxy.cache.clients.sglang_messages import sglang_chat_of_messages
+from kvproxy.features.other_apis.messages_chat import chat_of_messages
+from kvproxy.features.other_apis.responses_chat import chat_of_responses
+from kvproxy.features.other_apis.sglang_messages import sglang_chat_of_messages
 from kvproxy.lab.simulator.prompts import Prompts
 from kvproxy.lab.simulator.sglang_requests import messages_as_chat
 from kvproxy.lab.simulator.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvproxy.cache.clients.messages_chat import (
+from kvproxy.features.other_apis.messages_chat import (
     NO_RAW,
     Block,
     Chat,
