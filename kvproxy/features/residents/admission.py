@@ -339,13 +339,9 @@ class SessionAdmission:
 
     def _find(self, blocks: Sequence[int]) -> Session | None:
         """Return the session between turns that a prompt with these blocks continues."""
-        by_tail = self._by_tail
-        for block in blocks[: -_LOOKED_AT - 1 : -1]:
-            found = by_tail.get(block)
-            if found is not None:
-                # of a turn elsewhere the end is reported late: its client has the answer
-                return None if found.running and not found.elsewhere else found
-        return None
+        found = next(filter(None, map(self._by_tail.get, blocks[: -_LOOKED_AT - 1 : -1])), None)
+        # of a turn elsewhere the end is reported late: its client has the answer
+        return None if found is None or (found.running and not found.elsewhere) else found
 
     def _missing_tokens(
         self, one: Candidate, session: Session | None, request: PickRequest, *, holder: SessionWait | None = None

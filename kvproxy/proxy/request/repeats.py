@@ -4,7 +4,9 @@ the parser nor the guard goes over them once more. Holds texts of prompts, withi
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -31,14 +33,23 @@ _SEPARATORS = (b",", b", ")
 
 
 class Beginning(msgspec.Struct, eq=False):
-    """How a body began: all in front of its messages, and these."""
+    """How a body began: all to the end of its last message."""
 
-    head: bytes
+    text: bytes
     separator: bytes
-    parts: tuple[bytes, ...]
-    end: int  # where the last message ends
+    starts: list[int]  # of its messages, and of one that would follow
     key: int
     harmless: bool = False  # the guard found no name of a medium
+
+    def end(self, count: int) -> int:
+        """Where so many messages end."""
+        return self.starts[count] - len(self.separator)
+
+    def parts(self, count: int) -> tuple[bytes, ...]:
+        """Return so many messages."""
+        text = self.text
+        gap = len(self.separator)
+        return tuple([text[at : after - gap] for at, after in pairwise(self.starts[: count + 1])])
 
 
 class Repeats(msgspec.Struct, eq=False):
@@ -73,27 +84,27 @@ class EarlierBodies:
             return None, None
         keys = _digests(body) if self._known else []
         if (found := self._find(body, keys)) is not None:
-            known, count, end = found
-            rest = b"".join((known.head, self._stand_in, body[end:]))
-            request = decode_rest(kind, rest, caller, stand_in=self._stand_in, earlier=known.parts[:count])
+            known, count = found
+            rest = b"".join((known.text[: known.starts[0]], self._stand_in, body[known.end(count) :]))
+            request = decode_rest(kind, rest, caller, stand_in=self._stand_in, earlier=known.parts(count))
             if request is not None:
-                kept = self._keep_grown(body, keys, request.prompt.parts, known, count, end)
+                kept = self._keep_grown(body, keys, request.prompt.parts, known, count)
                 return request, Repeats(rest, known.harmless, kept)
         request = decode_body(kind, body, caller)
         if request is None:
             return None, None
         return request, Repeats(body, True, self._keep_new(body, keys, request.prompt.parts))
 
-    def _find(self, body: bytes, keys: list[int]) -> tuple[Beginning, int, int] | None:
-        """Return the beginning that shares most with the body, how many messages, and where the last of these ends."""
+    def _find(self, body: bytes, keys: list[int]) -> tuple[Beginning, int] | None:
+        """Return the beginning that shares most with the body, and how many messages."""
         tries = _TRIES
         for key in reversed(keys):
             known = self._known.get(key)
             if known is None:
                 continue
-            count, end = _count_common(body, known)
-            if end >= MIN_BYTES // 2:
-                return known, count, end
+            count = _count_common(body, known)
+            if count and known.end(count) >= MIN_BYTES // 2:
+                return known, count
             tries -= 1
             if not tries:
                 break
@@ -108,38 +119,37 @@ class EarlierBodies:
         at += body.startswith(b" ", at)
         if not body.startswith(b"[", at):
             return None
-        head = body[: at + 1]
-        separator = _SEPARATORS[body.startswith(b" ", len(head) + len(parts[0]) + 1)]
-        written = separator.join(parts)
-        if not body.startswith(written, len(head)):
-            return None
-        if not all(part.startswith(b"{") for part in parts):
-            return None
-        return self._keep(head, separator, parts, len(head) + len(written), keys or _digests(body))
+        at += 1
+        separator = _SEPARATORS[body.startswith(b" ", at + len(parts[0]) + 1)]
+        return self._keep(body, separator, [at], parts, keys or _digests(body))
 
     def _keep_grown(
-        self, body: bytes, keys: list[int], parts: tuple[bytes, ...], known: Beginning, count: int, end: int
+        self, body: bytes, keys: list[int], parts: tuple[bytes, ...], known: Beginning, count: int
     ) -> Beginning | None:
         """Keep a body in place of the one that it continues."""
-        if count < len(parts):
-            written = known.separator + known.separator.join(parts[count:])
-            if not body.startswith(written, end) or not all(part.startswith(b"{") for part in parts[count:]):
-                return None
-            end += len(written)
-        if len(known.parts) - count <= _LAST_MESSAGES:
+        kept = self._keep(body, known.separator, known.starts[: count + 1], parts[count:], keys)
+        if kept is not None and len(known.starts) - 1 - count <= _LAST_MESSAGES:
             self._drop(known)
-        return self._keep(known.head, known.separator, parts, end, keys)
+        return kept
 
     def _keep(
-        self, head: bytes, separator: bytes, parts: tuple[bytes, ...], end: int, keys: list[int]
+        self, body: bytes, separator: bytes, starts: list[int], parts: tuple[bytes, ...], keys: list[int]
     ) -> Beginning | None:
+        """Keep a body whose further messages these are, if they begin at the last of `starts`."""
+        gap = len(separator)
+        if not body.startswith(separator.join(parts), starts[-1]) or not all(one.startswith(b"{") for one in parts):
+            return None
+        if parts and len(starts) > 1 and not body.startswith(separator, starts[-1] - gap):
+            return None
+        starts = starts[:-1] + list(accumulate([len(one) + gap for one in parts], initial=starts[-1]))
+        end = starts[-1] - gap
         pieces = end // _PIECE_BYTES
         if not pieces or end > self._max_bytes:
             return None
         key = keys[pieces - 1]
         if key in self._known:
             self._drop(self._known[key])
-        made = self._known[key] = Beginning(head, separator, parts, end, key)
+        made = self._known[key] = Beginning(body[:end], separator, starts, key)
         self.held_bytes += end
         while self.held_bytes > self._max_bytes:
             self._drop(next(iter(self._known.values())))
@@ -148,7 +158,7 @@ class EarlierBodies:
     def _drop(self, known: Beginning) -> None:
         if self._known.get(known.key) is known:
             del self._known[known.key]
-            self.held_bytes -= known.end
+            self.held_bytes -= len(known.text)
 
 
 def _digests(body: bytes) -> list[int]:
@@ -159,21 +169,12 @@ def _digests(body: bytes) -> list[int]:
     return [digest := xxh3_64_intdigest(text[end - _PIECE_BYTES : end], digest) for end in ends]
 
 
-def _count_common(body: bytes, known: Beginning) -> tuple[int, int]:
-    """Return how many messages the body has from there, in the same bytes, and where the last one ends; mostly all."""
-    parts = known.parts
-    separator = known.separator
-    end = len(known.head)
-    if not body.startswith(known.head):
-        return 0, 0
-    count = 0
-    most = guess = len(parts)
-    while count < most:
-        written = separator.join((b"", *parts[count:guess]) if count else parts[:guess])
-        if body.startswith(written, end):
-            count = guess
-            end += len(written)
-        else:
-            most = guess - 1
-        guess = (count + most + 1) // 2
-    return count, end
+def _count_common(body: bytes, known: Beginning) -> int:
+    """Return how many messages the body has from there, in the same bytes; mostly all."""
+    text = known.text
+    count = len(known.starts) - 1
+    if body.startswith(text):
+        return count
+    if not body.startswith(text[: known.starts[0]]):
+        return 0
+    return bisect_left(range(1, count), True, key=lambda one: not body.startswith(text[: known.end(one)]))
