@@ -290,15 +290,15 @@ def _names_media(body: bytes, exchange: Exchange) -> bool:
     those that came before not once more."""
     read = exchange.names
     inference = exchange.inference
-    if read is None or read.beside is body or inference is None or inference.kind not in CHATS:
+    repeats = exchange.repeats if body is exchange.body else None
+    if repeats is not None and repeats.fresh is not body:
+        found = may_name_media(repeats.fresh)
+    elif read is None or read.beside is body or inference is None or inference.kind not in CHATS:
         found = may_name_media(body)
     else:
-        repeats = exchange.repeats
-        known = repeats is not None and repeats.rest is read.beside and repeats.harmless
-        parts = () if known else inference.prompt.parts
-        found = may_name_media(read.beside) or any(map(may_message_name_media, parts))
-    if not found and exchange.repeats is not None and body is exchange.body:
-        exchange.repeats.note_harmless()
+        found = may_name_media(read.beside) or any(map(may_message_name_media, inference.prompt.parts))
+    if not found and repeats is not None:
+        repeats.note_harmless()
     return found
 
 

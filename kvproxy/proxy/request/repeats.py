@@ -33,9 +33,10 @@ _SEPARATORS = (b",", b", ")
 
 
 class Beginning(msgspec.Struct, eq=False):
-    """How a body began: all to the end of its last message."""
+    """How a body began: all to the end of its last message; and what came behind."""
 
     text: bytes
+    tail: bytes
     separator: bytes
     starts: list[int]  # of its messages, and of one that would follow
     key: int
@@ -45,18 +46,24 @@ class Beginning(msgspec.Struct, eq=False):
         """Where so many messages end."""
         return self.starts[count] - len(self.separator)
 
-    def parts(self, count: int) -> tuple[bytes, ...]:
-        """Return so many messages."""
-        text = self.text
+    def parts(self, body: bytes, count: int) -> tuple[bytes, ...]:
+        """Return so many messages of a body that has them too, and is at hand."""
         gap = len(self.separator)
-        return tuple([text[at : after - gap] for at, after in pairwise(self.starts[: count + 1])])
+        return tuple([body[at : after - gap] for at, after in pairwise(self.starts[: count + 1])])
+
+    def fresh(self, body: bytes, rest: bytes, count: int) -> bytes:
+        """Return the part of a body, with so many of these messages and this `rest`, that the guard has not passed."""
+        if not self.harmless:
+            return body
+        tail = self.tail
+        return body[self.end(count) : len(body) - len(tail)] if body.endswith(tail) else rest
 
 
 class Repeats(msgspec.Struct, eq=False):
     """Messages of a body that came before."""
 
     rest: bytes  # the body with one short message in their place; the body itself if none came before
-    harmless: bool  # the guard has found nothing in them
+    fresh: bytes  # the part of the body that the guard has not passed
     beginning: Beginning | None = None  # of the body, for the next turn
 
     def note_harmless(self) -> None:
@@ -86,14 +93,14 @@ class EarlierBodies:
         if (found := self._find(body, keys)) is not None:
             known, count = found
             rest = b"".join((known.text[: known.starts[0]], self._stand_in, body[known.end(count) :]))
-            request = decode_rest(kind, rest, caller, stand_in=self._stand_in, earlier=known.parts(count))
+            request = decode_rest(kind, rest, caller, stand_in=self._stand_in, earlier=known.parts(body, count))
             if request is not None:
                 kept = self._keep_grown(body, keys, request.prompt.parts, known, count)
-                return request, Repeats(rest, known.harmless, kept)
+                return request, Repeats(rest, known.fresh(body, rest, count), kept)
         request = decode_body(kind, body, caller)
         if request is None:
             return None, None
-        return request, Repeats(body, True, self._keep_new(body, keys, request.prompt.parts))
+        return request, Repeats(body, body, self._keep_new(body, keys, request.prompt.parts))
 
     def _find(self, body: bytes, keys: list[int]) -> tuple[Beginning, int] | None:
         """Return the beginning that shares most with the body, and how many messages."""
@@ -144,13 +151,13 @@ class EarlierBodies:
         starts = starts[:-1] + list(accumulate([len(one) + gap for one in parts], initial=starts[-1]))
         end = starts[-1] - gap
         pieces = end // _PIECE_BYTES
-        if not pieces or end > self._max_bytes:
+        if not pieces or len(body) > self._max_bytes:
             return None
         key = keys[pieces - 1]
         if key in self._known:
             self._drop(self._known[key])
-        made = self._known[key] = Beginning(body[:end], separator, starts, key)
-        self.held_bytes += end
+        made = self._known[key] = Beginning(body[:end], body[end:], separator, starts, key)
+        self.held_bytes += len(body)
         while self.held_bytes > self._max_bytes:
             self._drop(next(iter(self._known.values())))
         return made
@@ -158,7 +165,7 @@ class EarlierBodies:
     def _drop(self, known: Beginning) -> None:
         if self._known.get(known.key) is known:
             del self._known[known.key]
-            self.held_bytes -= len(known.text)
+            self.held_bytes -= len(known.text) + len(known.tail)
 
 
 def _digests(body: bytes) -> list[int]:
