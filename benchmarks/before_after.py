@@ -40,6 +40,8 @@ class Case:
     connections: int = 32
     streamed: bool = False
     policies: Sequence[str] = POLICIES
+    sessions: bool = False
+    """Agents' turns, each with all messages of the ones before; `size` is their average."""
 
 
 CASES = (
@@ -47,6 +49,9 @@ CASES = (
     Case("64 KB", 65_536),
     Case("stream of 64 events at once", 2_048, streamed=True),
     Case("2 KB, 1 connection", 2_048, connections=1, policies=("kv_aware",)),
+    Case("256 KB", 262_144, connections=8),
+    Case("1 MB", 1_048_576, connections=4),
+    Case("agents, 35 to 180 KB", 109_000, connections=8, streamed=True, sessions=True),
 )
 
 
@@ -71,10 +76,12 @@ class Server:
 _SCRIPT = """
 local head, tail, count = [==[%s]==], [==[%s]==], 0
 local headers = {["content-type"] = "application/json"}
+local function nonce() return string.format("%%08d%%08d", math.random(0, 99999999), count) end
 function request()
   count = count + 1
-  return wrk.format("POST", "%s", headers, head .. string.format("%%08d%%08d", math.random(0, 99999999), count) .. tail)
+  return wrk.format("POST", "%s", headers, head .. nonce() .. tail)
 end
+%s
 function init(args) math.randomseed(tonumber(args[1])) end
 function done(summary, latency, requests)
   local e = summary.errors
@@ -84,13 +91,50 @@ end
 """
 
 
+#: Sessions take turns; each goes on until its last turn, and then another one begins.
+_SESSIONS, _TURNS = 16, 24
+_GROWING = """
+local turn, rest, bodies = [==[%s]==], [==[%s]==], {}
+function request()
+  local session, number = count %% %d, math.floor(count / %d) %% %d
+  count = count + 1
+  local before = number > 0 and bodies[session] or head .. nonce() .. tail
+  bodies[session] = before .. string.gsub(turn, "@NONCE@", nonce())
+  return wrk.format("POST", "%s", headers, bodies[session] .. rest)
+end
+"""
+
+
+def _agents(mark: str) -> tuple[dict[str, object], str]:
+    """Return the first body of an agent's session, and the messages of a turn: code, with quotes and line breaks."""
+    code = 'if path == "/tmp/x":\n    return {"name": value, "lines": [1, 2]}\n'
+    tools = [
+        {"type": "function", "function": {"name": f"tool{number}", "description": code * 11, "parameters": {}}}
+        for number in range(16)
+    ]
+    call = {"name": "tool1", "arguments": json.dumps({"path": mark, "text": code * 8})}
+    turn = [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": mark, "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": mark, "content": mark + code * 66},
+    ]
+    messages = [{"role": "system", "content": code * 250}, {"role": "user", "content": mark}]
+    written = "".join("," + json.dumps(message, separators=(",", ":")) for message in turn)
+    return {"model": "bench", "messages": messages, "tools": tools, "stream": True}, written
+
+
 def script(case: Case) -> str:
     """wrk's program for a case."""
     mark = "@NONCE@"
+    if case.sessions:
+        body, turn = _agents(mark)
+        head, _, rest = json.dumps(body, separators=(",", ":")).partition(mark)
+        tail, bracket, rest = rest.partition("]")
+        growing = _GROWING % (turn, bracket + rest, _SESSIONS, _SESSIONS, _TURNS, PATH)
+        return _SCRIPT % (head, tail, PATH, growing)
     content = ("lorem ipsum dolor " * (case.size // 18))[: case.size] + mark
     body = {"model": "bench", "messages": [{"role": "user", "content": content}]}
     head, _, tail = json.dumps(body | {"stream": True} if case.streamed else body).partition(mark)
-    return _SCRIPT % (head, tail, PATH)
+    return _SCRIPT % (head, tail, PATH, "")
 
 
 class Bench:
