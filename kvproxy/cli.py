@@ -312,6 +312,9 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo.add_argument(
         "--tiers", action="store_true", help="engines with host memory: the benefit of tier-aware routing"
     )
+    demo.add_argument(
+        "--disaggregated", action="store_true", help="half of the engines compute long prompts for the others"
+    )
     demo.add_argument("--engines", type=parse_count, default=3, help="simulated engines (default 3)")
     demo.add_argument(
         "--ranks", type=parse_count, default=1, help="data-parallel ranks of each, of SGLang's (default 1)"

@@ -12,6 +12,7 @@ from kvproxy.base.types import Clock
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.engines import Engines
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import TAKING
 from kvproxy.features.disaggregation.canary import Canary, Verdict
 from kvproxy.features.disaggregation.pairs import RETRY_S, Pair, PairState, settle
 from kvproxy.features.disaggregation.watch import Disaggregated, find_all
@@ -72,18 +73,16 @@ class CanaryService(Companion):
             await asyncio.sleep(ROUND_S)
 
     async def run_round(self) -> None:
-        """Examine the pair of each cluster whose canary is due for longest."""
+        """Examine the pairs whose canaries are due, one after the other."""
         async with self._turn:
-            states = list(find_all(self._clusters.values()))
+            states = [one for one in find_all(self._clusters.values()) if one.connector is not None]
             self._engines.keep_only(endpoint.engine for state in states for endpoint in state.cluster.endpoints)
             for state in states:
-                await self._examine_next(state)
-
-    async def _examine_next(self, state: Disaggregated) -> None:
-        state.pairs.keep_only(state.cluster.endpoints)
-        now = self._clock()
-        if state.settings.canary and (pair := state.pairs.find_due(now)) is not None and _is_time(pair, state, now):
-            await self._examine(state, pair)
+                _meet(state, self._clock())
+                while (pair := state.pairs.find_due(self._clock())) is not None and _is_time(
+                    pair, state, self._clock()
+                ):
+                    await self._examine(state, pair)
 
     async def _examine(self, state: Disaggregated, pair: Pair) -> None:
         connector = state.connector
@@ -101,6 +100,20 @@ class CanaryService(Companion):
             settle(pair, PairState.UNPROVEN, verdict.why, next_at=now + RETRY_S)
         else:
             settle(pair, verdict.state, verdict.why, next_at=now + state.settings.canary)
+
+
+def _meet(state: Disaggregated, now: float) -> None:
+    """Make all pairs of endpoints that are up known, so that they are examined before their first request."""
+    endpoints = state.cluster.endpoints
+    state.pairs.keep_only(endpoints)
+    if not state.settings.canary:
+        return
+    up = [one for one in endpoints if one.condition(now) in TAKING]
+    for decode in up:
+        if decode.serves(""):
+            for prefill in up:
+                if prefill.prefills("") and prefill.engine is not decode.engine:
+                    state.pairs.may_carry(prefill, decode, next(iter(sorted(decode.models)), ""))
 
 
 def _is_time(pair: Pair, state: Disaggregated, now: float) -> bool:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from types import TracebackType
 from typing import TextIO
@@ -25,6 +26,7 @@ from kvproxy.lab.demo.demo_traffic import DemoReply, Mix, keep_trickling, run_mi
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.nixl_links import NixlLinks
 from kvproxy.lab.simulator.retention import TierSettings
 from kvproxy.lab.simulator.sglang_settings import EventSettings, SglangSettings
 from kvproxy.lab.simulator.timing import EngineTiming
@@ -45,6 +47,8 @@ AWARE = "kv_aware"
 _DEVICE_BLOCKS = 480
 _HOST = TierSettings("CPU", 12 * _DEVICE_BLOCKS, 0.000_2, 0.001)
 _PREFILL = EngineTiming(prefill_tokens_per_s=5_000.0)
+#: With `--disaggregated`, for the first pair of engines to be proven.
+_PROVEN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class DemoOptions:
     ranks: int = 1  # data-parallel, of each engine; SGLang's
     tiers: bool = False  # of host memory: with and without the proxy knowing of it
     pause_s: float = 1.0  # with `tiers`, between turns: others' push a conversation out of engine memory meanwhile
+    disaggregated: bool = False  # half of the engines prefill for the others, and all of them do both
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,14 @@ class RunningFleet:
     controller: str = ""
     ranks: int = 1
     health: str = "/health"
+    disaggregated: bool = False
+
+    def list_endpoints(self) -> list[dict[str, str]]:
+        """Return them as a configuration has them; with `disaggregated` the first half prefills."""
+        first = len(self.endpoints) // 2
+        roles = [("prefill" if number < first else "decode") for number in range(len(self.endpoints))]
+        named = zip(self.endpoints.items(), roles, strict=True)
+        return [{"id": name, "url": url, "role": role if self.disaggregated else "both"} for (name, url), role in named]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,7 @@ class ProxyAddress:
 
     public: str
     admin: str = ""
+    count_legs: Callable[[], float] = lambda: 0.0  # requests whose prompt another engine computed
 
 
 async def start_fleet(stack: AsyncExitStack, demo: DemoOptions, *, told: bool = True) -> RunningFleet:
@@ -88,6 +102,10 @@ async def start_fleet(stack: AsyncExitStack, demo: DemoOptions, *, told: bool = 
         events = PublisherSettings(device_only=not told)
         tiered = VllmSettings(model=MODEL, engine=engine, kv_events=events)
         settings = FleetSettings(clone_engines(tiered, demo.engines), None)
+    elif demo.disaggregated:
+        engine = replace(engine, timing=_PREFILL)
+        apart = VllmSettings(model=MODEL, engine=engine, kv_events=PublisherSettings(), nixl=NixlLinks())
+        settings = FleetSettings(clone_engines(apart, demo.engines), None)
     elif demo.kind == "sglang":
         engine = replace(engine, capacity_blocks=_CACHE_BLOCKS // demo.ranks)
         sglang = SglangSettings(model=MODEL, engine=engine, kv_events=EventSettings(), dp_size=demo.ranks)
@@ -100,7 +118,7 @@ async def start_fleet(stack: AsyncExitStack, demo: DemoOptions, *, told: bool = 
         urls[name] = (await stack.enter_async_context(Server(app, drain_s=1.0))).url
     if fleet.controller is None:
         health = "/ready" if demo.kind == "sglang" else "/health"
-        return RunningFleet(urls, ranks=demo.ranks, health=health)
+        return RunningFleet(urls, ranks=demo.ranks, health=health, disaggregated=demo.disaggregated and told)
     controller = await stack.enter_async_context(Server(fleet.controller, drain_s=1.0))
     return RunningFleet(urls, controller.url)
 
@@ -114,15 +132,26 @@ async def start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *
     more: dict[str, object] = {"health": {"path": fleet.health}}
     if policy == AWARE and fleet.ranks > 1:
         more["data_parallel"] = {"ranks": list(range(fleet.ranks))}
-    config = load_config({"endpoints": fleet.endpoints, "policy": policy, "filters": filters, **more})
+    if fleet.disaggregated:
+        more["disaggregation"] = {"connector": "nixl"}
+    config = load_config({"endpoints": fleet.list_endpoints(), "policy": policy, "filters": filters, **more})
     proxy = await stack.enter_async_context(Proxy(config, rng=Random(_SEED)))
     ports = [port if stays and _free(port) else 0 for port in (config.listen.port, config.admin.port)]
     public = await stack.enter_async_context(Server(proxy, port=ports[0], drain_s=1.0))
     proxy.public_url = public.url
+
+    def count(name: str, **labels: str) -> float:
+        return proxy.metrics.registry.get_sample_value(name, {"cluster": "default", **labels}) or 0.0
+
+    count_legs = partial(count, "kvproxy_disaggregated_requests_total", result="pulled")
+    if fleet.disaggregated:
+        async with asyncio.timeout(_PROVEN_S):
+            while not count("kvproxy_disaggregation_pairs", state="good"):  # noqa: ASYNC110 - a gauge, no event
+                await asyncio.sleep(0.1)
     if not stays:
-        return ProxyAddress(public.url)
+        return ProxyAddress(public.url, count_legs=count_legs)
     admin = await stack.enter_async_context(Server(proxy.admin, port=ports[1], drain_s=1.0))
-    return ProxyAddress(public.url, admin.url)
+    return ProxyAddress(public.url, admin.url, count_legs)
 
 
 def price_prompt(tokens: int) -> tuple[float, float]:
@@ -150,6 +179,7 @@ _KINDS = {
 }
 #: Contenders without `--tiers` and with.
 _CONTENDERS = {False: (PLAIN, AWARE), True: ("tier-blind", "tier-aware")}
+_APART = "together", "apart"
 _CONVERSATION = 3000  # tokens, about
 _TIERS = """\
 Each engine's own memory holds the KV of two and a half conversations; host memory behind it keeps all of them. To bring
@@ -168,8 +198,12 @@ def main(args: argparse.Namespace) -> int:
     if args.tiers and args.kind != "vllm":
         sys.stderr.write("kvproxy demo: --tiers needs --engine vllm\n")
         return 2
+    if args.disaggregated and (args.kind != "vllm" or args.tiers or args.engines < 2):
+        sys.stderr.write("kvproxy demo: --disaggregated needs two engines of --engine vllm, without --tiers\n")
+        return 2
     sessions = args.sessions or (12 if args.tiers else 15)
     options = DemoOptions(args.engines, sessions, args.turns, args.stay, args.kind, args.ranks, args.tiers)
+    options = replace(options, disaggregated=args.disaggregated)
     return run(options, out=sys.stdout)
 
 
@@ -184,7 +218,7 @@ async def run_demo(demo: DemoOptions, out: TextIO) -> int:
     if demo.tiers:
         mix = replace(mix, pause_s=demo.pause_s, completions=False)
     results: dict[str, list[DemoReply]] = {}
-    before, after = _CONTENDERS[demo.tiers]
+    before, after = _APART if demo.disaggregated else _CONTENDERS[demo.tiers]
     async with AsyncExitStack() as lasting:
         fleet = await start_fleet(lasting, demo)
         place = await start_proxy(lasting, fleet, AWARE, stays=demo.stay)
@@ -193,12 +227,18 @@ async def run_demo(demo: DemoOptions, out: TextIO) -> int:
         print_beginning(demo, mix, out)
         async with AsyncExitStack() as passing:  # a fleet of its own, with empty caches
             plain = await start_fleet(passing, demo, told=False)
-            passed = await start_proxy(passing, plain, AWARE if demo.tiers else PLAIN, stays=False)
+            aware = demo.tiers or demo.disaggregated
+            passed = await start_proxy(passing, plain, AWARE if aware else PLAIN, stays=False)
             results[before] = await _play(mix, passed.public, before, out)
         results[after] = await _play(mix, place.public, after, out)
         print_table(results, out)
         if demo.tiers:
             print_later_turns(results, out)
+        if demo.disaggregated:
+            print(
+                f"{after}: {place.count_legs():.0f} of {mix.requests} prompts were computed at another engine.",
+                file=out,
+            )
         if demo.stay:
             await _stay(mix, place, out)
     return 0
@@ -262,6 +302,10 @@ def print_beginning(demo: DemoOptions, mix: Mix, out: TextIO) -> None:
         print(f"{what} through kvproxy, in front of {demo.engines} simulated vLLM engines with host memory.", file=out)
         read_s, computed_s = price_prompt(_CONVERSATION)
         print(_TIERS.format(read=_ms(read_s), computed=_ms(computed_s)), file=out)
+        return
+    if demo.disaggregated:
+        print(f"{what} through kvproxy, in front of {demo.engines} simulated vLLM engines with NIXL:", file=out)
+        print("once each of them does both, once half of them compute long prompts for the others to answer.", file=out)
         return
     name, how = _KINDS[demo.kind]
     ranks = f" with {demo.ranks} data-parallel ranks each" if demo.ranks > 1 else ""

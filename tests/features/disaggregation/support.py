@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,11 +91,15 @@ class Separated:
 
     async def prove_pairs(self) -> Mapping[tuple[str, str], PairState]:
         """Run the canaries that are due, and return what they found."""
-        service = next(one for one in self.proxy.proxy.companions if isinstance(one, CanaryService))
-        before = None
-        while before != (before := self.found()):
-            await service.run_round()
+        for pair in self.state.pairs:
+            pair.due_at = -math.inf
+        await self.run_round()
         return self.found()
+
+    async def run_round(self) -> None:
+        """Send the canaries that are due."""
+        service = next(one for one in self.proxy.proxy.companions if isinstance(one, CanaryService))
+        await service.run_round()
 
     def found(self) -> Mapping[tuple[str, str], PairState]:
         return {(str(pair.prefill.id), str(pair.decode.id)): pair.state for pair in self.state.pairs}
@@ -102,12 +107,17 @@ class Separated:
 
 @contextlib.asynccontextmanager
 async def separated(
-    *names: str, links: NixlLinks | None = None, roles: Mapping[str, str] = ROLES, engines: Any = None, **config: Any
+    *names: str,
+    links: NixlLinks | None = None,
+    roles: Mapping[str, str] = ROLES,
+    plant: Callable[[Fleet], None] = lambda _: None,
+    **config: Any,
 ) -> AsyncIterator[Separated]:
     """Yield a proxy before such engines. Without learned speeds every long prompt is separated; pairs are used
-    unproven unless `canary` says otherwise."""
+    unproven unless `canary` says otherwise. `plant` makes faults before the proxy sends its first canary."""
     settings = {"connector": "nixl", "min_tokens": 16, "canary": 0, **config.pop("disaggregation", {})}
-    async with running_fleet(*names, links=links, **(engines or {})) as fleet:
+    async with running_fleet(*names, links=links) as fleet:
+        plant(fleet)
         endpoints = [{"id": name, "url": fleet.urls[name], "role": roles[name]} for name in names]
         async with running_proxy(endpoints, disaggregation=settings, **config) as proxy:
             yield Separated(fleet, proxy)

@@ -9,22 +9,29 @@ import pytest
 
 from kvproxy.features.disaggregation.findings import find_pairs_out
 from kvproxy.features.disaggregation.pairs import PairState
-from tests.features.disaggregation.support import separated, text_of, words
+from tests.features.disaggregation.support import Fleet, Separated, separated, text_of, words
+from tests.support.until import until
 
 PROVEN: dict[str, Any] = {"disaggregation": {"canary": 600}}
+PAIR = ("p", "d")
+
+
+async def until_found(two: Separated, state: PairState) -> None:
+    """Wait for the first canary, which the proxy sends of its own accord."""
+    await until(lambda: two.found().get(PAIR) is state)
 
 
 async def test_a_pair_is_proven_before_its_first_request() -> None:
     """Until then the decoder computes."""
-    async with separated("p", "d", **PROVEN) as two:
+    async with separated("p", "d", plant=lambda fleet: fleet.fault("p", stall_head_s=60.0), **PROVEN) as two:
         await two.ask(words("before"))
         assert two.prefills("p", "done") == 0
-        assert await two.prove_pairs() == {("p", "d"): PairState.GOOD}
+        two.fleet.fault("p", stall_head_s=0.0)
+        await until_found(two, PairState.GOOD)
         assert text_of(await two.ask(words("after"))) == await two.ask_engine("d", words("after"))
         assert two.requests("pulled") == 1
         assert two.proxy.metric("kvproxy_disaggregation_canaries_total", cluster="default", result="equal") == 1
-        pairs = two.proxy.metric("kvproxy_disaggregation_pairs", cluster="default", state="good")
-        assert pairs == 1
+        assert two.proxy.metric("kvproxy_disaggregation_pairs", cluster="default", state="good") == 1
 
 
 @pytest.mark.parametrize(
@@ -34,10 +41,8 @@ async def test_a_pair_is_proven_before_its_first_request() -> None:
 async def test_a_pair_that_does_not_work_carries_no_request(engine: str, fault: str, found: PairState) -> None:
     """Another prompt's text with status 200 never reaches a client, and a decoder that computes all the same is
     reported."""
-    async with separated("p", "d", **PROVEN) as two:
-        two.fleet.fault(engine, kv_fault=fault)
-        await two.ask(words("before"))
-        assert await two.prove_pairs() == {("p", "d"): found}
+    async with separated("p", "d", plant=lambda fleet: fleet.fault(engine, kv_fault=fault), **PROVEN) as two:
+        await until_found(two, found)
         for number in range(3):
             assert text_of(await two.ask(words(f"{number}"))) == await two.ask_engine("d", words(f"{number}"))
         assert two.requests("pulled") == 0
@@ -49,58 +54,73 @@ async def test_a_pair_that_does_not_work_carries_no_request(engine: str, fault: 
 @pytest.mark.parametrize("fault", ["fewer_blocks", "no_request_id", "no_handle", "unknown_engine"])
 async def test_a_pair_whose_canary_fails_stays_unproven(fault: str) -> None:
     """It is examined again later; requests go to the decoder alone."""
-    async with separated("p", "d", "e", **PROVEN) as two:
-        two.fleet.fault("p", kv_fault=fault)
-        await two.ask(words("before"))
-        await two.ask(words("before, too"))
-        found = await two.prove_pairs()
-        assert set(found.values()) == {PairState.UNPROVEN}
+    async with separated("p", "d", "e", plant=lambda fleet: fleet.fault("p", kv_fault=fault), **PROVEN) as two:
+        await two.prove_pairs()
+        assert set(two.found().values()) == {PairState.UNPROVEN}
+        assert two.proxy.metric("kvproxy_disaggregation_canaries_total", cluster="default", result="failed") >= 2
+
+
+def older(fleet: Fleet) -> None:
+    """Have the prefiller be of another version."""
+    state = fleet.apps["p"].state
+    state.settings = replace(state.settings, version="0.31.0")
 
 
 async def test_engines_of_two_versions_are_refused_before_traffic() -> None:
     """They refuse each other's handshake at best."""
-    async with separated("p", "d", **PROVEN) as two:
-        two.fleet.apps["p"].state.settings = replace(two.fleet.apps["p"].state.settings, version="0.31.0")
-        await two.ask(words("before"))
-        assert await two.prove_pairs() == {("p", "d"): PairState.VERSIONS}
+    async with separated("p", "d", plant=older, **PROVEN) as two:
+        await until_found(two, PairState.VERSIONS)
+        await two.ask(words("x"))
         assert two.fleet.calls("p") == 0
 
 
 async def test_an_engine_that_returns_is_examined_again() -> None:
     """It may be another process with other flags."""
     async with separated("p", "d", **PROVEN) as two:
-        await two.ask(words("before"))
-        await two.prove_pairs()
+        await until_found(two, PairState.GOOD)
         cluster = two.proxy.proxy.clusters["default"]
+        two.fleet.fault("p", kv_fault="other_prompt")
         cluster.forget_process(next(one.engine for one in cluster.endpoints if one.id == "p"))
-        await two.ask(words("after"))
-        assert two.found() == {("p", "d"): PairState.UNPROVEN}
-        assert two.prefills("p", "done") == 0
+        assert two.found() == {}
+        assert text_of(await two.ask(words("x"))) == await two.ask_engine("d", words("x"))
+        await until_found(two, PairState.WRONG)
 
 
 async def test_a_refused_handle_sends_its_pair_to_the_canary() -> None:
     """Before it carries another request."""
     async with separated("p", "d", **PROVEN) as two:
-        await two.ask(words("before"))
-        await two.prove_pairs()
+        await until_found(two, PairState.GOOD)
         two.fleet.fault("p", kv_fault="unknown_engine")
         assert text_of(await two.ask(words("x"))) == await two.ask_engine("d", words("x"))
         assert two.requests("refused") == 1
+        assert two.found() == {PAIR: PairState.UNPROVEN}
         two.fleet.fault("p", kv_fault="")
-        await two.ask(words("y"))
-        assert two.prefills("p", "done") == 1
-        await two.prove_pairs()
+        assert await two.prove_pairs() == {PAIR: PairState.GOOD}
         await two.ask(words("z"))
-        assert two.prefills("p", "done") == 2
+        assert two.requests("pulled") == 1
 
 
 async def test_a_pair_that_turns_bad_is_found_by_a_sample(caplog: pytest.LogCaptureFixture) -> None:
     """Loudly."""
     async with separated("p", "d", **PROVEN) as two:
-        await two.ask(words("before"))
-        await two.prove_pairs()
+        await until_found(two, PairState.GOOD)
+        two.fleet.fault("p", kv_fault="other_prompt")
+        assert await two.prove_pairs() == {PAIR: PairState.WRONG}
+        assert "p -> d are used as a pair no more" in caplog.text
+
+
+async def test_a_sample_waits_for_idle_endpoints() -> None:
+    """A canary that is not urgent gives way to requests, for one interval."""
+    async with separated("p", "d", disaggregation={"canary": 60_000}) as two:
+        await until_found(two, PairState.GOOD)
+        load = next(one.load for one in two.proxy.proxy.clusters["default"].endpoints if one.id == "d")
+        busy = [load.reserve(1, 0, 0.0) for _ in range(3)]
         two.fleet.fault("p", kv_fault="other_prompt")
         (pair,) = two.state.pairs
-        pair.due_at = 0.0
-        assert await two.prove_pairs() == {("p", "d"): PairState.WRONG}
-        assert "p -> d are used as a pair no more" in caplog.text
+        pair.due_at = two.state.tools.clock()
+        await two.run_round()
+        assert two.found() == {PAIR: PairState.GOOD}
+        for one in busy:
+            load.release(one, 0.0)
+        await two.run_round()
+        assert two.found() == {PAIR: PairState.WRONG}

@@ -75,6 +75,16 @@ def test_with_sglang() -> None:
     assert re.search(r"^kv_aware +sim-0:\d+ sim-1:\d+ +[1-9]\d?%", said, re.MULTILINE)
 
 
+def test_prefill_apart_from_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts are computed at one half of the engines, and answered at the other."""
+    assert run_cli(["demo", "--disaggregated", "--engines", "2", "--sessions", "6", "--turns", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "2 simulated vLLM engines with NIXL" in said
+    assert re.search(r"^apart +sim-1:6 ", said, re.MULTILINE)
+    assert re.search(r"^apart: [1-6] of 6 prompts were computed at another engine", said, re.MULTILINE)
+    assert run_cli(["demo", "--disaggregated", "--tiers"]) == 2
+
+
 def test_with_data_parallel_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     """A plain proxy leaves them to the engine, kv_aware asks for one: each is an endpoint of the table. Simulated vLLM
     engines of the demo have none."""
