@@ -90,7 +90,8 @@ class Separated:
         return self.proxy.metric(name, cluster="default", endpoint=endpoint, result=result)
 
     async def prove_pairs(self) -> Mapping[tuple[str, str], PairState]:
-        """Run the canaries that are due, and return what they found."""
+        """Send a canary to every pair, after one that may be under way, and return what they found."""
+        await self.run_round()
         for pair in self.state.pairs:
             pair.due_at = -math.inf
         await self.run_round()

@@ -1,4 +1,4 @@
-"""What people see: receipts, the doctor, findings, capabilities, faults of settings."""
+"""Views for people: receipts, the doctor, findings, capabilities, faults of settings."""
 
 from __future__ import annotations
 
