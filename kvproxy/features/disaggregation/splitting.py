@@ -34,7 +34,7 @@ class Splitter:
         exchange = request.exchange
         inference = exchange.inference
         notes = exchange.outcome.notes
-        earlier = notes.pop(NOTE, None)
+        earlier = notes.get(NOTE)
         body = request.body.whole
         if connector is None or state.tasks is None or body is None or inference is None:
             return None

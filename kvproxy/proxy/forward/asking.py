@@ -105,8 +105,8 @@ class EngineRequest(msgspec.Struct, eq=False):
         return head
 
     def with_leg(self, leg: Leg) -> EngineRequest:
-        """Return the request for the rest of a stream."""
-        return msgspec.structs.replace(self, target=leg.target, body=self.body.with_bytes(leg.body))
+        """Return the request for the rest of a stream, which goes to one endpoint."""
+        return msgspec.structs.replace(self, target=leg.target, body=self.body.with_bytes(leg.body), legs=None)
 
     def _rank_member(self, pick: Pick, number: int) -> bytes:
         """Return the field for engines that do not read the header everywhere."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from kvproxy.base.settings.compose import part_of
+from kvproxy.features.disaggregation.note import NOTE, Legs
 from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace
 from tests.features.disaggregation.support import Separated, prompt, separated, text_of, until_freed, words
 from tests.support.until import until
@@ -167,6 +168,8 @@ async def test_a_decoder_that_dies_of_a_handle_is_replaced() -> None:
         assert text_of(answer) == await two.ask_engine(alive, words("x"))
         assert answer.headers["x-kvproxy-endpoint"] == alive
         assert two.requests("failed") == 1
+        latest = next(two.proxy.proxy.recent.latest())
+        assert cast("Legs", latest.outcome.notes[NOTE]).result == "failed"
 
 
 async def test_a_decoder_that_does_not_answer_is_left() -> None:
