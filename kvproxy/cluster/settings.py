@@ -34,7 +34,7 @@ class DnsDiscoverySettings(Model):
     scheme: Literal["http", "https"] = "http"
     """How to speak to them."""
     interval: Duration = 10.0
-    """How often the name is resolved."""
+    """How often the name is resolved, whatever the TTL of its records."""
     models: tuple[str, ...] = ()
     """Models they serve."""
     ca_file: str = ""
