@@ -322,6 +322,9 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo.add_argument("--sessions", type=parse_count, help="conversations (default 15; with --tiers 12)")
     demo.add_argument("--turns", type=parse_count, default=5, help="turns of each (default 5)")
     demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
+    demo.add_argument(
+        "--kill-an-engine", action="store_true", help="kill an engine under streams: they go on elsewhere"
+    )
     demo.set_defaults(run="kvproxy.lab.demo.demo:main")
 
 

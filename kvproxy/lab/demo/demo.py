@@ -23,6 +23,7 @@ import httpx
 
 from kvproxy.app import Proxy
 from kvproxy.lab.demo.demo_traffic import DemoReply, Mix, keep_trickling, run_mix
+from kvproxy.lab.demo.kill import run_kill
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
@@ -202,6 +203,8 @@ def main(args: argparse.Namespace) -> int:
         sys.stderr.write("kvproxy demo: --disaggregated needs two engines of --engine vllm, without --tiers\n")
         return 2
     sessions = args.sessions or (12 if args.tiers else 15)
+    if args.kill_an_engine:
+        return run_loop(lambda: run_kill(sessions, sys.stdout))
     options = DemoOptions(args.engines, sessions, args.turns, args.stay, args.kind, args.ranks, args.tiers)
     options = replace(options, disaggregated=args.disaggregated)
     return run(options, out=sys.stdout)

@@ -26,7 +26,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "kvproxy serve http://10.0.0.1:8000 http://10.0.0.2:8000",
         "kvproxy serve -c config.yaml --workers 4",
     ),
-    "demo": ("kvproxy demo", "kvproxy demo --stay", "kvproxy demo --tiers"),
+    "demo": ("kvproxy demo", "kvproxy demo --stay", "kvproxy demo --tiers", "kvproxy demo --kill-an-engine"),
     "simulate": (
         "kvproxy simulate --engines 4 --port 8000 --lmcache 9000 --kv-events",
         "kvproxy simulate -c config.yaml -o simulated.yaml",
