@@ -8,12 +8,15 @@ import re
 _events = re.compile(rb".*?(?:\n\n|\r\n\r\n)", re.DOTALL).findall
 #: Generated text cannot contain these names: quotes within a JSON string have a backslash before them.
 _IDS = rb'"(?:prompt_)?token_ids"\s*:\s*(?:null|\[[\d,\s]*\])|"prompt_text"\s*:\s*null'
-_strip = re.compile(rb",\s*(?:" + _IDS + rb")|(?<=\{)\s*(?:" + _IDS + rb")\s*,").sub
+_strip = re.compile(rb",\s*(?:" + _IDS + rb")|(?<=\{)(?:\s*(?:" + _IDS + rb")\s*,)+").sub
 DONE = b"[DONE]"
 
 
 def split_events(data: bytes) -> tuple[list[bytes], bytes]:
     """Return the whole events in `data`, each with its blank line, and the beginning of the next one."""
+    if b"\r" not in data:  # a tenth of the time
+        *whole, rest = data.split(b"\n\n")
+        return [event + b"\n\n" for event in whole], rest
     events: list[bytes] = _events(data)
     return events, data[sum(map(len, events)) :]
 
