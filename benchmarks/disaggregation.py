@@ -268,22 +268,23 @@ def as_markdown(rows: Rows, command: str) -> str:
         for figure, name, factor in figures:
             shown = []
             for cell in CELLS:
-                prefill, rule = cell
-                split = f"{prefill}+{ENGINES - prefill}" if prefill else f"{ENGINES}"
                 found = [factor * value(trace, load, cell, figure) for trace in traces]
-                shown.append([f"{split}, {rule}", *(f"{one:.3g}" for one in found)])
+                shown.append([_name(*cell), *(f"{one:.3g}" for one in found)])
             lines += table([f"{name}, load {load}", *traces], shown)
     shares = []
-    for prefill, rule in CELLS:
-        row = [f"{prefill}+{ENGINES - prefill}, {rule}"]
+    for cell in CELLS:
+        row = [_name(*cell)]
         for trace in traces:
-            cell = (prefill, rule)
             counts = (value(trace, LOADS[0], cell, name) for name in ("separated", "requests"))
             separated, requests = counts
             row.append(f"{separated / requests:.2f}")
         shares.append(row)
     lines += table([f"share separated, load {LOADS[0]}", *traces], shares)
     return "\n".join(lines) + "\n"
+
+
+def _name(prefill: int, rule: str) -> str:
+    return f"{prefill}+{ENGINES - prefill}, {rule}" if prefill else f"{ENGINES}, {rule}"
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> Non
         httpx.AsyncClient(base_url=two.b.url) as alone,
     ):
         assert [pair.state for pair in state.pairs] == [PairState.GOOD]
-        before = (await decoder.fetch_metrics()).external_hits_tokens or 0
+        before = (await decoder.fetch_metrics(timeout_s=120)).external_hits_tokens or 0
         equal = tokens = 0
         took: dict[str, list[float]] = {"separated": [], "alone": []}
         for number in range(PROMPTS):
@@ -70,7 +70,7 @@ async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> Non
             other = await ask(alone, prompt, cache_salt=f"alone {number}")
             took["alone"].append(time.monotonic() - began)
             equal += answer["choices"][0]["text"] == other["choices"][0]["text"]
-        pulled = ((await decoder.fetch_metrics()).external_hits_tokens or 0) - before
+        pulled = ((await decoder.fetch_metrics(timeout_s=120)).external_hits_tokens or 0) - before
         means = ", ".join(f"{name} {statistics.mean(seconds):.2f} s" for name, seconds in took.items())
         saw(f"{equal} of {PROMPTS} texts equal; {pulled} of {tokens} prompt tokens pulled; 16 tokens took {means}")
         assert equal == PROMPTS
