@@ -164,6 +164,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     continuable: bool = False  # another request may continue from its response by id
     retention_s: float | None = None  # how long its client wants the whole prompt to be kept after the answer
     request_id: str = ""  # from the body, if it is fit for a header field
+    session_of_user: bool = False  # the session's key names an end user, who may have several at a time
 
     @property
     def head(self) -> bytes:

@@ -254,7 +254,11 @@ class OverlapSources:
             _add_history(found, history, indexes.steps.known.get(history.endpoint), prompt_tokens)
         block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
         hot_tokens = int(indexes.approximate.hot_blocks(cursor) * block_tokens)
-        facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, cursor.hashes, block_tokens)
+        names = facts.names
+        session = 0 if facts.request.session_of_user else names.session
+        facts.overlaps = OverlapFacts(
+            prompt_tokens, found, hot_tokens, cursor.hashes, block_tokens, session=session, parent=names.parent
+        )
 
     def _mixed(self, facts: RequestFacts, bytes_per_token: float) -> MixedPrompt:
         """Return the prompt's text and media in tokens, as its model makes them."""

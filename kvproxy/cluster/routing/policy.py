@@ -59,6 +59,8 @@ class OverlapFacts(msgspec.Struct, frozen=True):
     blocks: Sequence[int] = ()  # chained hashes of the prompt's blocks; not to be changed
     block_tokens: float = 0.0  # mean tokens of these blocks
     searched: bool = True  # False: the length alone is known, not what endpoints hold
+    session: int = 0  # hashed name of its session, if its client gave one
+    parent: int = 0  # likewise of the session that this one was made from
 
     def matched_tokens(self, endpoint: EndpointId) -> int:
         """Leading tokens `endpoint` holds, never more than the prompt has."""

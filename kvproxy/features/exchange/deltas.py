@@ -17,13 +17,15 @@ class _Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class Routed(_Delta, tag=1, frozen=True):
     """A request goes to an endpoint; `number` names it until it is settled. `hashes` are its text blocks (u64),
-    `tokens` those of its prompt."""
+    `tokens` those of its prompt, `session` and `parent` as of its facts."""
 
     cluster: str
     endpoint: str
     number: int
     hashes: bytes
     tokens: int = 0
+    session: int = 0
+    parent: int = 0
 
 
 class Settled(_Delta, tag=2, frozen=True):

@@ -138,7 +138,7 @@ class PeerApplier:
             entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.followed.any)
             self.open[delta.cluster, delta.number] = entry
             if (admission := world.clusters[delta.cluster].admission) is not None:
-                facts = OverlapFacts(delta.tokens, blocks=cursor.hashes)
+                facts = OverlapFacts(delta.tokens, blocks=cursor.hashes, session=delta.session, parent=delta.parent)
                 admission.placed_elsewhere((self.origin, delta.number), facts, endpoint, now)
         if len(self.open) > MAX_OPEN:
             self._end(next(iter(self.open)), now, prefilled=True)

@@ -72,7 +72,9 @@ class IndexWatch:
         notes = self._notes
         hashes = as_bytes(entry.hashes)
         if hashes:
-            delta = deltas.Routed(self._cluster, str(entry.endpoint), entry.number, hashes, facts.prompt_tokens)
+            endpoint = str(entry.endpoint)
+            tokens = facts.prompt_tokens
+            delta = deltas.Routed(self._cluster, endpoint, entry.number, hashes, tokens, facts.session, facts.parent)
             notes.open[self._cluster, entry.number] = delta
             notes.add(delta)
 

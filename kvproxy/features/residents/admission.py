@@ -88,6 +88,7 @@ class SessionAdmission:
         self.waits: dict[SessionWait, None] = {}
         self.given_way = 0  # residents so far whose room was needed by others
         self._by_tail: dict[int, Session] = {}
+        self._by_name: dict[int, Session] = {}
         self._idle: dict[Session, None] = {}  # residents between turns, the longest idle first
         self._known: dict[Session, None] = {}  # all between turns, likewise
         self._reserved: dict[EndpointId, tuple[SessionWait, EndpointLoad]] = {}
@@ -116,7 +117,7 @@ class SessionAdmission:
         if not blocks or not candidates:
             return request
         self.expire(now)
-        session = self._find(blocks)
+        session = self._find(request.facts)
         self._found = blocks, session
         if not self.habits.comes_back(blocks[0]):
             return request
@@ -145,7 +146,7 @@ class SessionAdmission:
             return None
         found, session = self._found
         if found is not blocks or (session is not None and session.running):
-            session = self._find(blocks)
+            session = self._find(facts)
         # one that waited for too long passes without a place
         session = self._begin_turn(session, facts, endpoint, now, has_place=not request.waits_for_room)
         session.elsewhere = False
@@ -163,7 +164,7 @@ class SessionAdmission:
         if not blocks:
             return
         self.expire(now)
-        session = self._begin_turn(self._find(blocks), facts, endpoint, now, has_place=True)
+        session = self._begin_turn(self._find(facts), facts, endpoint, now, has_place=True)
         session.elsewhere = True
         self._turns_elsewhere[turn] = session, session.turns
 
@@ -183,6 +184,11 @@ class SessionAdmission:
             session = Session(tail, blocks[0], len(blocks), facts.prompt_tokens, now)
         else:
             self._return(session, facts.prompt_tokens, now)
+        if facts.session:
+            session.name = facts.session
+            session.parent = facts.parent
+            self._by_name[facts.session] = session
+            self._keep_parent(session, now)
         session.stays = self.habits.comes_back(blocks[0])
         self._by_tail[tail] = session
         stays = session.stays and has_place
@@ -204,6 +210,8 @@ class SessionAdmission:
         """Keep the session's room until its next turn, or give it up."""
         session.running = False
         session.ended_at = now
+        if session.parent:
+            self._keep_parent(session, now)
         if session.endpoint is not None:
             self.sets[session.endpoint].running_tokens -= session.tokens
         if not goes_on:
@@ -217,7 +225,7 @@ class SessionAdmission:
 
     def wait(self, request: PickRequest, now: float) -> SessionWait:
         """As of Admission."""
-        session = self._find(request.facts.blocks)
+        session = self._find(request.facts)
         tokens = request.facts.prompt_tokens + self.habits.growth_tokens
         wait = SessionWait(self, request, session, tokens, now)
         self.waits[wait] = None
@@ -267,15 +275,11 @@ class SessionAdmission:
         if session is not None and not session.running:
             # its wait is no part of the gap between its turns; several may have waited that continue it
             session.ended_at = min(now, session.ended_at + now - wait.began_at)
-            self._known.pop(session, None)
-            self._known[session] = None  # behind those that ended before
-            if session in self._idle:
-                del self._idle[session]
-                self._idle[session] = None
+            self._ended_last(session)
 
     def retry_after_s(self, request: PickRequest, max_wait_s: float, now: float) -> float | None:
         """As of Admission."""
-        if self._find(request.facts.blocks) is not None:
+        if self._find(request.facts) is not None:
             return None
         wait_s = self.expected_wait_s(now)
         if max_wait_s > 0.0 and (wait_s is None or wait_s <= max_wait_s):
@@ -337,9 +341,31 @@ class SessionAdmission:
             return True
         return wait is None and _kept_elsewhere(one.load, math.inf)
 
-    def _find(self, blocks: Sequence[int]) -> Session | None:
-        """Return the session between turns that a prompt with these blocks continues."""
+    def _keep_parent(self, session: Session, now: float) -> None:
+        """Expect the parent of a session only after the session's own turns."""
+        parent = self._by_name.get(session.parent)
+        if parent is not None and not parent.running and parent in self._known:
+            parent.ended_at = now
+            self._ended_last(parent)
+
+    def _ended_last(self, session: Session) -> None:
+        """Put a session between turns behind those that ended before."""
+        self._known.pop(session, None)
+        self._known[session] = None
+        if session in self._idle:
+            del self._idle[session]
+            self._idle[session] = None
+
+    def _find(self, facts: OverlapFacts) -> Session | None:
+        """Return the session between turns that a prompt continues: the one that its client names, or else the one
+        whose last prompt it begins with."""
+        blocks = facts.blocks
+        name = facts.session
         found = next(filter(None, map(self._by_tail.get, blocks[: -_LOOKED_AT - 1 : -1])), None)
+        if name and (found is None or (found.name and found.name != name)):  # a fork, or a context written anew
+            found = self._by_name.get(name)
+            if found is not None and found.head != blocks[0]:
+                return None
         # of a turn elsewhere the end is reported late: its client has the answer
         return None if found is None or (found.running and not found.elsewhere) else found
 
@@ -396,6 +422,8 @@ class SessionAdmission:
             self.sets[session.endpoint].leave(session)
         if self._by_tail.get(session.tail) is session:
             del self._by_tail[session.tail]
+        if self._by_name.get(session.name) is session:
+            del self._by_name[session.name]
 
 
 def _allowed(request: PickRequest, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

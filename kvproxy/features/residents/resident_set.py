@@ -37,6 +37,8 @@ class Session(msgspec.Struct, eq=False):
     turns: int = 1
     stays: bool = False  # resident between its turns
     elsewhere: bool = False  # another router placed its latest turn
+    name: int = 0  # as its client names it; 0: not at all
+    parent: int = 0  # name of the session that it was made from
 
 
 class ResidentSet:
@@ -76,7 +78,8 @@ class ResidentSet:
         else:
             self._tokens -= session.tokens
             self._blocks -= session.blocks
-            if leaf.residents == 1:  # nothing is shared behind its beginning
+            goes_on = len(blocks) >= session.blocks and blocks[session.blocks - 1] == session.tail
+            if goes_on and leaf.residents == 1:  # nothing is shared behind its beginning
                 self._tree.append(leaf, blocks[session.blocks :])
             else:
                 before = leaf

@@ -84,7 +84,7 @@ class _SessionFields(msgspec.Struct, gc=False):
             or (self.vllm_xargs and _session_of_xargs(self.vllm_xargs))
             or (self.nvext and _session_of_nvext(self.nvext))
             or self.own_session()
-            or _named(self.end_user())
+            or _session_of_user(self.end_user())
         )
 
     def own_session(self) -> Session | None:
@@ -124,6 +124,11 @@ def _session_of_xargs(xargs: _Xargs) -> Session | None:
 def _session_of_nvext(nvext: _Nvext) -> Session | None:
     context = nvext.agent_context
     return None if context is None else _named(context.session_id, context.parent_session_id)
+
+
+def _session_of_user(user: _Key) -> Session | None:
+    named = _named(user)
+    return None if named is None else named._replace(of_user=True)
 
 
 def _named(root: _Key, parent: _Key = None) -> Session | None:

@@ -186,6 +186,7 @@ class _Reader:
             continuable,
             data.retention_s() if named else None,
             request_id if (request_id := data.request_id) and is_request_id(request_id) else "",
+            session is not None and session.of_user,
         )
 
     def _shape(self, data: Common) -> bytes:

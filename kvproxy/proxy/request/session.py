@@ -95,6 +95,7 @@ class Session(NamedTuple):
 
     key: str
     parent: str | None = None
+    of_user: bool = False  # the key names an end user, who may have several at a time
 
 
 class Caller(msgspec.Struct, frozen=True):

@@ -131,7 +131,9 @@ class Node:
         """Begin a request there."""
         indexes = self.cluster.indexes
         assert indexes is not None
-        entry = indexes.route(endpoint, indexes.approximate.locate(chain(*blocks)), OverlapFacts(tokens))
+        entry = indexes.route(
+            endpoint, indexes.approximate.locate(chain(*blocks)), OverlapFacts(tokens, session=7, parent=8)
+        )
         reservation = self.cluster.ledgers[endpoint].reserve(tokens, 0, self.now)
         return Request(endpoint, entry, reservation)
 

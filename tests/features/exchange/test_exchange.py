@@ -606,6 +606,7 @@ class Turns:
         self.ended: list[bool] = []
 
     def placed_elsewhere(self, turn: object, facts: OverlapFacts, endpoint: EndpointId, now: float) -> None:
+        assert (facts.session, facts.parent) == (7, 8)
         self.running[turn] = endpoint, facts.prompt_tokens, len(facts.blocks)
 
     def ended_elsewhere(self, turn: object, now: float, *, served: bool) -> None:
@@ -614,7 +615,7 @@ class Turns:
 
 
 def test_turns_of_sessions_are_counted_where_others_placed_them() -> None:
-    """With their blocks and tokens, until their ends, which may be failures."""
+    """With their blocks, tokens and names, until their ends, which may be failures."""
     bus, one, two = pair()
     two.cluster.admission = Turns()
     requests = [one.begin(A, 1, 2, 3, tokens=300), one.begin(B, 1, 2, tokens=200)]

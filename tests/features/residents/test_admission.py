@@ -425,6 +425,53 @@ def test_habits_follow_the_traffic() -> None:
     assert not habits.comes_back(7)
 
 
+def named(request: PickRequest, session: int, parent: int = 0) -> PickRequest:
+    """Return the request of a client that names its session."""
+    return msgspec.structs.replace(
+        request, facts=msgspec.structs.replace(request.facts, session=session, parent=parent)
+    )
+
+
+def test_a_session_that_its_client_names_goes_on_with_a_context_written_anew(admission: SessionAdmission) -> None:
+    """It has its place. A request that begins otherwise is none of its turns, nor is one beside a running turn."""
+    knows(admission, 1, shared=2)
+    turn(admission, named(prompt(1, 800, shared=2), 11), A)
+    anew = named(prompt(2, 300, shared=2), 11)
+    assert not waits(admission, anew, A)
+    running = begin(admission, anew, A)
+    assert admission.sessions == len(admission.sets[A.id]) == 1
+    assert admission.sets[A.id].tokens(0.0) == pytest.approx(300 * BLOCK)
+    begin(admission, named(prompt(3, 20, shared=2), 11), A)
+    assert len(admission.sets[A.id]) == 2
+    running.end(0.0, served=True)
+    begin(admission, named(prompt(4, 20), 11), A)
+    assert admission.sessions == 3
+
+
+def test_a_fork_that_its_client_names_is_a_session_of_its_own(admission: SessionAdmission) -> None:
+    """Although its prompt continues that of another one between turns."""
+    knows(admission, 1)
+    turn(admission, named(prompt(1, 300), 11), A)
+    turn(admission, named(prompt(1, 310), 12, parent=11), A)
+    turn(admission, named(prompt(1, 320), 11), A)
+    assert sorted(one.turns for one in admission.sets[A.id]) == [1, 2]
+
+
+def test_a_parent_keeps_its_place_while_its_children_work(admission: SessionAdmission) -> None:
+    """It is expected only after their turns, and its wait for them is no pause of the traffic."""
+    knows(admission, 1, 2, 3)
+    limit_s = admission.habits.idle_limit_s
+    turn(admission, named(prompt(1, 700), 11), A)
+    child = begin(admission, named(prompt(2, 100), 12, parent=11), A, 0.8 * limit_s)
+    child.end(1.6 * limit_s, served=True)
+    assert waits(admission, prompt(3, 200), A, now=2.4 * limit_s)
+    turn(admission, named(prompt(1, 710), 11), A, now=2.4 * limit_s)
+    assert max(admission.habits._gaps) == pytest.approx(0.8 * limit_s)
+    admission.expire(10 * HORIZON_S)
+    assert not admission._by_name
+    turn(admission, named(prompt(2, 100), 12, parent=11), A, 10 * HORIZON_S)
+
+
 class TwoRouters:
     """Two rules that share what they place at one engine, each with its own ledger of it."""
 

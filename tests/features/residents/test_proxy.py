@@ -119,6 +119,23 @@ async def test_the_last_request_of_a_session_leaves_no_resident(tmp_path: Path) 
         assert not sessions.rule.sets[EndpointId("only")]
 
 
+async def test_sessions_are_those_that_clients_name(tmp_path: Path) -> None:
+    """By a header of theirs, for each model and tenant; an end user is none, since it may have several at a time."""
+    async with proxied(tmp_path) as (_, client, sessions):
+        first = {"x-claude-code-session-id": "s"}
+        child = first | {"x-claude-code-agent-id": "a"}
+        for turn in (1, 2):
+            await client.post("/v1/chat/completions", json=chat(1, turn), headers=first)
+        await client.post("/v1/chat/completions", json=chat(1, 3), headers=child)
+        await client.post("/v1/chat/completions", json=chat(2, 2), headers=first)
+        residents = list(sessions.rule.sets[EndpointId("only")])
+        assert sorted(one.turns for one in residents) == [1, 3]
+        names = {one.name for one in residents}
+        assert {one.parent for one in residents} - {0} < names
+        await client.post("/v1/chat/completions", json=chat(3, 2) | {"user": "u"})
+        assert len(sessions.rule._by_name) == 2
+
+
 async def test_metrics_and_live_show_residents(tmp_path: Path) -> None:
     """By endpoint, with the tokens of their contexts; workers share them."""
     async with proxied(tmp_path) as (proxy, client, sessions):
