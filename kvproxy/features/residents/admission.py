@@ -94,6 +94,7 @@ class SessionAdmission:
         self._reserved: dict[EndpointId, tuple[SessionWait, EndpointLoad]] = {}
         self._found: tuple[Sequence[int], Session | None] = (), None  # by the latest question
         self._turns_elsewhere: dict[Hashable, tuple[Session, int]] = {}  # and which turns of their sessions they are
+        self._shares = False  # whether another router places requests as well
         self._tiered: set[EndpointId] = set()  # endpoints with KV below their engines' memory
         self._granted = (0, 0.0)  # last block of the prompt that waited last, and for how many seconds
         self._admitted: deque[tuple[float, float]] = deque(maxlen=_ADMITTED)  # times and tokens
@@ -167,6 +168,7 @@ class SessionAdmission:
         session = self._begin_turn(self._find(facts), facts, endpoint, now, has_place=True)
         session.elsewhere = True
         self._turns_elsewhere[turn] = session, session.turns
+        self._shares = True
 
     def ended_elsewhere(self, turn: Hashable, now: float, *, served: bool) -> None:
         """As of Admission."""
@@ -318,7 +320,7 @@ class SessionAdmission:
             if first.endpoint is not None:
                 self.sets[first.endpoint].leave(first)
         while (first := next(iter(self._known), None)) is not None and now - first.ended_at > HORIZON_S:
-            if first.turns == 1 and not self._is_crowded():  # else it may wait for room
+            if first.turns == 1 and not (self._shares and self._is_crowded()):  # else it may wait at another router
                 self.habits.note_single(first.head)
             self._forget(first)
 
