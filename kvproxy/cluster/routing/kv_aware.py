@@ -18,6 +18,10 @@ behind them, and bringing up what is on lower tiers. A greedy router stops at wa
 - The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
   endpoint that is always busy.
 
+For all that a request may wait longer where it saves work, but not to leave room: each second counts tenfold by which
+its first token would come later than in twice the time, and 50 ms, of the soonest endpoint where it adds no more work.
+A target for the time between tokens goes before this.
+
 With an operator's `target_itl` it also costs a share of what all answers there end late by for it: one sequence more
 makes every step longer, and those over the target count (`StepModel`). Without one nothing is learned of that. A
 request for an adapter also costs the seconds until it is loaded there (cluster/adapters.py).
@@ -47,6 +51,11 @@ MAX_STALLED = 60
 #: Where all endpoints have as many, this many still count of one endpoint's surplus: without it they would drift apart
 #: until some run out of slots.
 MAX_UNEVEN = 15
+#: A request is late where its first token takes this many times the least among the endpoints where it adds no more
+#: work, and LATE_SLACK_S; each second it is late by counts LATE_COST seconds.
+LATE_FROM = 2.0
+LATE_SLACK_S = 0.05
+LATE_COST = 10.0
 LATENESS = 0.1  # cost of each second that an answer ends late by, with a target for the time between tokens
 BOUND_BELOW = 0.5  # a request with less than this share of the time it would take elsewhere is bound to its endpoint
 #: In a pool of this many candidates a choice uses the speeds of a placement at most TICK_S ago: estimates of endpoints
@@ -114,6 +123,7 @@ class KvAware(Policy):
         slowness = speeds.slowness
         owns, held = self._own_s(facts, pool, seconds)
         waits = []
+        firsts = []
         costs = []
         least_in_flight = math.inf
         # Loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names.
@@ -140,8 +150,14 @@ class KvAware(Policy):
                 stalled = most_uneven
             cost = wait + own * (slow + stall * (everywhere + stalled)) + own * delay + usual_waits * past.usual_wait_s
             costs.append(cost / weight)
-        if target_itl is not None or request.adapter_s is not None or request.transfer_s is not None:
-            costs = self._with_extras(costs, request, speeds, target_itl)
+            firsts.append((wait + own * slow) / weight)
+        if request.adapter_s is not None or request.transfer_s is not None:
+            costs = with_preparation(costs, request, pool)
+            firsts = with_preparation(firsts, request, pool)
+        if target_itl is not None:
+            self._add_late_tokens(costs, speeds, target_itl)
+        elif max(firsts) > LATE_FROM * min(firsts) + LATE_SLACK_S:
+            costs = with_lateness(costs, firsts, owns)
         index = least(costs, self._rng)
         if self.others is not None:
             work_s = self.utilisation.estimate_rates(now)[0] * len(owns)
@@ -166,19 +182,11 @@ class KvAware(Policy):
             onboarding_s = onboarding_s_of(overlap, facts.prompt_tokens, endpoint, self.speeds)
         return prefill_s(facts.prompt_tokens - held, held, onboarding_s, self.speeds.seconds)
 
-    def _with_extras(
-        self, costs: list[float], request: PickRequest, speeds: PoolSpeeds, target_itl: float | None
-    ) -> list[float]:
-        """Return the costs with what late tokens, adapters to be loaded and copies of KV add."""
+    def _add_late_tokens(self, costs: list[float], speeds: PoolSpeeds, target_itl: float) -> None:
+        """Add what all answers end late by, for a target of the time between tokens."""
         pool = speeds.pool
-        if target_itl is not None:
-            for index, (slow, load, weight) in enumerate(zip(speeds.slowness, pool.loads, pool.weights, strict=True)):
-                costs[index] += LATENESS * self.steps.late_s(load.in_flight, slow, target_itl) / weight
-        for more in (request.adapter_s, request.transfer_s):
-            if more is not None:
-                columns = zip(costs, pool.ids, pool.weights, strict=True)
-                costs = [cost + more.get(id_, 0.0) / weight for cost, id_, weight in columns]
-        return costs
+        for index, (slow, load, weight) in enumerate(zip(speeds.slowness, pool.loads, pool.weights, strict=True)):
+            costs[index] += LATENESS * self.steps.late_s(load.in_flight, slow, target_itl) / weight
 
     def _own_s(self, facts: OverlapFacts, pool: Pool, seconds: Features) -> tuple[list[float], list[int]]:
         """Pooled seconds of the request's own prefill by candidate, hot tokens discounted, and the tokens each holds;
@@ -291,3 +299,28 @@ def is_bound(own: float, facts: OverlapFacts, elsewhere: int, count: int, second
     """Return True if a request that takes `own` seconds here would take much longer where `elsewhere` tokens are
     cached, at one of `count` endpoints."""
     return count > 1 and own < BOUND_BELOW * prefill_s(facts.prompt_tokens - elsewhere, elsewhere, 0, seconds)
+
+
+def with_preparation(values_s: list[float], request: PickRequest, pool: Pool) -> list[float]:
+    """Return seconds by candidate with those until its adapter is loaded and its KV copied there."""
+    for more in (request.adapter_s, request.transfer_s):
+        if more is not None:
+            columns = zip(values_s, pool.ids, pool.weights, strict=True)
+            values_s = [value + more.get(id_, 0.0) / weight for value, id_, weight in columns]
+    return values_s
+
+
+def with_lateness(costs: Sequence[float], firsts: Sequence[float], owns: Sequence[float]) -> list[float]:
+    """Return the costs with what the request is late by: `firsts` are the seconds until its first token, `owns` those
+    of the work it adds."""
+    soonest: dict[float, float] = {}  # by work
+    for own, first in zip(owns, firsts, strict=True):
+        if first < soonest.get(own, math.inf):
+            soonest[own] = first
+    least_s = math.inf
+    limits = {}
+    for own in sorted(soonest):
+        least_s = min(least_s, soonest[own])
+        limits[own] = LATE_FROM * least_s + LATE_SLACK_S
+    columns = zip(costs, firsts, owns, strict=True)
+    return [cost + LATE_COST * (first - limits[own]) if first > limits[own] else cost for cost, first, own in columns]

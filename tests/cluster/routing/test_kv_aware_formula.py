@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId, Tier
-from kvproxy.cluster.routing.kv_aware import LARGE, MAX_DELAYED, MAX_STALLED, MAX_UNEVEN, TICK_S, CostWeights, KvAware
+from kvproxy.cluster.routing.kv_aware import (
+    LARGE,
+    LATE_COST,
+    LATE_FROM,
+    LATE_SLACK_S,
+    MAX_DELAYED,
+    MAX_STALLED,
+    MAX_UNEVEN,
+    TICK_S,
+    CostWeights,
+    KvAware,
+)
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.work import features_of
@@ -36,6 +47,8 @@ def plain_costs(
     fewest = min(one.load.in_flight for one in candidates)
     everywhere = min(MAX_DELAYED, congestion * sum(waits) / len(waits))
     costs = []
+    firsts = []
+    owns = []
     for one, slow, wait, past in zip(candidates, slowness, waits, arrivals, strict=True):
         overlap = facts.by_endpoint.get(one.id, Overlap(0))
         matched = min(overlap.device_tokens + overlap.lower_tokens, prompt)
@@ -50,6 +63,13 @@ def plain_costs(
         stalled = min(fewest, MAX_STALLED) + min(one.load.in_flight - fewest, max(MAX_UNEVEN, MAX_STALLED - fewest))
         cost = wait + own * (slow + weights.stall * stalled)
         costs.append((cost + own * delay + weights.usual_waits * past.usual_wait_s) / one.weight)
+        firsts.append((wait + own * slow) / one.weight)
+        owns.append(own)
+    for index, (own, first) in enumerate(zip(owns, firsts, strict=True)):
+        soonest = min(first for other, first in zip(owns, firsts, strict=True) if other <= own)
+        limit = LATE_FROM * soonest + LATE_SLACK_S
+        if first > limit:
+            costs[index] += LATE_COST * (first - limit)
     return costs
 
 
