@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvproxy.base.types import Tier
-from kvproxy.cluster.routing.kv_aware import MAX_DELAYED, CostWeights, KvAware
+from kvproxy.cluster.routing.kv_aware import LATE_FROM, LATE_SLACK_S, MAX_DELAYED, CostWeights, KvAware
 from kvproxy.cluster.routing.policy import Overlap, PickRequest
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import features_of, seconds_of
@@ -176,13 +176,15 @@ def test_room_for_others_makes_no_request_late(queued: int, expected: str) -> No
 
 
 def test_a_prompt_may_wait_longer_to_save_work() -> None:
-    """Beside an endpoint with none of the prompt, a busy one that holds half of it is never late."""
-    subject, candidates = policy(KvAwareSettings(kappa=9.0, stall=0.0, foresight=0.0)), fleet(2)
+    """Beside an endpoint with none of the prompt, a busy one that holds most of it is never late."""
+    subject, candidates = policy(only(crowding=10.0)), fleet(2)
+    place(subject, ask(2), candidates)
+    keep_bound(subject, candidates[1], 1000)
     occupy(candidates[0], uncached=60_000)
-    long = ask(20_000, {"e0": 19_000})
-    costs = subject.choose(long, candidates, 0.0).costs
-    assert costs[0] > 4.0
-    assert candidates[subject.choose(long, candidates, 0.0).index].id == "e0"
+    choice = subject.choose(ask(20_000, {"e0": 19_000}), candidates, 0.0)
+    own_s = seconds_of(features_of(20_000, 0), subject.speeds.seconds)
+    assert choice.costs[0] > LATE_FROM * own_s + LATE_SLACK_S
+    assert candidates[choice.index].id == "e0"
 
 
 def test_an_adapter_that_is_loaded_counts_for_the_first_token() -> None:
