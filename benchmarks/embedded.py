@@ -3,7 +3,7 @@
 httpx clients go straight to one engine, through `kvproxy serve`, and by a transport that routes over two engines.
 
     python -m benchmarks.embedded [--requests N] [--rounds N] > benchmarks/reports/embedded.md
-    python -m benchmarks.embedded --traces >> benchmarks/reports/embedded.md
+    python -m benchmarks.embedded --traces --rounds 3 >> benchmarks/reports/embedded.md
 
 The three take turns in one process, round by round; stub engines and the proxy have processes of their own. Traces
 (benchmarks/small_traces.py) are played to simulated engines in virtual time, through the proxy and by the transport.
@@ -183,20 +183,26 @@ def _read_event(line: str, ask: Ask) -> None:
         ask.read_usage(event["usage"])
 
 
-def play_traces() -> list[str]:
-    """Return the table of all of them; each is played in a process of its own, in virtual time."""
+def play_traces(rounds: int) -> list[str]:
+    """Return the table of all of them. Each is played in processes of its own, in virtual time and in turn: ties are
+    drawn, so that equal programs place some request otherwise, and those after it with it."""
     rows = []
     for name in TRACES:
-        found = {}
-        for how in ("served", "inside"):
-            command = [sys.executable, "-m", "benchmarks.virtual", "benchmarks.embedded", "--play", name, how]
-            answer = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-            found[how] = json.loads(answer.stdout.splitlines()[-1])
+        found: dict[str, list[dict[str, float]]] = {"served": [], "inside": []}
+        for _ in range(rounds):
+            for how, runs in found.items():
+                command = [sys.executable, "-m", "benchmarks.virtual", "benchmarks.embedded", "--play", name, how]
+                answer = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+                runs.append(json.loads(answer.stdout.splitlines()[-1]))
+        served = statistics.fmean(run["ttft_s"] for run in found["served"])
         for how, label in (("served", SERVED), ("inside", INSIDE)):
-            one = found[how]
-            ratio = one["ttft_s"] / found["served"]["ttft_s"]
-            rows.append([name, label, f"{one['ttft_s']:.3f}", f"{ratio:.3f}", f"{one['hits']:.4f}", one["failed"]])
-    heads = ["trace", "client", "mean TTFT, s", "of served", "prompt tokens cached", "failed"]
+            times = [run["ttft_s"] for run in found[how]]
+            mean = statistics.fmean(times)
+            hits = statistics.fmean(run["hits"] for run in found[how])
+            failed = sum(run["failed"] for run in found[how])
+            each_run = ", ".join(f"{each:.3f}" for each in times)
+            rows.append([name, label, each_run, f"{mean:.3f}", f"{mean / served:.3f}", f"{hits:.4f}", f"{failed:.0f}"])
+    heads = ["trace", "client", "mean TTFT of each run, s", "mean", "of served", "prompt tokens cached", "failed"]
     return ["", "## Decisions", "", "Four simulated engines, in virtual time:", *table(heads, rows), ""]
 
 
@@ -253,7 +259,7 @@ def main() -> None:
         print(json.dumps(virtual.run(play_trace(args.play[0], served=args.play[1] == "served"))))
         return
     if args.traces:
-        print("\n".join(play_traces()))
+        print("\n".join(play_traces(args.rounds)))
         return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
