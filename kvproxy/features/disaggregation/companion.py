@@ -54,6 +54,11 @@ class CanaryService(Companion):
                 self._wanted.set()
 
     async def __aenter__(self) -> Self:
+        wanted = self._wanted.is_set()
+        self._wanted = asyncio.Event()  # an earlier life may have been in another event loop
+        self._turn = asyncio.Lock()
+        if wanted:
+            self._wanted.set()
         await self._tasks.__aenter__()
         await self._pool.__aenter__()
         self._tasks.start(self._run(), name="canaries")
