@@ -33,7 +33,10 @@ class SignalSource(StrEnum):
 class CacheStrategySettings(Model):
     """Actions on cached prefixes after a response. Each is off unless enabled."""
 
-    retired = {"score_weights": "the order of eviction is the measured one (benchmarks/reports/eviction.md)"}
+    retired = {
+        "score_weights": "the order of eviction is the measured one (benchmarks/reports/eviction.md)",
+        "evict_batch": "4 prefixes go after each response",
+    }
 
     enable_pinning: bool = False
     """Pin prefixes that are hot."""
@@ -53,8 +56,6 @@ class CacheStrategySettings(Model):
     """Memory use from which cold prefixes are evicted."""
     memory_hysteresis: Fraction = 0.1
     """Once begun, eviction goes on until memory use is this much below `memory_threshold`."""
-    evict_batch: int = Field(default=4, ge=1, le=64)
-    """Prefixes evicted, or compressed, after one response; memory is read again before the next ones."""
     keep_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=1024)
     """Prefixes that are neither evicted nor compressed, by the name that the audit log gives them (16 hex digits)."""
     hot_content_threshold: int = Field(default=5, ge=1)
@@ -155,6 +156,8 @@ class BackgroundSettings(Model):
 class KvCacheSettings(Model):
     """Settings of `kvcache`: which endpoint holds most of the prompt already, and what keeps it there."""
 
+    retired = {"learn_capacity": "cache sizes are always learned where KV events are not complete"}
+
     enabled: bool = True
     """False: requests go straight on."""
     lmcache_endpoint: str = ""
@@ -183,9 +186,6 @@ class KvCacheSettings(Model):
     url_signatures: tuple[str, ...] = URL_SIGNATURES
     """Parameters of URLs of pictures and other media that do not name the content: two URLs that differ in these alone
     are one picture. `*` at the end stands for any ending."""
-    learn_capacity: bool = True
-    """Correct the size of each engine's cache by what it reuses (an eighth to eight times the value in its `/metrics`);
-    other clients of the same engines are accounted for that way. Complete KV events make it needless."""
     kv_events: bool | Literal["auto"] = "auto"
     """Follow the KV events of engines that publish them (`--kv-events-config` of vLLM and SGLang). `auto`: of all that
     do, in clusters whose policy weighs cached prefixes; `true`: every engine is expected to publish, with a warning

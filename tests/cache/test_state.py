@@ -22,7 +22,7 @@ async def test_a_service_with_an_earlier_ones_state_goes_on_where_it_is() -> Non
         await before.serve(chat(TURN), A)
         facts = await before.ask(chat(TURN))
         before.kv.finished(facts, Result(A, True, prompt_tokens=facts.overlaps.prompt_tokens * 2))
-        async with running(settings(learn_capacity=False), cluster, state=before.kv.state) as after:
+        async with running(settings(min_matched_tokens=9), cluster, state=before.kv.state) as after:
             known = await after.ask(chat(TURN))
             assert known.preferred == A
             assert known.overlaps.prompt_tokens == facts.overlaps.prompt_tokens * 2
@@ -35,7 +35,7 @@ async def test_requests_that_end_at_the_earlier_service_teach_both() -> None:
     async with running(settings(), cluster) as before:
         late = await before.ask(chat(TURN))
         before.kv.placed(late, A)
-        async with running(settings(learn_capacity=False), cluster, state=before.kv.state) as after:
+        async with running(settings(min_matched_tokens=9), cluster, state=before.kv.state) as after:
             before.kv.finished(late, Result(A, True))
             assert (await after.ask(chat(TURN))).preferred == A
 

@@ -58,6 +58,8 @@ class Strategy(Protocol):
         ...
 
 
+#: Prefixes evicted, or compressed, after one response; memory is read again before the next ones.
+BATCH = 4
 #: Prefixes examined per pass to find those to act on.
 LOOKED_AT = 256
 #: Length that scores as neither long nor short.
@@ -95,7 +97,7 @@ class ColdPrefixes:
             if one.head not in protected and one.key not in skip and len(one.tokens) >= least_tokens
         ]
         found.sort(key=lambda one: (self.priority(one, now), -self.score(one, now)))
-        return found[: self._settings.evict_batch]
+        return found[:BATCH]
 
     def score(self, prefix: KnownPrefix, now: float) -> float:
         """From 0, to be kept, to 1, to go first."""

@@ -91,7 +91,6 @@ class OverlapSources:
         indexes = LocalIndexes(
             state.index(cluster.name, endpoints=len(cluster.endpoints)),
             followed,
-            learn_capacity=self._settings.learn_capacity,
             follows_events=followed is not None,
             lookups=bool(self._settings.lmcache_endpoint),
             keyed=keyed,

@@ -54,7 +54,6 @@ class LedgerFeature(Feature):
         own = {
             "path": str(worker_path(Path(settings.path), index)) if settings.path else "",
             "max_file": max(4096, part(settings.max_file)),
-            "max_queue": part(settings.max_queue),
         }
         return {"ledger": settings.model_copy(update=own)}
 

@@ -20,6 +20,8 @@ from kvproxy.proxy.filters.chain import WallClock
 from kvproxy.proxy.request.exchange import Exchange, Outcome
 
 QUEUE = "ledger"
+#: Entries waiting to be written; further ones are dropped and counted.
+MAX_WAITING = 100_000
 _PER = 1_000_000.0  # tokens that a price is for
 
 
@@ -77,7 +79,7 @@ class Ledger(WritingObserver[_Over]):
             wall_clock=lambda: wall_clock().timestamp(),
         )
         results = metrics.group(LedgerMetrics).ledger
-        super().__init__(file, queue=QUEUE, limit=settings.max_queue, results=results, metrics=metrics)
+        super().__init__(file, queue=QUEUE, limit=MAX_WAITING, results=results, metrics=metrics)
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Entered is what an engine answered well, whole or in part; what it refused costs nothing."""

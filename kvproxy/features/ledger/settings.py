@@ -23,6 +23,8 @@ class LedgerPrice(Model):
 class LedgerSettings(Model):
     """The ledger: one JSON line an answered request, with its tenant, model, tokens by kind, and price."""
 
+    retired = {"max_queue": "100,000 entries may wait"}
+
     path: str = ""
     """File it is written to, one for each proxy; empty: none."""
     prices: tuple[LedgerPrice, ...] = ()
@@ -36,8 +38,6 @@ class LedgerSettings(Model):
     """A file that is full becomes `path`.1, and so on."""
     max_files: int = Field(default=62, ge=2, le=10_000)
     """Files kept, the present one included; the oldest goes first."""
-    max_queue: int = Field(default=100_000, ge=1, le=10_000_000)
-    """Entries waiting to be written; further ones are dropped and counted."""
 
 
 class LedgerPlace(Model):

@@ -43,7 +43,6 @@ def take_share(config: Config, index: int, count: int) -> Config:
                 update={
                     "path": str(worker_path(Path(receipts.path), index)) if receipts.path else "",
                     "max_file": part(receipts.max_file),
-                    "max_queue": part(receipts.max_queue),
                 }
             ),
             "clusters": _with_part_of_queues(config.clusters, count),

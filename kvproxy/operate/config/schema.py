@@ -13,6 +13,8 @@ from kvproxy.proxy.settings import AdminSettings, ListenerSettings, ServingSetti
 class ReceiptSettings(Model):
     """Decision receipts: one JSON line a request, with what was known, what was decided and what happened."""
 
+    retired = {"max_queue": "10,000 receipts may wait"}
+
     path: str = ""
     """File they are written to, one path for each proxy; empty: none are written."""
     sample: Fraction = 1.0
@@ -24,8 +26,6 @@ class ReceiptSettings(Model):
     """A file that is full becomes `path`.1, and so on."""
     max_files: int = Field(default=4, ge=1, le=1000)
     """Files kept, the present one included; the oldest goes first."""
-    max_queue: int = Field(default=10_000, ge=1, le=1_000_000)
-    """Receipts waiting to be written; further ones are dropped and counted."""
 
 
 class ReloadSettings(Model):

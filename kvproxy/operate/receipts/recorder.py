@@ -25,6 +25,8 @@ from kvproxy.proxy.request.exchange import Exchange, Outcome
 #: Hides a session key or a prompt's head behind a key that dies with the proxy: the hash of a name is easily guessed.
 Hash = Callable[[bytes], str]
 QUEUE = "receipts"
+#: Receipts waiting to be written; further ones are dropped and counted.
+MAX_WAITING = 10_000
 
 
 def keyed_hash(key: bytes) -> Hash:
@@ -138,7 +140,7 @@ class Recorder(WritingObserver[FinishedRequest]):
         self._key = key if settings.prefixes else None
         file = RotatingFile(Path(settings.path), max_bytes=settings.max_file, max_files=settings.max_files)
         results = metrics.group(ReceiptMetrics).receipts
-        super().__init__(file, queue=QUEUE, limit=settings.max_queue, results=results, metrics=metrics)
+        super().__init__(file, queue=QUEUE, limit=MAX_WAITING, results=results, metrics=metrics)
 
     def received(self, exchange: Exchange, now: float) -> None:
         """Follow the request if it is in the sample."""

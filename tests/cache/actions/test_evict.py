@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.cache.actions.hotness import Hotness
 from kvproxy.cache.actions.signals import Pressure
-from kvproxy.cache.actions.strategies import CLEAR_PAUSE_S, ActionRecord, Evict
+from kvproxy.cache.actions.strategies import BATCH, CLEAR_PAUSE_S, ActionRecord, Evict
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.providers import ActionKind
 from tests.cache.actions.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
@@ -51,15 +51,13 @@ def test_neither_what_is_hot_nor_what_is_taken() -> None:
     assert evict(known).plan(served, everywhere(BUSY), taken, 0.0) == []
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_a_pass_evicts_a_few(batch: int) -> None:
+def test_a_pass_evicts_a_few() -> None:
     """Memory is read again before the next ones go."""
     known = hotness()
     for key in range(1, 50):
         serve(known, key)
     served = serve(known, 99)
-    under_test = evict(known, evict_batch=batch)
-    assert len(under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)) == batch
+    assert len(evict(known).plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)) == BATCH
 
 
 def test_once_begun_it_goes_on_until_memory_is_well_below() -> None:
@@ -161,7 +159,7 @@ def test_the_prefix_used_less_goes_first() -> None:
         serve(known, 1, now=now, of=tokens(1024))
     serve(known, 2, now=50.0)
     served = serve(known, 9, now=200.0)
-    under_test = evict(known, evict_batch=1, hot_content_threshold=9)
-    (action,) = under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 200.0)
+    under_test = evict(known, hot_content_threshold=9)
+    action, *_ = under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 200.0)
     assert action.prefix is not None
     assert action.prefix.key == 2
