@@ -93,9 +93,16 @@ def test_a_good_file_is_followed_by_what_is_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({}, ["engine priority", "snapshot"]),
-        ({"queue": {"enabled": False}}, ["router queue", "engine priority", "snapshot"]),
-        ({"engine_priority": "auto", "filters": {"kvcache": {"snapshot": {"path": "/tmp/x"}}}}, []),
+        ({}, ["engine priority", "snapshot", "resumed streams"]),
+        ({"queue": {"enabled": False}}, ["router queue", "engine priority", "snapshot", "resumed streams"]),
+        (
+            {
+                "engine_priority": "auto",
+                "routes": [{"resume": "exact"}],
+                "filters": {"kvcache": {"snapshot": {"path": "/tmp/x"}}},
+            },
+            [],
+        ),
     ],
 )
 def test_helpful_features_that_are_off_are_named_with_their_setting(config: dict[str, Any], named: list[str]) -> None:

@@ -68,7 +68,6 @@ class Outcome(msgspec.Struct, eq=False):
     cluster: str = ""
     policy: str = ""
     pick_reason: str = ""  # why that endpoint: the policy's reason, "preferred", or why the preference was passed over
-    prefill_endpoint: EndpointId | None = None  # that computed the prompt, if another one did; cached tokens are its
     status: int = 0  # sent downstream
     attempts: int = 0
     end: str = ""  # completed, engine_error, upstream_died, client_disconnected, local_reply
@@ -83,6 +82,7 @@ class Outcome(msgspec.Struct, eq=False):
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
     cache_loss: str = ""  # how the endpoint that answered had lost its cache shortly before
     local_reason: str = ""  # of a local reply: the `code` of its error, from a closed set
+    prefill_endpoint: EndpointId | None = None  # that computed the prompt, if another one did; cached tokens are its
     notes: dict[str, object] = {}  # of features, each a field of its receipt
 
     @property
