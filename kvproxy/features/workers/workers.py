@@ -21,7 +21,7 @@ from kvproxy.operate.config.schema import Config
 
 log = logging.getLogger("kvproxy")
 
-_TIMEOUT_S = 5.0
+ANSWER_S = 5.0  # until a worker counts as giving no answer
 #: A part of a new configuration may take its time to start.
 _PREPARE_S = 30.0
 #: Changes repeated in a restarted worker; the oldest beyond are dropped.
@@ -36,8 +36,9 @@ class Workers:
     """An OperatedProcess. Changes are made one at a time; a worker that is starting meanwhile, or cannot do what the
     others did, is started again with all that was changed."""
 
-    def __init__(self, supervisor: Supervisor, *, metrics: Metrics) -> None:
+    def __init__(self, supervisor: Supervisor, *, metrics: Metrics, answer_s: float = ANSWER_S) -> None:
         self.supervisor = supervisor
+        self._answer_s = answer_s
         self.metrics = metrics  # the supervisor's own
         self.findings: Sequence[OperatorFinding] = ()
         self.reloader: ConfigReloader | None = None
@@ -64,14 +65,14 @@ class Workers:
         return [slot for slot in self.supervisor.slots if slot.ready]
 
     async def ask(
-        self, slot: Slot, change: Change, *, headers: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S
+        self, slot: Slot, change: Change, *, headers: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> httpx.Response | None:
         """One worker's answer; None when it gives none."""
         sent = {**(headers or {}), **({"content-type": "application/json"} if change.body else {})}
         client = self._clients[slot.index]
         try:
             return await client.request(
-                change.method, change.target, content=change.body, headers=sent, timeout=timeout_s
+                change.method, change.target, content=change.body, headers=sent, timeout=timeout_s or self._answer_s
             )
         except httpx.HTTPError as error:
             what = f"{change.method} {change.target.partition('?')[0]}"
@@ -85,7 +86,7 @@ class Workers:
         slots: Sequence[Slot],
         *,
         headers: Mapping[str, str] | None = None,
-        timeout_s: float = _TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Answers:
         """Their answers, by number."""
         asking = [self.ask(slot, change, headers=headers, timeout_s=timeout_s) for slot in slots]

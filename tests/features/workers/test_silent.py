@@ -20,7 +20,7 @@ def silence(both: Together, *indexes: int) -> None:
 
 async def test_hits_are_read_from_the_other_engines() -> None:
     """One of two is enough to be ready, and for the page."""
-    async with together(ENDPOINTS) as both:
+    async with together(ENDPOINTS, answer_s=1.0) as both:
         silence(both, 1)
         assert (await both.admin.get("/readyz")).status_code == 200
         assert [one["serves"] for one in (await both.live())["workers"]] == [True, True]
@@ -29,7 +29,7 @@ async def test_hits_are_read_from_the_other_engines() -> None:
 
 async def test_a_change_that_the_first_does_not_answer_is_made_by_none() -> None:
     """It is not known whether it did it; none is started again to repeat it."""
-    async with together(ENDPOINTS) as both:
+    async with together(ENDPOINTS, answer_s=1.0) as both:
         silence(both, 0)
         answer = await both.admin.post("/endpoints/default/a/drain")
         assert (answer.status_code, "no worker answers" in answer.text) == (503, True)
@@ -39,7 +39,7 @@ async def test_a_change_that_the_first_does_not_answer_is_made_by_none() -> None
 
 async def test_a_worker_that_did_not_hear_of_a_change_is_to_be_started_again() -> None:
     """The others go on with it, and it comes back knowing."""
-    async with together(ENDPOINTS) as both:
+    async with together(ENDPOINTS, answer_s=1.0) as both:
         silence(both, 1)
         assert (await both.admin.post("/endpoints/default/a/drain")).status_code == 200
         assert both.proxies[0].clusters["default"].endpoints[0].draining
@@ -51,7 +51,7 @@ async def test_a_worker_that_did_not_hear_of_a_change_is_to_be_started_again() -
 @pytest.mark.parametrize("silent", [0, 1])
 async def test_a_reload_that_one_does_not_answer_changes_none(silent: int) -> None:
     """It could not be known which configuration that one serves."""
-    async with together(ENDPOINTS) as both:
+    async with together(ENDPOINTS, answer_s=1.0) as both:
         before = [proxy.config for proxy in both.proxies]
         silence(both, silent)
         with pytest.raises(ConfigError, match="gives no answer"):
@@ -62,7 +62,7 @@ async def test_a_reload_that_one_does_not_answer_changes_none(silent: int) -> No
 
 async def test_a_place_is_not_looked_for_at_another_worker() -> None:
     """It was reserved by one, which is gone or gives no answer."""
-    async with together(ENDPOINTS) as both:
+    async with together(ENDPOINTS, answer_s=1.0) as both:
         question = {"request": chat(), "reserve": True}
         reserved = (await both.admin.post("/pick", json=question)).json()["reservation"]["id"]
         index = int(reserved.partition("-")[0])
@@ -75,7 +75,7 @@ async def test_a_place_is_not_looked_for_at_another_worker() -> None:
 
 async def test_without_any_answer_nothing_is_said() -> None:
     """Readiness, the page and the metrics' own part: the supervisor is there, its workers are not."""
-    async with together(ENDPOINTS) as both:
+    async with together(ENDPOINTS, answer_s=1.0) as both:
         silence(both, 0, 1)
         for path in ("/readyz", "/live", "/endpoints"):
             assert (await both.admin.get(path)).status_code == 503
@@ -85,7 +85,7 @@ async def test_without_any_answer_nothing_is_said() -> None:
 
 async def test_a_drain_is_not_ready() -> None:
     """Whatever the workers say until they have heard of it."""
-    async with together(ENDPOINTS) as both:
+    async with together(ENDPOINTS, answer_s=1.0) as both:
         both.workers.supervisor.ending.set()
         answer = await both.admin.get("/readyz")
         assert (answer.status_code, answer.text) == (503, "draining\n")

@@ -24,7 +24,7 @@ from kvproxy.features.workers.control import ControlApp
 from kvproxy.features.workers.process import WorkerProcess
 from kvproxy.features.workers.share import take_share
 from kvproxy.features.workers.supervisor import ServedConfig, Supervisor
-from kvproxy.features.workers.workers import Workers
+from kvproxy.features.workers.workers import ANSWER_S, Workers
 from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
@@ -75,7 +75,9 @@ class Together:
 
 
 @contextlib.asynccontextmanager
-async def together(endpoints: dict[str, str], *, count: int = 2, **config: Any) -> AsyncIterator[Together]:
+async def together(
+    endpoints: dict[str, str], *, count: int = 2, answer_s: float = ANSWER_S, **config: Any
+) -> AsyncIterator[Together]:
     """`config` is native configuration besides the endpoints; probes are off."""
     raw = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
     served, metrics = ServedConfig(load_config(raw)), Metrics()
@@ -83,7 +85,7 @@ async def together(endpoints: dict[str, str], *, count: int = 2, **config: Any) 
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         supervisor = Supervisor(served, count=count, public=(), folder=folder)
         stack.callback(supervisor._close)
-        workers = await stack.enter_async_context(Workers(supervisor, metrics=metrics))
+        workers = await stack.enter_async_context(Workers(supervisor, metrics=metrics, answer_s=answer_s))
         proxies = [await stack.enter_async_context(begin_worker(supervisor, index)) for index in range(count)]
         admin = WorkersAdmin(workers, clock=time.monotonic)
         supervisor.on_ended.append(admin.metrics.note_ended)
