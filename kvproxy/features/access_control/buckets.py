@@ -84,10 +84,19 @@ class BucketTable(BoundedMapping[str, tuple[tuple[Limit, ...], tuple[TokenBucket
 
     def take(self, key: str, kind: str, amount: float, now: float) -> None:
         """Another proxy charged so much to this key's bucket."""
-        if self.present is not None:
-            pairs = zip(self.present.limits, self.present.of(key, now), strict=True)
-            for bucket in [bucket for limit, bucket in pairs if limit.kind == kind]:
-                bucket.take(amount, now)
+        for bucket in self._shared(key, kind, now):
+            bucket.take(amount, now)
+
+    def take_until(self, key: str, kind: str, missing: float, now: float) -> None:
+        """At another proxy so much is missing in this key's bucket. Here it is once, however often that is reported."""
+        for bucket in self._shared(key, kind, now):
+            bucket.take(missing - (bucket.capacity - bucket.level(now)), now)
+
+    def _shared(self, key: str, kind: str, now: float) -> list[TokenBucket]:
+        if self.present is None:
+            return []
+        pairs = zip(self.present.limits, self.present.of(key, now), strict=True)
+        return [bucket for limit, bucket in pairs if limit.kind == kind]
 
     def missing(self, now: float) -> Iterator[tuple[str, str, float]]:
         """Key, kind and what is missing in each bucket that is not full. Not to be changed meanwhile."""

@@ -112,12 +112,14 @@ class Acted(_Delta, tag=9, frozen=True):
 
 
 class Spent(_Delta, tag=10, frozen=True):
-    """Charged to a rate limit's bucket. `limit`: the name of its filter."""
+    """Charged to a rate limit's bucket; `at_least`: not a charge, but all that is missing there. `limit`: the name of
+    its filter."""
 
     limit: str
     key: str
     kind: str
     amount: float
+    at_least: bool = False
 
 
 class Retried(_Delta, tag=11, frozen=True):

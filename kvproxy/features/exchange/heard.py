@@ -273,7 +273,7 @@ def _acted(peer: PeerApplier, delta: deltas.Acted, world: SharedState, now: floa
 
 def _spent(peer: PeerApplier, delta: deltas.Spent, world: SharedState, now: float) -> None:
     if (table := world.limits.get(delta.limit)) is not None:
-        table.take(delta.key, delta.kind, delta.amount, now)
+        (table.take_until if delta.at_least else table.take)(delta.key, delta.kind, delta.amount, now)
 
 
 def _retried(peer: PeerApplier, delta: deltas.Retried, world: SharedState, now: float) -> None:

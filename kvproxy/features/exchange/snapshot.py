@@ -131,7 +131,7 @@ def take_kept(world: SharedState, now: float) -> Generator[None, None, bytes]:
 
 
 def _spent(limit: str, missing: Iterator[tuple[str, str, float]]) -> Iterator[Delta]:
-    return (deltas.Spent(limit, key, kind, amount) for key, kind, amount in list(missing))
+    return (deltas.Spent(limit, key, kind, amount, at_least=True) for key, kind, amount in list(missing))
 
 
 class Handover:

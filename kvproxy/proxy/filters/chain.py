@@ -45,6 +45,10 @@ class ChargedLimits(Protocol):
         """Take an amount that another process charged."""
         ...
 
+    def take_until(self, key: str, kind: str, missing: float, now: float) -> None:
+        """Take what is there until so much is missing, as at another process."""
+        ...
+
     def missing(self, now: float) -> Iterator[tuple[str, str, float]]:
         """Yield key, kind and what is missing of each limit that is not unused. Not to be changed meanwhile."""
         ...

@@ -129,6 +129,16 @@ async def test_charges_of_other_processes(hearing: Hearing) -> None:
     assert hearing.one.spent() == pytest.approx(3.0, abs=0.5)
 
 
+async def test_what_is_missing_at_another_process_counts_once(hearing: Hearing) -> None:
+    """However many of them hand it over; and what is missing here already is a part of it."""
+    hearing.hear(Spent("rate_limit", "x", "requests", 1.0))
+    for _ in range(3):
+        hearing.hear(Spent("rate_limit", "x", "requests", 3.0, at_least=True))
+    assert hearing.one.spent() == pytest.approx(3.0, abs=0.5)
+    hearing.hear(Spent("rate_limit", "x", "requests", 2.0, at_least=True))
+    assert hearing.one.spent() == pytest.approx(3.0, abs=0.5)
+
+
 async def test_drains_of_what_is_not_here(hearing: Hearing) -> None:
     """Neither a cluster nor an endpoint that another one has breaks what comes behind it."""
     hearing.hear(Drained("other", "a", True), Drained("default", "gone", True), Drained("default", "a", True))
