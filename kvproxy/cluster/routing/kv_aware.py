@@ -18,9 +18,9 @@ behind them, and bringing up what is on lower tiers. A greedy router stops at wa
 - The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
   endpoint that is always busy.
 
-For all that a request may wait longer where it saves work, but not to leave room: each second counts tenfold by which
-its first token would come later than in twice the time, and 50 ms, of the soonest endpoint where it adds no more work.
-A target for the time between tokens goes before this.
+For all that a request may wait longer where it saves work, but not to leave room: it does not go where its first token
+would take twice as long, and 50 ms, as at the soonest endpoint where it adds no more work. (Each second beyond counts a
+thousandfold.) A target for the time between tokens goes before this.
 
 With an operator's `target_itl` it also costs a share of what all answers there end late by for it: one sequence more
 makes every step longer, and those over the target count (`StepModel`). Without one nothing is learned of that. A
@@ -52,10 +52,10 @@ MAX_STALLED = 60
 #: until some run out of slots.
 MAX_UNEVEN = 15
 #: A request is late where its first token takes this many times the least among the endpoints where it adds no more
-#: work, and LATE_SLACK_S; each second it is late by counts LATE_COST seconds.
+#: work, and LATE_SLACK_S; each second it is late by counts LATE_COST seconds: it is as good as never sent there.
 LATE_FROM = 2.0
 LATE_SLACK_S = 0.05
-LATE_COST = 10.0
+LATE_COST = 1000.0
 LATENESS = 0.1  # cost of each second that an answer ends late by, with a target for the time between tokens
 BOUND_BELOW = 0.5  # a request with less than this share of the time it would take elsewhere is bound to its endpoint
 #: In a pool of this many candidates a choice uses the speeds of a placement at most TICK_S ago: estimates of endpoints
