@@ -129,8 +129,8 @@ async def test_charges_of_other_processes(hearing: Hearing) -> None:
     assert hearing.one.spent() == pytest.approx(3.0, abs=0.5)
 
 
-async def test_what_is_missing_at_another_process_counts_once(hearing: Hearing) -> None:
-    """However many of them hand it over; and what is missing here already is a part of it."""
+async def test_charges_handed_over_count_once(hearing: Hearing) -> None:
+    """However many processes hand them over; charges known here already are a part of them."""
     hearing.hear(Spent("rate_limit", "x", "requests", 1.0))
     for _ in range(3):
         hearing.hear(Spent("rate_limit", "x", "requests", 3.0, at_least=True))
