@@ -242,6 +242,7 @@ async def run_demo(demo: DemoOptions, out: TextIO) -> int:
                 f"{after}: {place.count_legs():.0f} of {mix.requests} prompts were computed at another engine.",
                 file=out,
             )
+            print_pauses(results, out)
         if demo.stay:
             await _stay(mix, place, out)
     return 0
@@ -374,6 +375,14 @@ for part in client.chat.completions.create(model="{model}", stream=True, max_tok
 '""",
         file=out,
     )
+
+
+def print_pauses(results: Mapping[str, Sequence[DemoReply]], out: TextIO) -> None:
+    """Print how long answers stood still while other prompts were computed."""
+    for policy, replies in results.items():
+        pauses = sorted(reply.pause_s for reply in replies if reply.streamed)
+        p50, p99 = map(_ms, (_quantile(pauses, 0.5), _quantile(pauses, 0.99)))
+        print(f"{policy}: longest pause within an answer: p50 {p50}, p99 {p99}", file=out)
 
 
 def print_later_turns(results: Mapping[str, Sequence[DemoReply]], out: TextIO) -> None:

@@ -35,6 +35,7 @@ class DemoReply:
     ttft_s: float
     prompt_tokens: int
     cached_tokens: int
+    pause_s: float = 0.0  # the longest within the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,8 @@ def _request(
 
 async def _streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any], turn: int) -> tuple[DemoReply, str]:
     started = time.perf_counter()
-    ttft_s = 0.0
+    latest = started
+    ttft_s = pause_s = 0.0
     usage: dict[str, Any] = {}
     parts: list[str] = []
     async with client.stream("POST", path, json=body) as response:
@@ -138,11 +140,17 @@ async def _streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any], 
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
-            ttft_s = ttft_s or time.perf_counter() - started
+            now = time.perf_counter()
+            if ttft_s:
+                pause_s = max(pause_s, now - latest)
+            else:
+                ttft_s = now - started
+            latest = now
             event = json.loads(line[6:])
             usage = event.get("usage") or usage
             parts += [_text_of(choice) for choice in event.get("choices", [])]
-    return _reply(response, usage, ttft_s, turn=turn, streamed=True), "".join(parts)
+    reply = _reply(response, usage, ttft_s, turn=turn, streamed=True)
+    return replace(reply, pause_s=pause_s), "".join(parts)
 
 
 async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any], turn: int) -> tuple[DemoReply, str]:

@@ -21,8 +21,8 @@ from kvproxy.lab.simulator.nixl_links import NixlLinks
 from kvproxy.lab.simulator.vllm_errors import VllmError, engine_dead
 
 PARAMS = "kv_transfer_params"
-#: Blocks that prefilled prompts are held in, beside the engine's own.
-_BLOCKS = 512
+#: Blocks that prefilled prompts are held in, beside the engine's own: more than wait for decoders at once.
+_BLOCKS = 65_536
 _HANDSHAKE_S = 0.2
 
 Prompt = tuple[int, ...]
@@ -63,11 +63,14 @@ class NixlSide:
         links.peers[self.engine_id] = self
 
     def hold(self, prompt: Prompt, request_id: str, cached_tokens: int) -> dict[str, Any] | None:
-        """Keep a prefilled prompt for its decoder, and return the parameters; None with the fault `no_handle`."""
+        """Keep a prefilled prompt for its decoder, and return the parameters; None with the fault `no_handle`, or where
+        too many blocks are held."""
         fault = self._faults.values.kv_fault
         if fault == "no_handle":
             return None
         blocks = self._take(-(-len(prompt) // self._block_size))
+        if len(blocks) * self._block_size < len(prompt):
+            return None
         self._contents |= dict.fromkeys(blocks, tuple(reversed(prompt)) if fault == "other_prompt" else prompt)
         name = f"{request_id}-{self._rng.getrandbits(32):08x}"
         self.held[name] = Held(blocks, self._clock() + self._links.lease_s)

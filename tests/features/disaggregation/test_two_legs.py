@@ -11,6 +11,7 @@ import pytest
 from kvproxy.base.settings.compose import part_of
 from kvproxy.features.disaggregation.note import NOTE, Legs
 from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace
+from kvproxy.lab.simulator.nixl_links import NixlLinks
 from tests.features.disaggregation.support import Separated, prompt, separated, text_of, until_freed, words
 from tests.support.until import until
 
@@ -35,6 +36,16 @@ async def test_the_text_is_that_of_one_engine(stream: bool) -> None:
         assert two.prefills("p", "done") == 10
         assert two.fleet.side("d").pulled_tokens > 0
         assert not two.fleet.side("p").held
+
+
+async def test_many_long_prompts_at_once() -> None:
+    """However many blocks wait for the decoder, each prompt has all of its own."""
+    async with separated("p", "d", links=NixlLinks(s_per_token=0.001)) as two:
+        texts = [words(f"{number}", 300) for number in range(24)]
+        answers = await asyncio.gather(*map(two.ask, texts))
+        assert [answer.status_code for answer in answers] == [200] * len(texts)
+        assert not two.fleet.is_dead("d")
+        assert two.requests("pulled") == len(texts)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -82,6 +82,11 @@ def test_prefill_apart_from_decode(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 simulated vLLM engines with NIXL" in said
     assert re.search(r"^apart +sim-1:6 ", said, re.MULTILINE)
     assert re.search(r"^apart: [1-6] of 6 prompts were computed at another engine", said, re.MULTILINE)
+    pauses = re.findall(
+        r"^(together|apart): longest pause within an answer: p50 (\d+) ms, p99 (\d+) ms$", said, re.MULTILINE
+    )
+    assert [policy for policy, _, _ in pauses] == ["together", "apart"]
+    assert all(0 < int(p50) <= int(p99) for _, p50, p99 in pauses)
     assert run_cli(["demo", "--disaggregated", "--tiers"]) == 2
 
 
