@@ -4,6 +4,7 @@ the parser nor the guard goes over them once more. Holds texts of prompts, withi
 from __future__ import annotations
 
 import os
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -20,7 +21,7 @@ from kvproxy.proxy.request.session import Caller
 CHATS = frozenset({RequestKind.CHAT, RequestKind.MESSAGES})
 #: A shorter body is read sooner than compared.
 MIN_BYTES = 16 * 1024
-#: Texts of all bodies that are held.
+#: Texts of all bodies that are held, with where their messages start.
 MAX_HELD_BYTES = 64 * 1024 * 1024
 
 _PIECE_BYTES = 16 * 1024  # bodies are found by digests of so many bytes, chained
@@ -38,9 +39,14 @@ class Beginning(msgspec.Struct, eq=False):
     text: bytes
     tail: bytes
     separator: bytes
-    starts: list[int]  # of its messages, and of one that would follow
+    starts: array[int]  # of its messages, and of one that would follow
     key: int
     harmless: bool = False  # the guard found no name of a medium
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that its texts and starts take: a message may be shorter than its start."""
+        return len(self.text) + len(self.tail) + len(self.starts) * self.starts.itemsize
 
     def end(self, count: int) -> int:
         """Where so many messages end."""
@@ -128,7 +134,7 @@ class EarlierBodies:
             return None
         at += 1
         separator = _SEPARATORS[body.startswith(b" ", at + len(parts[0]) + 1)]
-        return self._keep(body, separator, [at], parts, keys or _digests(body))
+        return self._keep(body, separator, array("Q", [at]), parts, keys or _digests(body))
 
     def _keep_grown(
         self, body: bytes, keys: list[int], parts: tuple[bytes, ...], known: Beginning, count: int
@@ -140,7 +146,7 @@ class EarlierBodies:
         return kept
 
     def _keep(
-        self, body: bytes, separator: bytes, starts: list[int], parts: tuple[bytes, ...], keys: list[int]
+        self, body: bytes, separator: bytes, starts: array[int], parts: tuple[bytes, ...], keys: list[int]
     ) -> Beginning | None:
         """Keep a body whose further messages these are, if they begin at the last of `starts`."""
         gap = len(separator)
@@ -148,16 +154,19 @@ class EarlierBodies:
             return None
         if parts and len(starts) > 1 and not body.startswith(separator, starts[-1] - gap):
             return None
-        starts = starts[:-1] + list(accumulate([len(one) + gap for one in parts], initial=starts[-1]))
+        starts = starts[:-1] + array("Q", accumulate([len(one) + gap for one in parts], initial=starts[-1]))
         end = starts[-1] - gap
         pieces = end // _PIECE_BYTES
-        if not pieces or len(body) > self._max_bytes:
+        if not pieces:
             return None
         key = keys[pieces - 1]
+        made = Beginning(body[:end], body[end:], separator, starts, key)
+        if made.held_bytes > self._max_bytes:
+            return None
         if key in self._known:
             self._drop(self._known[key])
-        made = self._known[key] = Beginning(body[:end], body[end:], separator, starts, key)
-        self.held_bytes += len(body)
+        self._known[key] = made
+        self.held_bytes += made.held_bytes
         while self.held_bytes > self._max_bytes:
             self._drop(next(iter(self._known.values())))
         return made
@@ -165,7 +174,7 @@ class EarlierBodies:
     def _drop(self, known: Beginning) -> None:
         if self._known.get(known.key) is known:
             del self._known[known.key]
-            self.held_bytes -= len(known.text) + len(known.tail)
+            self.held_bytes -= known.held_bytes
 
 
 def _digests(body: bytes) -> list[int]:

@@ -128,7 +128,8 @@ def test_messages_elsewhere_in_a_body_are_not_taken_for_its_own(before: bytes) -
 
 
 def test_texts_are_held_within_a_bound() -> None:
-    """The longest unused go first; a body over the bound is not held."""
+    """The longest unused go first; a body over the bound is not held, with where its messages start: many short ones
+    take more than their text."""
     earlier = EarlierBodies(max_bytes=3 * len(chat(TALK)) + 1000)
     for session in range(5):
         decode(earlier, chat([says("system", f"session {session}"), *TALK]))
@@ -136,6 +137,10 @@ def test_texts_are_held_within_a_bound() -> None:
     assert len(earlier) == 3
     assert left_of(earlier, chat([says("system", "session 4"), *TALK, says("assistant")])) < 300
     assert left_of(earlier, chat([says("system", "session 0"), *TALK, says("assistant")])) > len(LONG)
+    many = chat([{"a": 1}] * MAX_PARTS)
+    tiny = EarlierBodies(max_bytes=len(many) + 1000)
+    decode(tiny, many)
+    assert not len(tiny)
     small = EarlierBodies(max_bytes=100)
     decode(small, chat(TALK))
     assert not len(small)
