@@ -37,6 +37,7 @@ _UNUSUAL = (
     "use_beam_search",
     "prompt_embeds",
     "kv_transfer_params",
+    "truncate_prompt_tokens",
 )
 #: Sampling of a chat that a request with token ids takes as well.
 _SAMPLING = frozenset(
@@ -91,8 +92,8 @@ class BrokenRequest(NamedTuple):
     def max_tokens(self) -> int | None:
         """Limit of the answer."""
         if self.kind is RequestKind.COMPLETION:
-            limit = self.value("max_tokens")
-            return limit if isinstance(limit, int) else _DEFAULT_MAX_TOKENS
+            limit = self.value("max_tokens") if "max_tokens" in self.members else _DEFAULT_MAX_TOKENS
+            return limit if isinstance(limit, int) else None
         limits = (self.value(name) for name in _LIMITS)
         return next((limit for limit in limits if isinstance(limit, int)), None)
 
@@ -133,6 +134,8 @@ def plan_leg(request: BrokenRequest, progress: Progress, wishes: Wishes) -> Plan
     if obstacle:
         return obstacle
     exact = _why_not_exact(request, progress, wishes)
+    if not request.greedy and request.max_tokens is not None and progress.tokens >= request.max_tokens:
+        return "finished"
     if not exact:
         place = _place_by_tokens(request, progress)
         if place is START and progress.reasoned:
@@ -151,13 +154,17 @@ def _find_obstacle(request: BrokenRequest, *, best_effort: bool) -> str:
     if any(request.value(name) is not None for name in _GUIDED):
         return "guided"
     shape = request.value("text")
-    if isinstance(shape, dict) and (shape.get("format") or {}).get("type", "text") != "text":
+    form = shape.get("format") if isinstance(shape, dict) else None
+    if isinstance(form, dict) and form.get("type", "text") != "text":
         return "guided"
     choice = request.value("tool_choice")
     if choice == "required" or (isinstance(choice, dict) and choice.get("type") not in ("auto", "none")):
         return "guided"
-    if any(request.value(name) not in (None, False) for name in _LOGPROBS):
+    asked = [request.value(name) for name in _LOGPROBS]
+    if any(asked) or (request.kind is RequestKind.COMPLETION and asked[0] == 0 and asked[0] is not False):
         return "logprobs"
+    if request.value("include_reasoning") is False:  # which may have come unseen, without token ids
+        return "reasoning"
     if any(request.value(name) for name in _UNUSUAL):
         return "unusual"
     if best_effort:

@@ -58,6 +58,8 @@ class Progress:
     def add(self, text: str, ids: Sequence[int] | None, *, mark: int | None = None) -> None:
         """Add the tokens of one chunk and the text that went to the client; `mark` is the place in the text behind
         these tokens, if it is not the end."""
+        if self.obstacle:
+            return
         if ids:
             self.ids += ids
             self.tokens += len(ids)
@@ -72,6 +74,9 @@ class Progress:
             self.marks.append(Mark(self.tokens, self.chars if mark is None else mark))
         if self.chars > MAX_CHARS or self.tokens > MAX_TOKENS:
             self.obstacle = "too_long"
+            self.ids = []
+            self._parts = []
+            self.prompt_ids = b""
 
     def think(self, ids: Sequence[int] | None) -> None:
         """Add the tokens of a chunk of reasoning."""

@@ -50,6 +50,8 @@ class Splice:
             raise Mismatch("it ended before the words that had come")
         new = text[len(old) :]
         self._progress.add(new, ids, mark=self._at if text and self._at <= len(delivered) else None)
+        if self._progress.obstacle == "too_long":
+            raise Mismatch("it is too long to be kept")
         self.new_text = self.new_text or bool(new)
         return new
 

@@ -11,6 +11,7 @@ from kvproxy.base.types import RequestKind
 from kvproxy.features.resume.plan import Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
 from kvproxy.features.resume.settings import Grade
+from kvproxy.features.resume.splice import Mismatch, Splice
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 100}
 GREEDY = {**CHAT, "temperature": 0}
@@ -124,6 +125,8 @@ REFUSED = [
     ({"logprobs": True}, "logprobs"),
     ({"prompt_logprobs": 1}, "logprobs"),
     ({"use_beam_search": True}, "unusual"),
+    ({"truncate_prompt_tokens": 100}, "unusual"),
+    ({"include_reasoning": False}, "reasoning"),
     ({"frequency_penalty": 0.5}, "penalties"),
     ({"repetition_penalty": 1.1}, "penalties"),
     ({"temperature": 1, "seed": 4}, "seed"),
@@ -186,6 +189,52 @@ def test_long_answers_are_not_kept() -> None:
     progress = progress_of()
     progress.add("x" * (4 * 1024 * 1024), [1])
     assert plan(GREEDY, progress) == "too_long"
+
+
+def test_a_long_answer_frees_its_memory() -> None:
+    """At once, and nothing is added to it any more."""
+    progress = progress_of()
+    for _ in range(6):
+        progress.add("x" * (1024 * 1024), [1])
+    assert (progress.text, progress.ids, progress.prompt_ids) == ("", [], b"")
+    assert progress.chars < 5 * 1024 * 1024
+
+
+def test_a_rest_that_grows_too_long_ends_the_stream() -> None:
+    """Its last events could not have the whole text."""
+    progress = progress_of()
+    planned = plan(GREEDY, progress)
+    assert isinstance(planned, Plan)
+    splice = Splice(planned, progress, greedy=True)
+    rest = progress.text[planned.place.chars :]
+    assert splice.take(rest, None) == ""
+    with pytest.raises(Mismatch, match="too long"):
+        splice.take("x" * (5 * 1024 * 1024), None)
+
+
+@pytest.mark.parametrize("limit", [20, 19])
+def test_a_sampled_answer_at_its_limit_has_no_rest(limit: int) -> None:
+    """One more token would be one too many. A greedy one computes its last tokens again."""
+    assert plan({**CHAT, "max_tokens": limit}, progress_of(), Grade.EXACT) == "finished"
+    assert isinstance(plan({**GREEDY, "max_tokens": limit}, progress_of(), Grade.EXACT), Plan)
+
+
+@pytest.mark.parametrize(("logprobs", "reason"), [(0, "logprobs"), (3, "logprobs"), (None, ""), (False, "")])
+def test_a_text_completion_with_logprobs_is_not_resumed(logprobs: Any, reason: str) -> None:
+    """0 means the log probability of each token alone."""
+    planned = plan({"model": "m", "prompt": "a", "temperature": 0, "logprobs": logprobs}, progress_of(12))
+    assert planned == reason if reason else isinstance(planned, Plan)
+
+
+def test_a_text_completion_may_ask_for_the_whole_context() -> None:
+    """By null; without a limit it ends after 16 tokens."""
+    body = {"model": "m", "prompt": "a", "temperature": 0, "max_tokens": None}
+    assert leg_of(plan(body, progress_of(), context_tokens=1000))[1]["max_tokens"] == 1000 - 3 - 12
+
+
+def test_a_format_that_is_no_object_guides_nothing() -> None:
+    """An engine would have refused or ignored it."""
+    assert isinstance(plan({**GREEDY, "text": {"format": "text"}}, progress_of()), Plan)
 
 
 @pytest.mark.parametrize("body", [None, b"", b"[1]", b"{"])
