@@ -33,6 +33,7 @@ class _Choice(msgspec.Struct, gc=False):
     delta: _Delta | None = None
     text: str | None = None
     token_ids: list[int] | None = None
+    finish_reason: str | None = None
     prompt_token_ids: msgspec.Raw = _ABSENT
 
 
@@ -82,15 +83,19 @@ class OpenAiEvents:
                 progress.role_sent = progress.role_sent or delta.role is not None
                 progress.tools = progress.tools or delta.calls()
                 progress.add(delta.content or "", choice.token_ids)
+            if choice.finish_reason is not None:
+                progress.obstacle = progress.obstacle or "finished"
 
     def join(self, data: bytes, progress: Progress, splice: Splice) -> bytes:
         """Return the chunk of a later engine as one of the first one's stream; b"" if it has nothing new. Raises
         Mismatch and msgspec.DecodeError."""
-        chunk: dict[str, Any] = msgspec.json.decode(data)
+        chunk = msgspec.json.decode(data, type=dict[str, Any])
         if self._template is None:
             self._template = self._make_template(chunk, progress)
         made = dict(self._template)
         choices = [self._join_choice(choice, progress, splice) for choice in chunk.get("choices") or ()]
+        if any(choice is not None and choice.get("finish_reason") is not None for choice in choices):
+            progress.obstacle = progress.obstacle or "finished"
         made["choices"] = kept = [choice for choice in choices if choice is not None]
         if isinstance(chunk.get("usage"), dict):
             made["usage"] = splice.join_usage(chunk["usage"])

@@ -26,7 +26,10 @@ MAX_LEGS = 2
 #: A longer event is passed on as it comes, and its stream is not resumed.
 _MAX_EVENT_BYTES = 16 * 1024 * 1024
 _ASK_IDS = b'"return_token_ids":true,'
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+#: Fields of answers whose bytes cannot be changed.
+_FIXED = frozenset({b"content-encoding", b"content-length"})
+#: Also of members that have another type than in the API.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError, TypeError)
 
 
 class StreamEvents(Protocol):
@@ -86,7 +89,7 @@ class ResumableStream:
         """Follow a stream of events, and no other answer."""
         headers = dict(response.headers)
         streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-        if response.status != 200 or not streams or b"content-encoding" in headers:
+        if response.status != 200 or not streams or not headers.keys().isdisjoint(_FIXED):
             return False
         self._endpoint = str(pick.endpoint.id)
         self._held = self.withheld = b""

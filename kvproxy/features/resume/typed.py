@@ -15,6 +15,8 @@ _OPENERS = frozenset(
         *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
     }
 )
+#: Behind them no more text comes.
+_CLOSERS = frozenset({"content_block_stop", "message_delta", "response.output_text.done"})
 _PLACES = ("index", "output_index", "content_index")
 
 
@@ -30,17 +32,18 @@ class TypedEvents:
 
     def read(self, data: bytes, progress: Progress) -> None:
         """Add an event of the first engine. Raises msgspec.DecodeError."""
-        event: dict[str, Any] = msgspec.json.decode(data)
+        event = msgspec.json.decode(data, type=dict[str, Any])
         progress.head = progress.head or data
         self._is_open(event)
         self._note(event, progress)
         if text := self._text_of(event):
             progress.add(text, None)
+        _note_end(event, progress)
 
     def join(self, data: bytes, progress: Progress, splice: Splice) -> bytes:
         """Return an event of a later engine as one of the first one's stream; b"" if it has nothing new. Raises
         Mismatch and msgspec.DecodeError."""
-        event: dict[str, Any] = msgspec.json.decode(data)
+        event = msgspec.json.decode(data, type=dict[str, Any])
         if self._is_open(event):
             return b""
         before = progress.reasoned
@@ -53,6 +56,7 @@ class TypedEvents:
             if not new:
                 return b""
             self._set_text(event, new)
+        _note_end(event, progress)
         return msgspec.json.encode(self._adapt(event, progress, splice))
 
     def _is_open(self, event: dict[str, Any]) -> bool:
@@ -185,6 +189,12 @@ class ResponsesEvents(TypedEvents):
             item["id"] = self._items.get(index) or item.get("id")
             for part in item.get("content") or ():
                 _fill(part, text)
+
+
+def _note_end(event: dict[str, Any], progress: Progress) -> None:
+    kind = event.get("type")
+    if kind in _CLOSERS and (progress.chars or kind == "message_delta"):  # else a block of thinking ended
+        progress.obstacle = progress.obstacle or "finished"
 
 
 def _fill(part: Any, text: str) -> None:

@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 
 from kvproxy.features.resume.note import ResumeNote, describe_leg
-from tests.features.resume.gateway import CHAT, FILTERS, chat_body, gateway, read_events, text_of
+from tests.features.resume.gateway import (
+    CHAT,
+    COMPLETION,
+    FILTERS,
+    chat_body,
+    completion_body,
+    gateway,
+    read_events,
+    text_of,
+)
 from tests.lab.simulator.support import TINY, engine
 from tests.support.proxy import running_proxy
+from tests.support.scripted import answer, scripted
 
 CUT = {"cut_next": 1, "cut_after_chunks": 15}
 
@@ -84,3 +94,60 @@ async def test_a_resumed_stream_is_noted() -> None:
         assert recent.outcome.endpoint == "b"
         assert (recent.outcome.prompt_tokens, recent.outcome.completion_tokens) == (30, 60)
         assert recent.outcome.cached_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "chunks"), [(CHAT, chat_body(max_tokens=20), 21), (COMPLETION, completion_body(max_tokens=20), 20)]
+)
+@pytest.mark.parametrize("grade", ["exact", "text"])
+async def test_a_finished_answer_has_no_rest(path: str, body: dict[str, Any], chunks: int, grade: str) -> None:
+    """Its counts alone are missing: nothing comes behind its finish reason but the error."""
+    async with gateway(grade) as both:
+        await both.engines[0].faults(cut_next=1, cut_after_chunks=chunks)
+        events = await both.ask(path, body)
+        finishes = [choice["finish_reason"] for event in events[:-1] for choice in event["choices"]]
+        assert finishes[-1] == "length"
+        assert not any(finishes[:-1])
+        assert "error" in events[-1]
+        assert both.refused("finished") == 1
+
+
+def _stream(*events: bytes, head: bytes = b"transfer-encoding: chunked") -> bytes:
+    body = b"".join(b"data: " + event + b"\n\n" for event in (*events, b"[DONE]"))
+    framed = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if b"chunked" in head else body
+    return b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + head + b"\r\n\r\n" + framed
+
+
+async def test_an_answer_of_fixed_length_is_left_as_it_is() -> None:
+    """Less bytes than announced would hang the client."""
+    event = b'{"choices":[{"index":0,"delta":{"content":"a"},"token_ids":[1]}]}'
+    whole = b"data: " + event + b"\n\ndata: [DONE]\n\n"
+    fixed = _stream(event, head=b"content-length: %d" % len(whole))
+    async with scripted(answer(fixed)) as one:
+        url = f"http://127.0.0.1:{one.origin.port}"
+        async with running_proxy({"a": url}, filters=FILTERS, routes=[{"resume": "exact"}]) as proxy:
+            got = await proxy.client.post(CHAT, json=chat_body())
+            assert got.content == whole
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        (CHAT, b"[1]"),
+        (CHAT, b'{"choices":[{"index":"x"}]}'),
+        ("/v1/messages", b"[1]"),
+        ("/v1/messages", b'{"type":"message_start","message":null}'),
+        ("/v1/messages", b'{"type":"content_block_start","content_block":1}'),
+        ("/v1/messages", b'{"type":["content_block_start"]}'),
+        ("/v1/responses", b'{"type":"response.output_item.added","item":1}'),
+        ("/v1/responses", b'{"type":"response.output_text.delta","delta":1}'),
+        ("/v1/responses", b'{"type":"response.created","sequence_number":"x"}'),
+    ],
+)
+async def test_events_of_an_unknown_shape_pass_as_they_came(path: str, event: bytes) -> None:
+    """An engine's oddities are no reason to end its stream."""
+    async with scripted(answer(_stream(event))) as one:
+        url = f"http://127.0.0.1:{one.origin.port}"
+        async with running_proxy({"a": url}, filters=FILTERS, routes=[{"resume": "text"}]) as proxy:
+            got = await proxy.client.post(path, json=chat_body())
+            assert got.content == b"data: " + event + b"\n\ndata: [DONE]\n\n"

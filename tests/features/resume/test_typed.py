@@ -102,6 +102,21 @@ async def test_others_are_refused(path: str, fields: dict[str, Any], reason: str
         assert both.refused(reason) == 1
 
 
+@pytest.mark.parametrize(("path", "chunks"), [(MESSAGES, 63), (MESSAGES, 65), (RESPONSES, 65), (RESPONSES, 67)])
+async def test_a_finished_answer_has_no_rest(path: str, chunks: int) -> None:
+    """Behind the end of its text comes the error alone."""
+    body = {**(MESSAGES_BODY if path == MESSAGES else RESPONSES_BODY), **STREAMED}
+    async with gateway("text") as both:
+        expected = typed_events((await both.engines[1].client.post(path, json=body)).text)
+        await both.engines[0].faults(cut_next=1, cut_after_chunks=chunks)
+        events = typed_events((await both.proxy.client.post(path, json=body)).text)
+        types, all_types = ([event["type"] for event in one if "delta" not in event] for one in (events[:-1], expected))
+        assert types == all_types[: len(types)]
+        assert words_of(events[:-1]) == words_of(expected)
+        assert events[-1]["type"] == "error"
+        assert both.refused("finished") == 1
+
+
 @pytest.mark.parametrize(("path", "body"), [(MESSAGES, MESSAGES_BODY), (RESPONSES, RESPONSES_BODY)])
 async def test_an_undisturbed_stream_is_left_as_it_is(path: str, body: dict[str, Any]) -> None:
     """Byte by byte."""
