@@ -21,7 +21,7 @@ demo: $(RUN) ## simulated engines, controller and proxy; real traffic through th
 	@$(BIN)/kvproxy demo $(ARGS)
 
 test: $(DEV) ## the fast test suite (PYTHON=python3.13 for another Python, ARGS=--uvloop for the other event loop)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
 test-loaded: $(DEV) ## the same three times running, beside busy processes, its workers paused now and then
 	$(BIN)/python -m tests.loaded $(ARGS)

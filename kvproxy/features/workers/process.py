@@ -23,7 +23,7 @@ COMMAND = (sys.executable, *(() if getattr(sys, "frozen", False) else ("-m", "kv
 #: Least number of checks without a heartbeat that are silence; and how long a worker has to write its stacks before it
 #: is killed.
 _LOOKS = 4
-_STACKS_S = 0.5
+_STACKS_S = 1.0
 
 
 class WorkerProcess:
