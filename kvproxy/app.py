@@ -357,7 +357,6 @@ def _make_pool(config: Config, *, clock: Clock, metrics: Metrics, certificates: 
         max_idle=pool.max_idle,
         idle_timeout_s=pool.idle_timeout,
         max_waiting=pool.max_waiting,
-        max_head_bytes=pool.max_response_head,
         clock=clock,
         metrics=metrics,
         certificates=certificates,

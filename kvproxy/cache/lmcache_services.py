@@ -63,13 +63,9 @@ class ControllerProvider:
             case ActionKind.PIN:
                 return await client.pin(instance_id, tokens, location=settings.pin_location)
             case ActionKind.COMPRESS:
-                place = settings.compress_location
-                method = settings.compress_method
-                return await client.compress(instance_id, tokens, location=place, method=method)
+                return await client.compress(instance_id, tokens, location=settings.compress_location)
             case ActionKind.DECOMPRESS:
-                place = settings.compress_location
-                method = settings.compress_method
-                return await client.decompress(instance_id, tokens, location=place, method=method)
+                return await client.decompress(instance_id, tokens, location=settings.compress_location)
             case ActionKind.EVICT:
                 return await client.evict(instance_id, tokens)
             case ActionKind.CLEAR:

@@ -36,6 +36,7 @@ class CacheStrategySettings(Model):
     retired = {
         "score_weights": "the order of eviction is the measured one (benchmarks/reports/eviction.md)",
         "evict_batch": "4 prefixes go after each response",
+        "compress_method": "LMCache compresses with cachegen and ignores other methods",
     }
 
     enable_pinning: bool = False
@@ -76,8 +77,6 @@ class CacheStrategySettings(Model):
     """Storage location whose entries are compressed."""
     compress_min_tokens: int = Field(default=2048, ge=0)
     """Shorter prefixes are not compressed: little would be won, and to use them again they are decompressed."""
-    compress_method: str = "cachegen"
-    """Compression method; LMCache supports `cachegen` only and ignores others."""
     evict_instance_id: str = ""
     """LMCache instance that evicts; empty: the one short of memory."""
     evict_location: str = "LocalCPUBackend"
@@ -121,12 +120,12 @@ class TokenCacheSettings(Model):
 class TokenizeSettings(Model):
     """Use of the engine's `/tokenize` before routing."""
 
+    retired = {"max_concurrent": "64 prompts are tokenized at once, further ones are routed without"}
+
     inline: bool = True
     """Tokenize before routing, under `lookup_routing_timeout`; otherwise only afterwards, for the next turn."""
     inline_min: Size = 1024
     """Shorter prompts are tokenized afterwards: LMCache matches whole chunks only (256 tokens by default)."""
-    max_concurrent: int = Field(default=64, ge=1)
-    """Different prompts being tokenized at once; further ones are routed without."""
 
 
 class LookupRetrySettings(Model):

@@ -54,6 +54,8 @@ class TimeoutSettings(Model):
 class PoolSettings(Model):
     """Connections to each endpoint."""
 
+    retired = {"max_response_head": "heads of engines' responses may have 1 MiB"}
+
     max_connections: int = Field(default=1024, ge=1)
     """Open at once to one endpoint."""
     max_idle: int = Field(default=256, ge=0)
@@ -62,8 +64,6 @@ class PoolSettings(Model):
     """Closed after this long without a request (uvicorn engines close theirs after 5 s)."""
     max_waiting: int = Field(default=4096, ge=0)
     """Requests waiting for a connection to one endpoint; further ones try elsewhere or get 503."""
-    max_response_head: Size = Field(default=1024 * 1024, ge=1024)
-    """Largest head of an engine's response; a larger one is answered with 502, and no engine is blamed."""
 
 
 class RetrySettings(Model):

@@ -16,7 +16,7 @@ from kvproxy.base.errors import (
 )
 from kvproxy.base.socket_writes import write_pieces
 from kvproxy.base.upstream.request import WireRequest, send_body
-from kvproxy.base.upstream.response import MAX_HEAD_BYTES, ResponseParser, UpstreamResponse
+from kvproxy.base.upstream.response import ResponseParser, UpstreamResponse
 
 #: After a read of this size there is most likely more to read.
 _FULL_READ_BYTES = 64 * 1024
@@ -108,7 +108,6 @@ class Connection(asyncio.Protocol):
         *,
         loop: asyncio.AbstractEventLoop,
         high_water_bytes: int,
-        max_head_bytes: int = MAX_HEAD_BYTES,
         uploads: set[asyncio.Task[None]] | None = None,
     ) -> None:
         self.closed = False  # takes no further request: closing, closed, or announced by the peer
@@ -118,7 +117,7 @@ class Connection(asyncio.Protocol):
         # tasks of all connections while they run
         self._uploads = set[asyncio.Task[None]]() if uploads is None else uploads
         self._high_water_bytes = high_water_bytes
-        self._parser = ResponseParser(max_head_bytes=max_head_bytes)
+        self._parser = ResponseParser()
         self._timer = IdleTimer(loop, self._timed_out)
         self._response: UpstreamResponse | None = None
         self._timeouts = Timeouts()

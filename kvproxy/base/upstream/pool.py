@@ -19,7 +19,7 @@ from kvproxy.base.upstream.metrics import ConnectionMetrics
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.origin_pool import OriginPool, PoolLimits
 from kvproxy.base.upstream.request import NO_FIELDS, Body, RepeatedFields, encode_request
-from kvproxy.base.upstream.response import MAX_HEAD_BYTES, UpstreamResponse
+from kvproxy.base.upstream.response import UpstreamResponse
 
 __all__ = ["Timeouts", "UpstreamPool", "UpstreamResponse"]
 
@@ -44,7 +44,6 @@ class UpstreamPool:
         idle_timeout_s: float = 4.0,
         max_waiting: int = 4096,
         high_water_bytes: int = 256 * 1024,
-        max_head_bytes: int = MAX_HEAD_BYTES,
         clock: Clock = time.monotonic,
         metrics: Metrics | None = None,
         certificates: CertificateWatch | None = None,
@@ -53,7 +52,6 @@ class UpstreamPool:
         kept = max_idle if idle_timeout_s > 0 else 0
         self._limits = PoolLimits(max_connections, kept, idle_timeout_s, max_waiting)
         self._high_water_bytes = high_water_bytes
-        self._max_head_bytes = max_head_bytes
         self._clock = clock
         self._pools: dict[str, OriginPool] = {}  # by `Origin.key`
         self._uploads: set[asyncio.Task[None]] = set()
@@ -188,7 +186,6 @@ class UpstreamPool:
                     lambda: Connection(
                         loop=loop,
                         high_water_bytes=self._high_water_bytes,
-                        max_head_bytes=self._max_head_bytes,
                         uploads=self._uploads,
                     ),
                     origin.host,

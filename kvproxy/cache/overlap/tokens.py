@@ -37,6 +37,8 @@ _OPERATIONS = {
 #: Longer bodies are not tokenized, and more tokens than these are not kept: both take milliseconds a MiB at every step.
 MAX_ASKED_BYTES = 1024 * 1024
 MAX_TOKENS = 262_144
+#: Different prompts tokenized at once; further ones are routed without.
+MAX_TOKENIZING = 64
 #: Of token ids that a client sends itself as many bytes are read.
 _MAX_GIVEN_BYTES = 512 * 1024
 #: Objects in a body: to decode more takes some milliseconds.
@@ -82,9 +84,7 @@ class TokenSource:
     def bind_gauges(self, metrics: Metrics) -> None:
         memory = self.memory
         results = ("exact", "prefix", "missed")
-        metrics.group(BoundMetrics).show_queue(
-            "kvcache_tokenize", lambda: len(self._tasks), limit=self._settings.tokenize.max_concurrent
-        )
+        metrics.group(BoundMetrics).show_queue("kvcache_tokenize", lambda: len(self._tasks), limit=MAX_TOKENIZING)
         metrics.group(HoldingMetrics).token_memory_entries.set_function(lambda: len(memory))
         metrics.group(HoldingMetrics).token_memory_bytes.set_function(lambda: memory.held_bytes)
         metrics.group(HoldingMetrics).recalls.set_source(
@@ -116,7 +116,7 @@ class TokenSource:
         """Return True if an engine can be queried now, and it makes sense."""
         return (
             (facts.text_bytes if facts.media else len(facts.body)) <= MAX_ASKED_BYTES
-            and len(self._tasks) < self._settings.tokenize.max_concurrent
+            and len(self._tasks) < MAX_TOKENIZING
             and _is_askable(facts.request)
             and self._breakers.admits(_OPERATIONS[facts.request.kind])
         )
@@ -131,7 +131,7 @@ class TokenSource:
         key = facts.keys[-1]
         task = self._tasks.get(key)
         if task is None:
-            if len(self._tasks) >= self._settings.tokenize.max_concurrent:
+            if len(self._tasks) >= MAX_TOKENIZING:
                 self._outcomes.labels("busy").inc()
                 return None
             task = asyncio.create_task(self._fetch(facts), name="kvcache tokenize")

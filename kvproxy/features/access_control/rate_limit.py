@@ -24,6 +24,8 @@ from kvproxy.proxy.request.observer import RequestObserver
 
 #: Of the filter in a chain.
 NAME = "rate_limit"
+#: Clients with buckets.
+MAX_KEYS = 10_000
 _BYTES_PER_TOKEN = 4
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")  # a stream carries about one token an event
 #: Paths with generated text, whose bytes give an estimate of its tokens.
@@ -171,7 +173,7 @@ def build(app: ASGIApp, settings: RateLimitSettings, context: FilterContext) -> 
         hint = "set requests_per_minute or tokens_per_minute"
         raise ConfigError([Problem("", "nothing is limited", hint)])
     table = context.limits[NAME] = context.states.get(BucketTable, NAME, BucketTable)
-    buckets = Buckets(limits, settings.max_keys, table)
+    buckets = Buckets(limits, MAX_KEYS, table)
     under_limits = RateLimitFilter(app, buckets=buckets, metrics=context.metrics, clock=context.clock)
     context.on_serving.append(under_limits.bind_gauges)
     return under_limits

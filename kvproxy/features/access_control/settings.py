@@ -60,11 +60,11 @@ class AuthSettings(Model):
 class RateLimitSettings(Model):
     """Settings of `rate_limit`: token buckets per tenant (or per client address without `auth`)."""
 
+    retired = {"max_keys": "10,000 clients have buckets, the longest unused goes first"}
+
     requests_per_minute: float = Field(default=0, ge=0)
     """0: no limit."""
     tokens_per_minute: float = Field(default=0, ge=0)
     """Prompt and completion tokens by the engine's own count, charged afterwards; 0: no limit."""
     burst: float = Field(default=1.0, gt=0)
     """Size of a bucket in minutes' worth of its rate."""
-    max_keys: int = Field(default=10_000, ge=1)
-    """Buckets kept; the longest unused goes first."""

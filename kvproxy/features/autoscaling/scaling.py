@@ -30,6 +30,8 @@ _RISE_S = 10.0
 _STEP_S = 0.1
 #: Interval of backlog samples.
 SAMPLE_S = 1.0
+#: Endpoints wanted at most.
+MAX_WANTED = 100
 #: Backlog of an endpoint that counts as none, if no request is in flight.
 _NOTHING = 0.01
 
@@ -65,14 +67,13 @@ class Autoscaling(ClusterObserver):
         speeds = self._cluster.speeds
         if speeds is None:
             return None
-        settings = self._settings
         busy = any(endpoint.load.own_in_flight for endpoint in cluster.endpoints) or bool(cluster.queue)
         return self._demand.wanted(
             self._backlog_s(speeds, now),
             now,
-            wanted_wait_s=settings.wanted_wait,
+            wanted_wait_s=self._settings.wanted_wait,
             busy=busy,
-            most=settings.max_endpoints,
+            most=MAX_WANTED,
         )
 
     def _backlog_s(self, speeds: SpeedModel, now: float) -> float:

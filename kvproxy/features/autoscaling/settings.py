@@ -11,10 +11,10 @@ class AutoscalingSettings(Model):
     """Target of `kvproxy_saturation` and `kvproxy_wanted_endpoints`, for policies that learn speeds. kvproxy scales
     nothing itself."""
 
+    retired = {"max_endpoints": "at most 100 are wanted; the autoscaler has the bound that counts"}
+
     wanted_wait: Duration = Field(default=0.5, gt=0)
     """Prefill that a request may find waiting at its endpoint, in seconds: then saturation is 1."""
-    max_endpoints: int = Field(default=100, ge=1, le=10_000)
-    """More are never wanted."""
 
 
 class AutoscalingPlace(Model):

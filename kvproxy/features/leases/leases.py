@@ -138,6 +138,8 @@ K = TypeVar("K")
 
 #: Pins that are not taken back now: tried again and again.
 MAX_RELEASED = 4096
+#: Leases at once.
+MAX_LEASES = 1000
 #: An engine reuses whole blocks, LMCache whole chunks of 256 tokens, and some templates write a prompt's end anew.
 _SPARED_TOKENS = 256
 _SPARED_SHARE = 0.1
@@ -209,9 +211,10 @@ class LeaseBook:
     """Every lease there is and every conversation that is waited for: what outlives a reload. Budgets are never passed:
     `grant` refuses."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, most: int = MAX_LEASES) -> None:
+        self._most = most
         self.waiting = Conversations()
-        self.leases: dict[int, Lease] = {}  # by key of the prompt; bounded by `max_leases`
+        self.leases: dict[int, Lease] = {}  # by key of the prompt; at most `most`
         #: Counted pins to be taken back, by instance.
         self.released: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_RELEASED)
         self.results: Counter[str] = Counter()  # of leases whose conversation came back
@@ -264,7 +267,7 @@ class LeaseBook:
             return "duplicate"
         if lease.tokens < settings.min_tokens:
             return "short"
-        if len(self.leases) >= settings.max_leases:
+        if len(self.leases) >= self._most:
             return "max_leases"
         if self.tenant_tokens[tenant] + lease.tokens > settings.tenant_budget(tenant):
             return "tenant_budget"

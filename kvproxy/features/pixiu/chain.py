@@ -191,6 +191,7 @@ def translate_kvcache(translation: Translation, raw: dict[str, Any], at: Path) -
         translation.add_note((*at, "hot_max_keys"), "not unlimited here: the default bound applies")
     strategy = settings.get("cache_strategy")
     if isinstance(strategy, dict):
+        strategy = settings["cache_strategy"] = dict(strategy)
         _strategy(translation, strategy, (*at, "cache_strategy"))
     return settings
 
@@ -220,7 +221,7 @@ def _connections(translation: Translation, settings: dict[str, Any], at: Path) -
 
 
 def _strategy(translation: Translation, strategy: dict[str, Any], at: Path) -> None:
-    method = strategy.get("compress_method")
+    method = strategy.pop("compress_method", None)
     if strategy.get("enable_compression") and isinstance(method, str) and method != "cachegen":
         translation.add_note(
             (*at, "compress_method"), "LMCache compresses with cachegen only; it ignores other methods"

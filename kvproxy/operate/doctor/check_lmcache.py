@@ -151,9 +151,6 @@ def judge_strategies(where: str, strategy: CacheStrategySettings, *, evicts: boo
     if strategy.enable_eviction and not evicts and not strategy.allow_clear:
         fix = "set `allow_clear: true` to clear whole locations instead, use the coordinator, or leave eviction off"
         yield warning(where, "has no /evict (no LMCache controller has): eviction does nothing", fix)
-    if strategy.enable_compression and strategy.compress_method != "cachegen":
-        what = f"compresses with cachegen only: `compress_method: {strategy.compress_method}` has no effect"
-        yield warning(where, what, "set `compress_method: cachegen`")
     for enabled, name in (
         (strategy.enable_pinning, "pin_location"),
         (strategy.enable_compression, "compress_location"),

@@ -10,7 +10,7 @@ import pytest
 from kvproxy.base.types import InferenceRequest, RequestKind
 from kvproxy.cache.overlap import tokens as token_source
 from kvproxy.cache.overlap.facts import RequestFacts, Result
-from kvproxy.cache.overlap.tokens import MAX_ASKED_BYTES
+from kvproxy.cache.overlap.tokens import MAX_ASKED_BYTES, MAX_TOKENIZING
 from kvproxy.proxy.request.parse import MAX_PROMPT_BYTES
 from tests.cache.support import A, Fake, Service, chat, completion, controller, engine, long_text, parsed, world
 from tests.support.until import until
@@ -81,16 +81,15 @@ async def test_tokenizes_at_once_are_bounded() -> None:
         return {"tokens": list(range(600)), "max_model_len": 9999}
 
     slow = engine(tokenize=gated)
-    limits = {"tokenize": {"max_concurrent": 2}, "lookup_routing_timeout": 0.01}
-    async with world({"a": slow}, controller(nobody), **limits) as service:
-        for number in range(5):
+    async with world({"a": slow}, controller(nobody), lookup_routing_timeout=0.001) as service:
+        for number in range(MAX_TOKENIZING + 2):
             await service.ask(chat(long_text(f"w{number}-")))
-        await until(lambda: slow.calls["/tokenize"] == 2)
-        assert service.metric("kvproxy_queue_depth", queue="kvcache_tokenize") == 2
-        assert service.metric("kvproxy_queue_limit", queue="kvcache_tokenize") == 2
+        await until(lambda: slow.calls["/tokenize"] == MAX_TOKENIZING)
+        assert service.metric("kvproxy_queue_depth", queue="kvcache_tokenize") == MAX_TOKENIZING
+        assert service.metric("kvproxy_queue_limit", queue="kvcache_tokenize") == MAX_TOKENIZING
         go.set()
         await until(lambda: service.metric("kvproxy_queue_depth", queue="kvcache_tokenize") == 0)
-    assert slow.calls["/tokenize"] == 2
+    assert slow.calls["/tokenize"] == MAX_TOKENIZING
 
 
 async def test_the_engines_render_is_exact_where_it_exists() -> None:

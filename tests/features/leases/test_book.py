@@ -64,10 +64,10 @@ def test_a_lease_has_its_reason() -> None:
     assert (lease(waiting()).why, lease(waiting(calls_tool=False)).why) == (LeaseReason.TOOL_CALL, LeaseReason.CLIENT)
 
 
-@pytest.mark.parametrize("name", ["touch", "share"])
+@pytest.mark.parametrize("name", ["touch", "share", "max_leases"])
 def test_a_setting_that_is_gone_is_a_warning_with_the_reason(name: str) -> None:
     """The rest of the file is used."""
-    filters = ["inference_request", {"kvcache": {"leases": {name: True, "max_leases": 7}}}, "router"]
+    filters = ["inference_request", {"kvcache": {"leases": {name: True, "endpoint_tokens": 7}}}, "router"]
     config, problems = check_config({"endpoints": ["http://127.0.0.1:1"], "filters": filters})
     assert config is not None
     (gone,) = (one for one in problems if one.path == f"filters[1].kvcache.leases.{name}")
@@ -178,7 +178,6 @@ def test_the_end_of_a_session_releases_what_was_kept_for_it() -> None:
     ("limits", "held", "one", "refusal"),
     [
         ({"min_tokens": 1001}, [], lease(waiting()), "short"),
-        ({"max_leases": 1}, [lease(waiting(2))], lease(waiting()), "max_leases"),
         ({"tenant_tokens": 1500}, [lease(waiting(2))], lease(waiting()), "tenant_budget"),
         ({"tenant_tokens": 1500}, [lease(waiting(2, tenant="u"))], lease(waiting()), ""),
         ({"tenants": [{"tenant": "t", "tokens": 0}]}, [], lease(waiting()), "tenant_budget"),
@@ -194,6 +193,11 @@ def test_each_bound_refuses(limits: dict[str, Any], held: list[Lease], one: Leas
     assert book.grant(one, settings(**limits)) == refusal
 
 
+def test_leases_at_once_are_bounded() -> None:
+    book = LeaseBook(most=1)
+    assert [book.grant(lease(waiting(key)), settings()) for key in (1, 2)] == ["", "max_leases"]
+
+
 @given(
     st.lists(
         st.tuples(
@@ -207,8 +211,8 @@ def test_each_bound_refuses(limits: dict[str, Any], held: list[Lease], one: Leas
 )
 def test_a_tenant_never_holds_more_than_its_budget(steps: list[tuple[str, int, str, int]]) -> None:
     """Whatever comes in which order; what is counted is what is held."""
-    limits = settings(tenant_tokens=2000, endpoint_tokens=4000, max_leases=5, tenants=[{"tenant": "u", "tokens": 700}])
-    book = LeaseBook()
+    limits = settings(tenant_tokens=2000, endpoint_tokens=4000, tenants=[{"tenant": "u", "tokens": 700}])
+    book = LeaseBook(most=5)
     for now, (step, key, tenant, tokens) in enumerate(steps):
         of = waiting(key, tenant=tenant, session=key, at=float(now))
         if step == "grant":

@@ -128,7 +128,6 @@ async def test_lookups_that_are_late() -> None:
     [
         (False, {"enable_eviction": True}, "has no /evict"),
         (True, {"enable_eviction": True}, ""),
-        (False, {"enable_compression": True, "compress_method": "zstd"}, "compresses with cachegen only"),
         (False, {"enable_pinning": True, "pin_location": "lmcache"}, "has no location 'lmcache'"),
         (False, {"enable_pinning": True}, ""),
     ],

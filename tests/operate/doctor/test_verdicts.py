@@ -195,18 +195,16 @@ def test_chunk_size(count: int, shorter: int, minimum: int, severity: Severity, 
 
 
 def test_actions_that_a_controller_cannot_do() -> None:
-    """Eviction, another codec, unknown places: each would answer 404 or do nothing."""
+    """Eviction and unknown places: each would answer 404 or do nothing."""
     strategy = CacheStrategySettings(
         enable_eviction=True,
         enable_compression=True,
-        compress_method="zstd",
         enable_pinning=True,
         pin_location="lmcache",
     )
     found = list(judge_strategies("lmcache", strategy, evicts=False))
     assert [one.fix.split("`")[1] for one in found] == [
         "allow_clear: true",
-        "compress_method: cachegen",
         "pin_location",
     ]
     cleared = CacheStrategySettings(enable_eviction=True, allow_clear=True, evict_location="nowhere")
