@@ -272,6 +272,8 @@ def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
         drain.add_argument("--cluster", help="its cluster, where several have an endpoint with this id")
         if name == "drain":
             drain.add_argument("--wait", action="store_true", help="until the requests it has are finished")
+            if find_spec("kvproxy.features.resume") is not None:
+                drain.add_argument("--move", action="store_true", help="have its streams go on elsewhere that can")
         add_admin_options(drain)
         drain.set_defaults(run="kvproxy.operate.commands.operate:main_drain", draining=name == "drain")
 

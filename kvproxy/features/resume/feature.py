@@ -12,8 +12,11 @@ from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from msgspec import Struct
+    from starlette.routing import Route
 
+    from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ObservedCluster
     from kvproxy.operate.admin.operated import AdminTarget
+    from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
@@ -28,6 +31,18 @@ class Resume(Feature):
     name = "resume"
     metric_group = "ResumeMetrics"
     settings = {RouteSettings: (ResumePlace,)}
+
+    def observe_cluster(self, cluster: ObservedCluster, tools: ClusterTools) -> ClusterObserver:
+        """Return the places where endpoints find their streams."""
+        from kvproxy.features.resume.running import RunningObserver
+
+        return RunningObserver()
+
+    def list_admin_routes(self, operated: AdminTarget, audit: Audit) -> Sequence[Route]:
+        """Return the path that moves streams."""
+        from kvproxy.features.resume.admin import MoveRoutes
+
+        return MoveRoutes(operated, audit).list_routes()
 
     def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
         """Return the filter, if a route wants it."""

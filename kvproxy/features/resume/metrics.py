@@ -17,6 +17,7 @@ class ResumeMetrics(MetricGroup):
     resumed = counter(
         "kvproxy_streams_resumed", "Broken streams whose rest was requested from another engine", "cluster grade"
     )
+    moved = counter("kvproxy_streams_moved", "Streams that `kvproxy drain --move` had go on elsewhere", "cluster")
     #: guided, tools, overlap, budget, ...
     refused = counter("kvproxy_streams_not_resumed", "Broken streams that ended with an error event", "cluster reason")
     gap = histogram(

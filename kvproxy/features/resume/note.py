@@ -26,9 +26,16 @@ class ResumeNote(msgspec.Struct, frozen=True):
 
 def describe_leg(leg: ResumedLeg) -> str:
     """Return a line about it."""
+    if leg.error == "moved":
+        return _describe_move(leg)
     broke = f"the stream broke at {leg.broke_at} ({leg.error}) after {leg.tokens} tokens"
     if leg.refusal:
         return f"{broke} and could not go on: {leg.refusal}"
     if leg.gap_s is None:
         return f"{broke}; the rest was requested ({leg.grade}), and nothing more came"
     return f"{broke} and went on elsewhere after {leg.gap_s:.3g} s ({leg.grade})"
+
+
+def _describe_move(leg: ResumedLeg) -> str:
+    moved = f"the stream was moved off {leg.broke_at} after {leg.tokens} tokens ({leg.grade})"
+    return f"{moved}; nothing more came" if leg.gap_s is None else f"{moved} and went on after {leg.gap_s:.3g} s"

@@ -14,8 +14,9 @@ from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.events import DONE, read_data, split_events, strip_ids, with_data
 from kvproxy.features.resume.metrics import ResumeMetrics
 from kvproxy.features.resume.note import NOTE, ResumedLeg, ResumeNote
-from kvproxy.features.resume.plan import BrokenRequest, Wishes, plan_leg, read_request
+from kvproxy.features.resume.plan import BrokenRequest, Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
+from kvproxy.features.resume.running import Moved, RunningStreams
 from kvproxy.features.resume.splice import Mismatch, Splice
 from kvproxy.proxy.request.continuation import Leg
 from kvproxy.proxy.request.exchange import Exchange
@@ -23,6 +24,8 @@ from kvproxy.proxy.request.usage import ERROR_MARK, error_status
 
 #: Breaks of one stream that another engine may mend.
 MAX_LEGS = 2
+#: Moves of one stream off drained endpoints.
+MAX_MOVES = 16
 #: A longer event is passed on as it comes, and its stream is not resumed.
 _MAX_EVENT_BYTES = 16 * 1024 * 1024
 _ASK_IDS = b'"return_token_ids":true,'
@@ -76,7 +79,12 @@ class ResumableStream:
         self._context_tokens = context_tokens
         self._progress = Progress()
         self._strips = own
+        self._target = b""  # of the first request, as its engine got it
+        self._body: bytes | None = None
         self._request: BrokenRequest | None = None
+        self._response: UpstreamResponse | None = None
+        self._running: RunningStreams | None = None  # where its endpoint finds it
+        self._planned: Plan | None = None  # of a move
         self._splice: Splice | None = None
         self._legs: list[ResumedLeg] = []
         self._broke_at = 0.0
@@ -84,14 +92,24 @@ class ResumableStream:
         self._ended = False  # its last event came
         self._debug = False
         self._endpoint = ""
+        self.model = ""
 
-    def follow(self, pick: Pick, response: UpstreamResponse) -> bool:
+    def follow(self, pick: Pick, response: UpstreamResponse, *, target: bytes, body: bytes | None) -> bool:
         """Follow a stream of events, and no other answer."""
         headers = dict(response.headers)
         streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
         if response.status != 200 or not streams or not headers.keys().isdisjoint(_FIXED):
             return False
+        if self._response is None:
+            self._target = target
+            self._body = body
+        self._response = response
         self._endpoint = str(pick.endpoint.id)
+        self.model = pick.decision.request.model
+        if self._running is not None:
+            self._running.remove(self)
+        self._running = RunningStreams.of(pick.endpoint)
+        self._running.add(self)
         self._held = self.withheld = b""
         self.failure = None
         if self._wishes.context_tokens is None:
@@ -170,32 +188,51 @@ class ResumableStream:
             made = made[:-1] + b',"kvproxy":' + msgspec.json.encode({"resumed": self._legs}) + b"}"
         return with_data(event, made) if made else b""
 
-    def next_leg(self, error: UpstreamError, *, target: bytes, body: bytes | None, debug: bool) -> Leg | None:
+    def move(self) -> str | None:
+        """Have another engine go on with the stream. Return why it stays; "": it moves; None: it is over."""
+        response = self._response
+        if self.failure is not None or self._ended or response is None or response.complete or response.error:
+            return None
+        plan = "moves" if self._count_legs(moved=True) >= MAX_MOVES else self._plan()
+        if isinstance(plan, str):
+            return plan
+        self._planned = plan
+        self.failure = Moved()
+        response.abort()
+        return ""
+
+    def next_leg(self, error: UpstreamError, *, debug: bool) -> Leg | None:
         """Return the request for the rest, if the answer so far and the request allow it."""
         self._debug = debug
         self._broke_at = self._clock()
         self.member = b""
-        progress = self._progress
-        if self._request is None:
-            self._request = read_request(self._kind, target, body)
-        broken = ResumedLeg(self._endpoint, error.reason, progress.tokens)
-        refusal = ""
+        broken = ResumedLeg(self._endpoint, error.reason, self._progress.tokens)
         if isinstance(error, Mismatch):
-            refusal = "overlap"
-        elif len(self._legs) >= MAX_LEGS:
-            refusal = "twice"
-        elif self._request is None:
-            refusal = "body"
-        if refusal or self._request is None:
-            self._add_refused(broken, refusal)
-            return None
-        plan = plan_leg(self._request, progress, self._wishes)
+            plan: Plan | str = "overlap"
+        elif self._planned is None and self._count_legs(moved=False) >= MAX_LEGS:
+            plan = "twice"
+        else:
+            plan = self._planned or self._plan()
         if isinstance(plan, str):
             self._add_refused(broken, plan)
             return None
+        assert self._request is not None
         self._add(msgspec.structs.replace(broken, grade=plan.grade))
-        self._splice = Splice(plan, progress, greedy=self._request.greedy)
-        return plan.leg
+        self._splice = Splice(plan, self._progress, greedy=self._request.greedy)
+        if self._planned is None:
+            return plan.leg
+        self._planned = None
+        self._metrics.moved.labels(self._outcome.cluster).inc()
+        return plan.leg._replace(moved=True)
+
+    def _plan(self) -> Plan | str:
+        """Return how the stream can go on from here, or why it cannot."""
+        if self._request is None:
+            self._request = read_request(self._kind, self._target, self._body)
+        return "body" if self._request is None else plan_leg(self._request, self._progress, self._wishes)
+
+    def _count_legs(self, *, moved: bool) -> int:
+        return sum((leg.error == Moved.reason) is moved for leg in self._legs)
 
     def refuse(self, reason: str) -> None:
         """Note that the proxy does not send the leg."""
@@ -212,7 +249,8 @@ class ResumableStream:
         self._replace_last(gap_s=round(gap_s, 6))
         cluster = self._outcome.cluster
         self._metrics.gap.labels(cluster).observe(gap_s)
-        self._metrics.resumed.labels(cluster, self._legs[-1].grade).inc()
+        if self._legs[-1].error != Moved.reason:
+            self._metrics.resumed.labels(cluster, self._legs[-1].grade).inc()
 
     def _add(self, leg: ResumedLeg) -> None:
         self._legs.append(leg)

@@ -82,7 +82,7 @@ class EndpointRoutes:
 
     async def _drain(self, request: Request) -> Response:
         await read_json_object(request, optional=True)
-        cluster, name, endpoints = self._named(request)
+        cluster, name, endpoints = self.find_named(request)
         draining = not request.url.path.endswith("/undrain")
         before = all(endpoint.draining for endpoint in endpoints)
         cluster.members.drain_endpoint(name, draining=draining)
@@ -92,7 +92,7 @@ class EndpointRoutes:
 
     async def _weight(self, request: Request) -> Response:
         body = await read_json_object(request)
-        cluster, name, endpoints = self._named(request)
+        cluster, name, endpoints = self.find_named(request)
         unknown = [Problem(key, "unknown key", spelling_hint(key, ["weight"])) for key in body if key != "weight"]
         weight = body.get("weight")
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight <= 1000:
@@ -108,7 +108,7 @@ class EndpointRoutes:
 
     async def _remove(self, request: Request) -> Response:
         await read_json_object(request, optional=True)
-        cluster, name, endpoints = self._named(request)
+        cluster, name, endpoints = self.find_named(request)
         in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
         cluster.members.remove_endpoint(name)
         self._audit.write_line(request, "endpoint.remove", cluster=cluster.name, endpoint=name, in_flight=in_flight)
@@ -127,8 +127,9 @@ class EndpointRoutes:
             )
         return cluster
 
-    def _named(self, request: Request) -> tuple[Cluster, EndpointId, Sequence[Endpoint]]:
-        """Return what the path names: an endpoint, or the engine of several, one a data-parallel rank."""
+    def find_named(self, request: Request) -> tuple[Cluster, EndpointId, Sequence[Endpoint]]:
+        """Return what the path names: an endpoint, or the engine of several, one a data-parallel rank. Raises
+        RequestRefused."""
         cluster = self._cluster(request.path_params["cluster"])
         name = EndpointId(request.path_params["id"])
         endpoints = cluster.members.find_named(name)

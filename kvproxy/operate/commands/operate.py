@@ -95,9 +95,10 @@ def _refusal(url: str, status: int, data: dict[str, Any]) -> str:
 def main_drain(args: argparse.Namespace) -> int:
     """`kvproxy drain` and `kvproxy undrain`."""
     address = AdminAddress(args.url, args.token_file)
-    where = {"cluster": args.cluster, "draining": args.draining}
-    wait = args.draining and args.wait
-    return drain_endpoint(address, args.endpoint, **where, wait=wait, out=sys.stdout, err=sys.stderr)
+    how = {"cluster": args.cluster, "draining": args.draining}
+    if args.draining:
+        how |= {"wait": args.wait, "move": getattr(args, "move", False)}
+    return drain_endpoint(address, args.endpoint, **how, out=sys.stdout, err=sys.stderr)
 
 
 def main_reload(args: argparse.Namespace) -> int:
@@ -112,29 +113,37 @@ def drain_endpoint(
     cluster: str | None = None,
     draining: bool = True,
     wait: bool = False,
+    move: bool = False,
     out: TextIO,
     err: TextIO,
     transport: httpx.BaseTransport | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Take an endpoint out of, or back into, rotation, and with `wait` until it has no request; 1 when that was not
-    done."""
+    done. With `move` its streams go on elsewhere where they can, those that begin while it waits too."""
     action = "drain" if draining else "undrain"
     with address.connect(transport=transport) as client:
         try:
             place = _cluster_of(ask_admin(client, address.url, "/endpoints"), endpoint, cluster)
-            path = f"/endpoints/{quote(place, safe='')}/{quote(endpoint, safe='/:@')}/{action}"
-            running = ask_admin(client, address.url, path, method="POST").get("in_flight", 0)
+            path = f"/endpoints/{quote(place, safe='')}/{quote(endpoint, safe='/:@')}"
+            running = ask_admin(client, address.url, f"{path}/{action}", method="POST").get("in_flight", 0)
             said = _describe_drained(running) if draining else "gets requests again"
             print(f"endpoint {endpoint!r} of cluster {place!r} {said}", file=out, flush=True)
+            if move and running:
+                staying = ask_admin(client, address.url, f"{path}/move", method="POST").get("staying", ())
+                sleep(_LOOK_AGAIN_S)
+                running = _count_running(ask_admin(client, address.url, "/endpoints"), place, endpoint)
+                print(_describe_moved(running, staying), file=out, flush=True)
             while wait and running:
+                if move:
+                    ask_admin(client, address.url, f"{path}/move", method="POST")
                 sleep(_LOOK_AGAIN_S)
                 running = _count_running(ask_admin(client, address.url, "/endpoints"), place, endpoint)
         except AdminRefused as error:
             print(f"kvproxy {action}: {error}", file=err)
             return 1
     if wait:
-        print("it has finished all of them", file=out)
+        print("it has none left" if move else "it has finished all of them", file=out)
     return 0
 
 
@@ -142,6 +151,13 @@ def _describe_drained(running: int) -> str:
     if not running:
         return "gets no new requests and has none running"
     return f"gets no new requests; it finishes {running} running {'request' if running == 1 else 'requests'}"
+
+
+def _describe_moved(running: int, staying: Sequence[str]) -> str:
+    if not running:
+        return "its streams went on elsewhere"
+    why = f" ({', '.join(staying)})" if staying else ""
+    return f"streams went on elsewhere; it has {running} left{why}"
 
 
 def _count_running(answer: dict[str, Any], cluster: str, endpoint: str) -> int:

@@ -37,6 +37,7 @@ from kvproxy.proxy.forward.relay import Relay, is_comment, is_event_stream
 from kvproxy.proxy.forward.request_body import RequestBody
 from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
+from kvproxy.proxy.request.continuation import Leg
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import CLIENT_CLOSED_REQUEST, Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
@@ -166,6 +167,7 @@ class Forwarding(Placement, kw_only=True):
     _task: asyncio.Task[object] | None = None
     _asked_elsewhere: bool = False  # for a model that the first engine lacks
     _lost: frozenset[EndpointId] = NO_ENDPOINTS  # endpoints that a stream of this request broke at
+    _moves: int = 0  # of the stream, off endpoints that did not fail
     _given_back: str | None = None  # set when the endpoint became unhealthy: "" to be retried, else why it is not
 
     @classmethod
@@ -443,7 +445,7 @@ class Forwarding(Placement, kw_only=True):
         safe = unprocessed or self.exchange.inference is not None or self._asking.method in _IDEMPOTENT
         if not (safe and self._asking.body.replayable):
             return "not_replayable"
-        if self.exchange.outcome.attempts >= shared.retry.attempts:
+        if self.exchange.outcome.attempts - self._moves >= shared.retry.attempts:
             return "attempts"
         if self._lost and not unprocessed:  # the prompt itself may have killed both engines
             return "engines_lost"
@@ -464,7 +466,7 @@ class Forwarding(Placement, kw_only=True):
     def _note_first_token(self, pick: Pick) -> None:
         now = self._shared.clock()
         pick.first_token(now)
-        if self._lost:  # of the rest of a stream
+        if self._lost or self._moves:  # of the rest of a stream
             return
         self.exchange.outcome.ttft_s = now - self.exchange.received_at
         if "first_byte" in self.exchange.hooks:
@@ -487,9 +489,12 @@ class Forwarding(Placement, kw_only=True):
         counts = self._shared.cached_counts
         count = None if counts is None else counts.follow(self.exchange, response)
         continuation = self.exchange.continuation
-        if continuation is not None and not continuation.follow(pick, response):
+        asked = self._asking
+        if continuation is not None and not continuation.follow(
+            pick, response, target=asked.target, body=asked.body.whole
+        ):
             continuation = None
-        post = self._asking.method == b"POST"
+        post = asked.method == b"POST"
         relay = Relay(self.exchange, response, self._delivery.downstream, post, count, continuation)
         if begins_later:
             relay.on_event = functools.partial(self._note_first_token, pick)
@@ -510,7 +515,7 @@ class Forwarding(Placement, kw_only=True):
         if error is not None and relay.broken:
             return await self._resume(pick, relay, headers, error)
         outcome = self.exchange.outcome
-        if self._lost:  # the counts are those of several engines
+        if self._lost or self._moves:  # the counts are those of several engines
             outcome.cached_tokens = None
             return _Next.DELIVERED
         policies = self.cluster.policies
@@ -525,18 +530,24 @@ class Forwarding(Placement, kw_only=True):
         """Prepare the request for the rest of a stream that broke, or end the stream."""
         continuation = self.exchange.continuation
         assert continuation is not None
-        asking = self._asking
-        leg = continuation.next_leg(error, target=asking.target, body=asking.body.whole, debug=self._delivery.debug)
+        leg = continuation.next_leg(error, debug=self._delivery.debug)
         if leg is not None:
             self._last = error
+            if leg.moved:
+                self._moves += 1
+                notify(RequestObserver.attempt_failed, self.exchange, error.reason, self._shared.clock())
+                return self._go_on(leg)
             refusal = self._why_no_retry(unprocessed=False)
             self._lost |= {pick.endpoint.id, *pick.endpoint.engine.members}
             if self._after_failure(error.reason, refusal) is _Next.RETRY:
-                self._asking = asking.with_leg(leg)
-                return _Next.RESUME
+                return self._go_on(leg)
             continuation.refuse(refusal)
         await relay.tell_broken(headers, error)
         return _Next.DELIVERED
+
+    def _go_on(self, leg: Leg) -> _Next:
+        self._asking = self._asking.with_leg(leg)
+        return _Next.RESUME
 
 
 def client_of(exchange: Exchange, scope: Scope) -> str:

@@ -14,6 +14,7 @@ class Leg(NamedTuple):
 
     target: bytes
     body: bytes
+    moved: bool = False  # from an engine that did not fail: no retry
 
 
 class Continuation(Protocol):
@@ -27,8 +28,9 @@ class Continuation(Protocol):
     #: The engine's own end of such a stream, for the client if no other engine goes on.
     withheld: bytes
 
-    def follow(self, pick: Pick, response: UpstreamResponse) -> bool:
-        """Return whether it follows this answer, the first or one that goes on with it."""
+    def follow(self, pick: Pick, response: UpstreamResponse, *, target: bytes, body: bytes | None) -> bool:
+        """Return whether it follows this answer, the first or one that goes on with it. `target` and `body` are those
+        of the request; the body is None if it was streamed."""
         ...
 
     def next_piece(self, piece: bytes) -> bytes:
@@ -39,9 +41,9 @@ class Continuation(Protocol):
         """Return the last of an answer that is complete."""
         ...
 
-    def next_leg(self, error: UpstreamError, *, target: bytes, body: bytes | None, debug: bool) -> Leg | None:
-        """Return the request for the rest; None if this stream cannot go on. `target` and `body` are those of the
-        request that broke; the body is None if it was streamed. `debug`: the client asked how it was served."""
+    def next_leg(self, error: UpstreamError, *, debug: bool) -> Leg | None:
+        """Return the request for the rest; None if this stream cannot go on. `debug`: the client asked how it was
+        served."""
         ...
 
     def refuse(self, reason: str) -> None:

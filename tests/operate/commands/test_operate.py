@@ -108,6 +108,35 @@ def test_waiting_until_an_endpoint_has_finished() -> None:
     assert out.getvalue().endswith("it finishes 2 running requests\nit has finished all of them\n")
 
 
+@pytest.mark.parametrize(
+    ("left", "wait", "said"),
+    [
+        ([3, 0], False, ["its streams went on elsewhere"]),
+        ([3, 1], False, ["streams went on elsewhere; it has 1 left (guided)"]),
+        ([3, 1, 1, 0], True, ["streams went on elsewhere; it has 1 left (guided)", "it has none left"]),
+    ],
+)
+def test_streams_of_a_drained_endpoint_are_moved(left: list[int], wait: bool, said: list[str]) -> None:
+    """Once, or at each look while the command waits, since streams may begin meanwhile."""
+    asked: list[str] = []
+    counts = iter(left[1:])
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if request.url.path.endswith("/move"):
+            return httpx.Response(200, json={"moved": 2, "staying": {"guided": 1}})
+        running = left[0] if request.method == "POST" or len(asked) == 1 else next(counts)
+        return httpx.Response(200, json={"clusters": {"c": [{"id": "a", "in_flight": running}]}, "in_flight": running})
+
+    out, err = io.StringIO(), io.StringIO()
+    address, transport = AdminAddress("http://127.0.0.1:1"), httpx.MockTransport(handle)
+    options = {"out": out, "err": err, "transport": transport, "sleep": lambda _: None}
+    assert drain_endpoint(address, "a", wait=wait, move=True, **options) == 0  # type: ignore[arg-type]
+    assert out.getvalue().splitlines()[1:] == said
+    assert asked.count("/endpoints/c/a/move") == len(left) - 1
+    assert next(counts, None) is None
+
+
 async def test_reloading(running: tuple[Proxy, str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """A good file is applied; a bad one is not, and its problems come with their places."""
     proxy, url, file = running

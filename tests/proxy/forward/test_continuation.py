@@ -38,7 +38,8 @@ class Following:
         self.refusals: list[str] = []
         self.asked: list[tuple[bytes, bytes | None]] = []
 
-    def follow(self, pick: Pick, response: UpstreamResponse) -> bool:
+    def follow(self, pick: Pick, response: UpstreamResponse, *, target: bytes, body: bytes | None) -> bool:
+        self.asked.append((target, body))
         self.endpoints.append(pick.endpoint.id)
         self.failure = None
         self.withheld = b""
@@ -54,9 +55,8 @@ class Following:
     def finish(self, rest: bytes) -> bytes:
         return self.next_piece(rest)
 
-    def next_leg(self, error: UpstreamError, *, target: bytes, body: bytes | None, debug: bool) -> Leg | None:
+    def next_leg(self, error: UpstreamError, *, debug: bool) -> Leg | None:
         self.errors.append(error.reason)
-        self.asked.append((target, body))
         self.member = b""
         return self.leg
 
@@ -134,6 +134,17 @@ async def test_another_engine_is_asked_for_the_rest(dies, reason: str) -> None: 
     assert (b.calls[0].path, b.calls[0].body) == ("/v1/completions", b'{"rest":true}')
     outcome = exchange.outcome
     assert (outcome.end, outcome.endpoint, outcome.attempts, outcome.status) == ("completed", "b", 2, 200)
+
+
+async def test_a_move_is_no_retry() -> None:
+    """A stream that leaves an engine by an operator's wish goes on where no attempt and no budget is left."""
+    for leg, expected in ((LEG, ["a"]), (LEG._replace(moved=True), ["a", "b"])):
+        following = Following(leg)
+        a, b = FakeEngine("a", breaks_off), FakeEngine("b", goes_on)
+        async with gateway(a, b, retry={"attempts": 1, "budget": 0.0, "min_per_second": 0}) as proxy:
+            await ask(proxy, following)
+            assert following.endpoints == expected
+            assert following.refusals == ([] if leg.moved else ["attempts"])
 
 
 async def test_an_endpoint_where_the_stream_broke_is_not_asked_again() -> None:
