@@ -30,8 +30,8 @@ class EndpointObserver:
     def configure(self, config: EndpointSettings, settings: ClusterSettings) -> None:
         """Apply the configuration."""
 
-    def first_token(self, request: object, placed_at: float, now: float) -> None:
-        """Note the first token of a request that was placed here at that time; not called where it cannot be seen."""
+    def first_token(self, request: object, now: float) -> None:
+        """Note the first token of a request that was placed here; not called where it cannot be seen."""
 
     def request_over(self, request: object) -> None:
         """Note the end of a request here."""

@@ -87,7 +87,7 @@ class Pick(msgspec.Struct, eq=False):
             self.placement.first_token(now)
         if self.endpoint.followers and not self.reservation.hidden:
             for follower in self.endpoint.followers:
-                follower.first_token(self, self.reservation.started_at, now)
+                follower.first_token(self, now)
         if self.picker.queue is not None:
             self.picker.queue.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:

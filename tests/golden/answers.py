@@ -35,7 +35,7 @@ ON: dict[str, Any] = {
         "request_id",
         "access_log",
         "inference_request",
-        {"normalize": {"rules": ["sort_tools"], "share": 1}},
+        {"normalize": {"rules": ["sort_tools"]}},
         {
             "kvcache": {
                 "lmcache_endpoint": "http://127.0.0.1:9",

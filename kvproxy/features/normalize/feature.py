@@ -29,9 +29,6 @@ class Normalize(Feature):
             "inference_request", "normalize", "normalize rewrites prompts that inference_request parses", "error"
         ),
         FilterOrder("normalize", "kvcache", "kvcache predicts for prompts that normalize then rewrites"),
-        FilterOrder(
-            "auth", "normalize", "sessions of one name are distinguished by tenant, which auth names only later"
-        ),
     )
 
     def verify(self, config: Config) -> Iterator[Finding]:
@@ -41,7 +38,7 @@ class Normalize(Feature):
             yield error_at(("filters", names.index("normalize")), "needs inference_request before it")
 
     def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
-        """Return the filter; what its trials found outlives a reload."""
+        """Return the filter."""
         from kvproxy.features.normalize.normalize import build
 
         return build(inner, settings, context)

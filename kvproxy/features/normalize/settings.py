@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvproxy.base.settings.model import Fraction, Model
+from kvproxy.base.settings.model import Model
 
 
 class NormalizeRule(StrEnum):
@@ -21,8 +21,7 @@ class NormalizeRule(StrEnum):
 class NormalizeSettings(Model):
     """Settings of `normalize`."""
 
+    retired = {"share": "all sessions are rewritten, without a trial"}
+
     rules: tuple[NormalizeRule, ...] = ()
     """`billing_header`, `sort_tools`, `token_counters`; none: the filter does nothing."""
-    share: Fraction = 0.2
-    """Share of the sessions it is tried on, until it is clear whether engines reuse more of rewritten prompts; then it
-    is on, or off. 1: on, without a trial."""

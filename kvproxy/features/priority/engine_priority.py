@@ -17,7 +17,7 @@ from kvproxy.cluster.routing.urgency import UrgencyScale
 from kvproxy.cluster.routing.waiting_lines import engine_priority
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
 from kvproxy.features.priority.metrics import EnginePriorityMetrics
-from kvproxy.features.priority.priority_trial import PriorityPayoff, PriorityTrial, Verdict
+from kvproxy.features.priority.priority_trial import PriorityTrial, Verdict
 from kvproxy.proxy.placement import MAX_PRIORITY
 
 #: Of the number on the outcome of a request.
@@ -38,7 +38,6 @@ class PriorityState(StrEnum):
     OBEYS = "obeys"
     IGNORES = "ignores"  # it accepts the number and orders by something else
     REFUSED = "refused"  # it answered with an error that names the field
-    DOES_NOT_PAY = "does_not_pay"  # it obeys, and p99 was measured to pay more than the mean gains
 
 
 class EndpointPriority(EndpointObserver):
@@ -49,7 +48,6 @@ class EndpointPriority(EndpointObserver):
         "_ignored_at",
         "_load",
         "_metrics",
-        "_payoff",
         "_refused",
         "_rng",
         "_shown",
@@ -66,7 +64,6 @@ class EndpointPriority(EndpointObserver):
         cluster: ClusterSettings,
         *,
         load: EndpointLoad,
-        payoff: PriorityPayoff,
         rng: random.Random,
         endpoint: Endpoint | None = None,
         metrics: Metrics | None = None,
@@ -75,7 +72,6 @@ class EndpointPriority(EndpointObserver):
         self._metrics = None if metrics is None else metrics.group(EnginePriorityMetrics)
         self._shown = False
         self._load = load
-        self._payoff = payoff  # of all engines of the cluster
         self._rng = rng
         self._waited_at = -math.inf  # when its own count last had several waiting
         self._trial = PriorityTrial(rng)
@@ -101,10 +97,7 @@ class EndpointPriority(EndpointObserver):
         """As far as it is known."""
         if self._refused:
             return PriorityState.REFUSED
-        verdict = self._trial.verdict
-        if verdict is Verdict.OBEYS and self.mode is EnginePriorityMode.AUTO and self._payoff.pays is False:
-            return PriorityState.DOES_NOT_PAY
-        return PriorityState(verdict)
+        return PriorityState(self._trial.verdict)
 
     def is_in(self, state: PriorityState) -> bool:
         """Return True if the engine gets a priority and is in this state."""
@@ -112,17 +105,14 @@ class EndpointPriority(EndpointObserver):
 
     def sends(self, now: float) -> bool:
         """Return True if a request placed there now carries the number. With `auto` not if order cannot show, because
-        no request waits in the engine by its own count, nor if it has no effect or does not pay."""
+        no request waits in the engine by its own count, nor if it has no effect."""
         if self.off or self._refused:
             return False
         if self.mode is EnginePriorityMode.ON:
             return True
-        verdict = self._trial.verdict
         if not self.waits(now):
             return False
-        if verdict is Verdict.IGNORES:
-            return now - self._ignored_at >= _ASK_AGAIN_S
-        return verdict is Verdict.UNKNOWN or self._payoff.sends_priority(now)
+        return self._trial.verdict is not Verdict.IGNORES or now - self._ignored_at >= _ASK_AGAIN_S
 
     def waits(self, now: float) -> bool:
         """Return True if several requests waited in the engine recently, or if it does not report that."""
@@ -145,15 +135,13 @@ class EndpointPriority(EndpointObserver):
         number = engine_priority(urgency)
         return number if self.order is PriorityOrder.LOWEST_FIRST else -number
 
-    def first_token(self, request: object, placed_at: float, now: float) -> None:
-        """Record the first token of a request placed on this engine at `placed_at`; not while it is off."""
+    def first_token(self, request: object, now: float) -> None:
+        """Record the first token of a request placed on this engine; not while it is off."""
         verdict = self._trial.verdict
         if verdict is Verdict.UNKNOWN:
             self._trial.first_token(request, now)
             if self._trial.verdict is Verdict.IGNORES:
                 self._ignored_at = now
-        elif verdict is Verdict.OBEYS and self.mode is EnginePriorityMode.AUTO and self.waits(now):
-            self._payoff.observe_wait(placed_at, now - placed_at)
 
     def request_over(self, request: object) -> None:
         """Forget a finished request on this engine."""
@@ -198,9 +186,6 @@ class EndpointPriority(EndpointObserver):
             "sends": self.sends(now),
             "pairs": trial.pairs,
             "pairs_in_order": trial.in_order,
-            "pays": self._payoff.pays,
-            "mean_ratio": self._payoff.mean_ratio,
-            "p99_ratio": self._payoff.p99_ratio,
         }
         return {"engine_priority": status}
 
@@ -216,7 +201,6 @@ class ClusterPriority(ClusterObserver):
     def __init__(self, cluster: ObservedCluster, tools: ClusterTools) -> None:
         self._cluster = cluster
         self._tools = tools
-        self.payoff = PriorityPayoff()
         self._scale = UrgencyScale(
             ageing=lambda: cluster.settings.queue.ageing,
             speeds=lambda: cluster.speeds,
@@ -235,7 +219,6 @@ class ClusterPriority(ClusterObserver):
             config,
             self._cluster.settings,
             load=endpoint.load,
-            payoff=self.payoff,
             rng=self._tools.rng,
             endpoint=endpoint,
             metrics=self._tools.metrics,

@@ -1,20 +1,15 @@
-"""Experiments on live traffic: whether an engine admits requests by their number, and whether that pays. Pure.
+"""Experiment on live traffic: whether an engine admits requests by their number. Pure.
 
 No route of an engine reports its scheduling policy, and one that orders by arrival accepts the number without effect.
 So two requests that wait together are compared. The first is any; the second, placed while the first waits, is put just
 before or just behind it by the toss of a coin. The pair counts if both then waited for a while in which others got
 their first token, and shows whether the one put ahead came first. In an engine that ignores the number this is so in
 half of the pairs, whatever its own order: lengths, arrival, chunks. A sequential test ends it. It costs one request of
-a pair the difference between its own place and its neighbour's; one pair runs at a time.
-
-An order makes short prompts faster and long ones slower. The mean nearly always falls; where p99 grows by a larger
-share than that, the order is not worth it. That depends on slots, step budget, lengths and load, so it is measured
-repeatedly: every other minute without the number, until both kinds have enough first tokens for a p99."""
+a pair the difference between its own place and its neighbour's; one pair runs at a time."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from enum import StrEnum
 from random import Random
 
@@ -126,89 +121,3 @@ class PriorityTrial:
         """Drop the current pair, which proves nothing."""
         self._first = self._second = self._order = None
         self._others = 0
-
-
-#: Length of a window; its beginning is left out, while requests of the other kind still wait.
-WINDOW_S = 60.0
-SETTLING_S = 15.0
-#: First tokens of each kind that decide.
-ENOUGH = 2000
-#: How long a decision holds.
-STANDS_S = 6 * 3600.0
-
-_BUCKETS = 20.0  # a factor of e: 5 % each
-_LEAST_S = 1e-4
-
-
-class _Waits:
-    """Times to first token of one kind: their sum, and how they are distributed."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._sum_s = 0.0
-        self._buckets: Counter[int] = Counter()  # a few hundred: from a tenth of a millisecond to hours
-
-    def add(self, ttft_s: float) -> None:
-        self.count += 1
-        self._sum_s += ttft_s
-        self._buckets[round(_BUCKETS * math.log(max(_LEAST_S, ttft_s)))] += 1
-
-    @property
-    def mean_s(self) -> float:
-        return self._sum_s / self.count
-
-    @property
-    def p99_s(self) -> float:
-        above = self.count // 100
-        for bucket in sorted(self._buckets, reverse=True):
-            above -= self._buckets[bucket]
-            if above < 0:
-                return math.exp(bucket / _BUCKETS)
-        raise ValueError("no first token")
-
-
-class PriorityPayoff:
-    """One pool of engines that heed the number. `pays` is None until it is known."""
-
-    def __init__(self) -> None:
-        self.pays: bool | None = None
-        self.mean_ratio: float | None = None  # with the number against without, as last decided
-        self.p99_ratio: float | None = None
-        self._decided_at = 0.0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._with = _Waits()
-        self._without = _Waits()
-
-    @property
-    def counted(self) -> tuple[int, int]:
-        """First tokens of requests with and without the number, since the last decision."""
-        return self._with.count, self._without.count
-
-    def sends_priority(self, at: float) -> bool:
-        """Return True if a request placed at that time carries the number."""
-        if self.pays is not None and at - self._decided_at < STANDS_S:
-            return self.pays
-        return _is_with(at)
-
-    def observe_wait(self, placed_at: float, ttft_s: float) -> None:
-        """Record the first token of a request placed at `placed_at`, on an engine in which requests wait."""
-        if self.pays is not None and placed_at - self._decided_at < STANDS_S:
-            return
-        if placed_at % WINDOW_S < SETTLING_S:
-            return
-        (self._with if _is_with(placed_at) else self._without).add(ttft_s)
-        if min(self.counted) >= ENOUGH:
-            self._decide(placed_at)
-
-    def _decide(self, at: float) -> None:
-        self.mean_ratio = self._with.mean_s / self._without.mean_s
-        self.p99_ratio = self._with.p99_s / self._without.p99_s
-        self.pays = self.p99_ratio - 1.0 <= 1.0 - self.mean_ratio
-        self._decided_at = at
-        self._begin()
-
-
-def _is_with(at: float) -> bool:
-    return int(at // WINDOW_S) % 2 == 0

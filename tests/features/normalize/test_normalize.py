@@ -1,10 +1,8 @@
-"""Filter normalize: what its rules do to a body, which sessions they are tried on, and when they are on or off."""
+"""Filter normalize: what its rules do to a body."""
 
 from __future__ import annotations
 
 import json
-import logging
-import random
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from starlette.types import Message, Send
 
 from kvproxy.base.types import RequestKind
-from kvproxy.features.normalize.normalize import MAX_SESSIONS, Trial, TrialState, put_all, session_of
+from kvproxy.features.normalize.normalize import put_all
 from kvproxy.features.normalize.normalize_rules import Piece, pieces_of, put_into, rewrite
 from kvproxy.features.normalize.settings import NormalizeRule
 from kvproxy.operate.config.load import check_config
@@ -29,7 +27,7 @@ from tests.support.proxy import RunningProxy, running_proxy
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37; cch=fa690;"
 COUNTER = "<total_tokens>14999 tokens left</total_tokens>"
 BILLING, TOOLS, COUNTERS = NormalizeRule
-FILTERS = ["inference_request", {"normalize": {"rules": list(NormalizeRule), "share": 1}}, "kvcache", "router"]
+FILTERS = ["inference_request", {"normalize": {"rules": list(NormalizeRule)}}, "kvcache", "router"]
 Body = dict[str, Any]
 
 
@@ -207,101 +205,13 @@ async def test_an_uncertain_rewrite_is_left_out(path: str, body: bytes) -> None:
     assert engine.calls[0].body == body
 
 
-async def test_a_share_of_the_sessions_is_rewritten_each_throughout() -> None:
-    """By chance, while the trial lasts."""
-    engine = FakeEngine("a", usage)
-    filters = [FILTERS[0], {"normalize": {"rules": ["sort_tools"], "share": 0.5}}, *FILTERS[2:]]
-    body = json.dumps({"model": "m", "tools": [tool("b"), tool("a")], "messages": []}).encode()
-    async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware", filters=filters) as proxy:
-        for number in range(40):
-            await send(proxy, body, session=str(number // 2))
-    came = [call.body == body for call in engine.calls]
-    assert came[::2] == came[1::2]
-    assert 0 < sum(came[::2]) < 20
-    states = {
-        state: proxy.metric("kvproxy_normalize_state", cluster="default", rules="sort_tools", state=state)
-        for state in TrialState
-    }
-    assert states == {"trying": 1.0, "on": 0.0, "off": 0.0}
-
-
-async def test_an_engine_that_reuses_more_of_sorted_tools_settles_it(caplog: pytest.LogCaptureFixture) -> None:
-    """On for all; one that reuses no more, off for all."""
-
-    async def sorts(engine: FakeEngine, call: Call, send: Send) -> None:
-        names = [one["name"] for one in json.loads(call.body)["tools"]]
-        counted = {"input_tokens": 10, "output_tokens": 1, "cache_read_input_tokens": 90 if names == ["a", "b"] else 0}
-        await reply(send, 200, json.dumps({"type": "message", "content": [], "usage": counted}).encode())
-
-    filters = [FILTERS[0], {"normalize": {"rules": ["sort_tools"], "share": 0.5}}, *FILTERS[2:]]
-    body = json.dumps({"model": "m", "tools": [tool("b"), tool("a")], "messages": []}).encode()
-    for behave, changed, said in ((sorts, True, "sort_tools on for cluster"), (usage, False, "sort_tools off for")):
-        engine = FakeEngine("a", behave)
-        with caplog.at_level(logging.INFO, "kvproxy.filters"):
-            async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware", filters=filters) as proxy:
-                for number in range(192):
-                    await send(proxy, body, session=str(number // 3))
-                last = [call.body != body for call in engine.calls[-24:]]
-        assert last == [changed] * 24
-        assert said in caplog.text
-
-
-def trial_of(gain: float, sessions: int, *, turns: int = 8, share: float = 0.2, seed: int = 1) -> tuple[Trial, int]:
-    """Return a trial on sessions of mixed fortunes, and after how many it was settled."""
-    rng = random.Random(seed)
-    trial = Trial(share=share, seed=rng.getrandbits(64))
-    for number in range(sessions):
-        session, luck = rng.getrandbits(64), rng.gauss(0.5, 0.2)
-        treated = trial.applies(session)
-        for _ in range(turns):
-            reused = min(1.0, max(0.0, luck + rng.gauss(0.0, 0.1) + (gain if treated else 0.0)))
-            if trial.observe_turn(session, prompt_tokens=1000, cached_tokens=int(1000 * reused)) is not None:
-                return trial, number + 1
-    return trial, sessions
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_rule_that_helps_is_on(seed: int) -> None:
-    """Soon, if it helps much."""
-    trial, after = trial_of(0.35, 2000, seed=seed)
-    assert (trial.state, trial.gain is not None and trial.gain > 0.1) == (TrialState.ON, True)
-    assert after < 500
-
-
-@pytest.mark.parametrize("gain", [0.0, -0.2])
-def test_a_rule_that_does_not_help_is_off(gain: float) -> None:
-    """Of 16 trials on noisy traffic none is on by mistake; all end."""
-    states = [trial_of(gain, 4000, seed=seed)[0].state for seed in range(16)]
-    assert states == [TrialState.OFF] * 16
-
-
-def test_few_sessions_settle_nothing() -> None:
-    """However large the difference."""
-    assert trial_of(0.9, 12)[0].state is TrialState.TRYING
-
-
-def test_a_trials_memory_is_bounded() -> None:
-    """The latest sessions count."""
-    trial = Trial(share=0.5, seed=1)
-    for session in range(MAX_SESSIONS + 50):
-        trial.observe_turn(session, prompt_tokens=100, cached_tokens=50)
-    assert len(trial._sessions) == MAX_SESSIONS
-    assert trial.observe_turn(1, prompt_tokens=0, cached_tokens=0) is None
-
-
-def test_a_conversation_without_a_session_is_told_by_its_first_message() -> None:
-    """Its system prompt is that of many."""
-
-    def number(first: str, *more: str) -> int:
-        messages = [
-            {"role": "system", "content": "You"},
-            *({"role": "user", "content": text} for text in (first, *more)),
-        ]
-        request = parse_body(RequestKind.CHAT, json.dumps({"model": "m", "messages": messages}).encode())
-        assert request is not None
-        return session_of("", request)
-
-    assert number("one") == number("one", "two") != number("two")
+def test_the_share_of_a_trial_is_a_setting_that_is_gone() -> None:
+    """The rest of the file is used."""
+    filters = ["inference_request", {"normalize": {"share": 1}}, "kvcache", "router"]
+    config, problems = check_config({"endpoints": ["http://127.0.0.1:1"], "filters": filters})
+    assert config is not None
+    (gone,) = (one for one in problems if one.path == "filters[1].normalize.share")
+    assert (gone.severity, gone.message) == ("warning", "ignored: no longer a setting")
 
 
 def test_its_place_in_the_chain_is_checked() -> None:
