@@ -31,9 +31,10 @@ _WHOLE = {
     "use_beam_search": (b"false",),
     "prompt_logprobs": (),
     "prompt_embeds": (),
-    "kv_transfer_params": (),
     "input_embeds": (),
 }
+#: Members that a trusted client may set; it meant them, and of two the engine would read its own, which is the later.
+_OF_LEGS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 _NULL = b"null"
@@ -46,6 +47,8 @@ def read_body(body: bytes, kind: RequestKind) -> Names | None:
     try:
         names = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if any(name in names for name in _OF_LEGS):
         return None
     for name, harmless in _WHOLE.items():
         value = names.get(name)

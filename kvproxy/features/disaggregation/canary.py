@@ -1,5 +1,6 @@
 """The canary: 16 greedy tokens on a pair of endpoints, separated and at the decoder alone, must be the same, and the
-decoder's counters must show that it pulled the prompt."""
+decoder's counters must show that it pulled the prompt. Where no decoder answers alone, two separated answers are
+compared."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class Canary:
         try:
             if why := await _compare_versions(*clients):
                 return Verdict(PairState.VERSIONS, why)
-            await self._connector.prepare(prefill, self._fetch)
+            await self._connector.prepare(prefill, self._fetch, await self._block_tokens(clients[0]))
             different = ""
             for _ in range(2):  # greedy answers may part by the size of a batch, seldom twice
                 verdict = await self._compare(prefill, decode, clients[1], model)
@@ -91,13 +92,23 @@ class Canary:
         salted = msgspec.json.encode(
             {**msgspec.json.decode(body), "cache_salt": f"canary-{self._rng.getrandbits(64):x}"}
         )
-        alone = await self._ask(decode, salted)
+        if self._connector.computes_alone:
+            alone = await self._ask(decode, salted)
+        else:
+            alone = await self._ask_separated(prefill, decode, salted)
         if separated.choices[0].text != alone.choices[0].text:
             return Verdict(PairState.WRONG, f"answered {separated.choices[0].text!r}, alone {alone.choices[0].text!r}")
         if before is not None and after is not None and after - before < _PULLED * separated.usage.prompt_tokens:
             why = f"of {separated.usage.prompt_tokens} prompt tokens the decoder pulled {after - before}"
             return Verdict(PairState.NO_EFFECT, why)
         return Verdict(PairState.GOOD)
+
+    async def _block_tokens(self, client: VllmClient) -> int:
+        """Return the tokens of the engine's KV blocks; 0: not reported."""
+        if not self._connector.counts_pulls:
+            return 0
+        cache = (await client.fetch_metrics(timeout_s=self._timeout_s)).cache
+        return (cache.block_tokens if cache is not None else None) or 0
 
     async def _count_pulled(self, client: VllmClient) -> int | None:
         if not self._connector.counts_pulls:
@@ -115,7 +126,7 @@ class Canary:
         if connector.at_once:
             _, answer = await asyncio.gather(self._send(prefill, first), self._ask(decode, body, terms))
             return answer
-        member = connector.read_member(await self._send(prefill, first))
+        member = connector.read_member(await self._send(prefill, first), prefill)
         return await self._ask(decode, body, terms._replace(decode=member))
 
     async def _ask(self, engine: Engine, body: bytes, terms: LegTerms = LegTerms({})) -> _Completion:

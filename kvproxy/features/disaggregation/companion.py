@@ -111,6 +111,8 @@ def _meet(state: Disaggregated, now: float) -> None:
     """Make all pairs of endpoints that are up known, so that they are examined before their first request."""
     endpoints = state.cluster.endpoints
     state.pairs.keep_only(endpoints)
+    if state.connector is not None:
+        state.connector.keep_only(endpoints)
     if not state.settings.canary:
         return
     up = [one for one in endpoints if one.condition(now) in TAKING]

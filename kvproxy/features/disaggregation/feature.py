@@ -40,12 +40,15 @@ class Disaggregation(Feature):
         for name, cluster in config.clusters.items():
             roles = {one.role for one in cluster.endpoints}
             where = ("clusters", name, "disaggregation")
-            on = part_of(cluster, DisaggregationPlace).disaggregation.connector is not Connector.OFF
+            settings = part_of(cluster, DisaggregationPlace).disaggregation
+            on = settings.connector is not Connector.OFF
             if not on and EndpointRole.PREFILL in roles:
                 what = "is off, and endpoints with `role: prefill` take no requests without it"
                 yield warning_at((*where, "connector"), what, "name the engines' connector")
             elif on and roles and not cluster.discovery.named and roles <= {EndpointRole.PREFILL}:
                 yield error_at((*where, "connector"), "needs an endpoint that answers: all have `role: prefill`")
+            if settings.connector is Connector.MOONCAKE and not settings.canary:
+                yield error_at((*where, "canary"), "is needed by `mooncake`: it asks for the engines' ids as well")
 
     def observe_cluster(self, cluster: ObservedCluster, tools: ClusterTools) -> ClusterObserver:
         """Return the pairs of a cluster, which the settings may use from any reload on."""

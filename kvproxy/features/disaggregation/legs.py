@@ -23,7 +23,7 @@ from kvproxy.features.disaggregation.bodies import Names, encode, shorten
 from kvproxy.features.disaggregation.connectors.base import KvConnector, LegTerms, NoHandle
 from kvproxy.features.disaggregation.handle import Handle, HandleRefused
 from kvproxy.features.disaggregation.metrics import DisaggregationMetrics
-from kvproxy.features.disaggregation.note import FAILED, LOCAL, PULLED, REFUSED, Legs
+from kvproxy.features.disaggregation.note import ERROR, FAILED, LOCAL, PULLED, REFUSED, Legs
 from kvproxy.features.disaggregation.pairs import Pairs
 from kvproxy.features.disaggregation.plan import PullPrice, split_of_pulled
 from kvproxy.features.disaggregation.settings import DisaggregationSettings
@@ -55,6 +55,12 @@ class Splitting:
     clock: Clock
 
 
+class NoPrefill(PoolFull):
+    """No endpoint has prefilled the prompt, and the decoder cannot compute it itself."""
+
+    reason = "no_prefill"
+
+
 class TwoLegs:
     """Made in the turn of the decision, in which its first prefill is reserved; `run` is awaited in place of the plain
     request."""
@@ -75,6 +81,7 @@ class TwoLegs:
         self._prefill: Pick | None = None
         self._beside: asyncio.Task[None] | None = None  # the prefill leg of a connector that needs both at once
         self._sent: asyncio.Task[Answer] | None = None  # the decode leg
+        self._elsewhere = False  # after the failure of a prefill beside it another endpoint may prefill
 
     def reserve(self, endpoint: Endpoint) -> None:
         """Count the prefill in at its endpoint, and out at the decoder."""
@@ -121,16 +128,23 @@ class TwoLegs:
             handle = None
             if answer is not None:
                 try:
-                    handle = self._make_handle(self._shared.connector.read_member(answer))
+                    handle = self._make_handle(self._shared.connector.read_member(answer, pick.endpoint))
                 except NoHandle:
                     result = "no_handle"
             self._count_prefill(pick, result)
             if handle is not None:
                 return handle
             self._prefill = None
-            if result in _ELSEWHERE and self._others and self._legs.prefills < MAX_PREFILLS:
-                self.reserve(self._others.pop(0))
+            if result in _ELSEWHERE:
+                self._reserve_another()
         return None
+
+    def _reserve_another(self) -> bool:
+        """Have the next endpoint prefill, if there is one and few have tried."""
+        if not self._others or self._legs.prefills >= MAX_PREFILLS:
+            return False
+        self.reserve(self._others.pop(0))
+        return True
 
     def _prefill_beside(self) -> Handle | None:
         """Start the prefill leg, unless the decoder's side sends it; the decode leg need not wait for it."""
@@ -158,6 +172,7 @@ class TwoLegs:
             self._count_prefill(pick, result)
             pick.settle(AttemptOutcome.CANCELLED, self._shared.clock())
         if result != "done" and self._sent is not None:
+            self._elsewhere = result in _ELSEWHERE
             self._sent.cancel()
 
     def _make_handle(self, member: bytes) -> Handle:
@@ -235,17 +250,24 @@ class TwoLegs:
         self._sent = sent = asyncio.ensure_future(self._request.ask_whole(self._pick, member))
         answer = await self._await_decode(sent)
         if answer is None:
-            return await self._compute_here(LOCAL)
+            again = self._prefill_beside() if self._elsewhere and self._reserve_another() else None
+            return await (self._compute_here(LOCAL) if again is None else self._pull(again))
         response, status, first = answer
         if status >= 500 and status not in _NOT_ABOUT_KV:
             self._doubt()
-            first, whole = await read_short(response, first)
-            if whole and _DEAD not in first:
+            try:
+                first, whole = await read_short(response, first)
+            except BaseException:
+                response.abort()
+                raise
+            if whole and _DEAD not in first and shared.connector.computes_alone:
                 response.abort()
                 return await self._compute_here(REFUSED)
             self._legs.result = FAILED
         elif status < 400:
             self._note_pulled(shared.clock() - began)
+        else:
+            self._legs.result = ERROR
         return response, status, first
 
     def _note_pulled(self, took_s: float) -> None:
@@ -269,7 +291,8 @@ class TwoLegs:
             await cancel_tasks([sent])
             raise FirstByteTimeout(f"{self._pick.endpoint.id} gave no first byte within {limit_s:g} s") from None
         except asyncio.CancelledError:
-            if sent.cancelled():
+            task = asyncio.current_task()
+            if sent.cancelled() and not (task is not None and task.cancelling()):
                 return None
             left_s = FREEING_S - (asyncio.get_running_loop().time() - began)
             await _let_go(sent, left_s)
@@ -279,7 +302,9 @@ class TwoLegs:
             raise
 
     async def _compute_here(self, result: str) -> Answer:
-        """Send the request as the client sent it: the decoder computes the prompt."""
+        """Send the request as the client sent it: the decoder computes the prompt. Raises NoPrefill."""
+        if not self._shared.connector.computes_alone:
+            raise NoPrefill(f"no endpoint has prefilled the prompt for {self._pick.endpoint.id}")
         self._legs.result = result
         self._pick.reservation.known = self._pick.decision.request.facts.searched
         self._count_at_decoder(self._local)
@@ -329,9 +354,11 @@ def _judge(status: int) -> tuple[str, AttemptOutcome]:
 async def _let_go(sent: asyncio.Task[Answer], left_s: float) -> None:
     """End the decode leg of a client that left, once its engine has it: the engine then frees the prefiller's blocks,
     too."""
-    if left_s > 0:
-        await asyncio.wait([sent], timeout=left_s)
-    if sent.done() and not sent.cancelled() and sent.exception() is None:
-        sent.result()[0].abort()
-        return
+    try:
+        if left_s > 0:
+            await asyncio.wait([sent], timeout=left_s)
+    finally:
+        if sent.done() and not sent.cancelled() and sent.exception() is None:
+            sent.result()[0].abort()
+        sent.cancel()
     await cancel_tasks([sent])

@@ -10,7 +10,7 @@ _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
 class DisaggregationMetrics(MetricGroup):
     """Requests in two legs, and the pairs of endpoints that carry them."""
 
-    #: pulled, local, refused, failed, left
+    #: pulled, local, refused, failed, error, left
     requests = counter(
         "kvproxy_disaggregated_requests", "Requests whose prompt another endpoint was to compute", "cluster result"
     )

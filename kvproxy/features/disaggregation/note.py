@@ -10,11 +10,13 @@ from kvproxy.base.types import EndpointId
 NOTE = "disaggregation"
 
 #: Its results: the decoder pulled the KV; it computed the prompt itself, since no prefill succeeded or its handle could
-#: not be used, or since it refused the handle; it failed with the handle.
+#: not be used, or since it refused the handle; it failed with the handle; it answered with an error that is not about
+#: the handle.
 PULLED = "pulled"
 LOCAL = "local"
 REFUSED = "refused"
 FAILED = "failed"
+ERROR = "error"
 
 
 class Legs(msgspec.Struct, omit_defaults=True):
@@ -34,6 +36,7 @@ _RESULTS = {
     LOCAL: "in vain, so that the endpoint computed it itself",
     REFUSED: "but its KV was refused, so that the endpoint computed it itself",
     FAILED: "and the endpoint failed with it",
+    ERROR: "and the endpoint answered with an error",
 }
 
 

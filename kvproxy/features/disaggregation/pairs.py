@@ -62,6 +62,11 @@ class Pairs:
             return False
         return pair.state is PairState.GOOD
 
+    def is_out(self, prefill: Endpoint, decode: Endpoint) -> bool:
+        """Return whether the pair was found bad."""
+        pair = self._known.get((prefill, decode))
+        return pair is not None and pair.state in OUT
+
     def find_due(self, now: float) -> Pair | None:
         """Return the pair whose canary is due for longest."""
         due = [pair for pair in self if pair.due_at <= now and pair.state not in OUT]

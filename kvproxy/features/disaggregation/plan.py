@@ -66,8 +66,10 @@ def choose_plan(
     stall: float,
     decode_wait_s: float,
     price: PullPrice,
+    all_requests: bool = False,
 ) -> Sequence[Plan]:
-    """Return the prefills elsewhere that give the first token earlier than the decoder alone, the earliest first.
+    """Return the prefills elsewhere that give the first token earlier than the decoder alone, the earliest first; with
+    `all_requests` those that give it later, too.
 
     `stall` is the policy's price of a prefill that delays what decodes beside it, `decode_wait_s` the wait for the
     decoder without this request. Without learned speeds the least busy endpoint prefills.
@@ -82,7 +84,7 @@ def choose_plan(
     for one in prefillers:
         prefilled_s = wait_s(one, speeds, now) + compute_s(facts, one, speeds, now, stall=stall)
         expected_s = max(prefilled_s, decode_wait_s) + transfer_s
-        if expected_s < local_s:
+        if all_requests or expected_s < local_s:
             plans.append(Plan(one, missing, expected_s, local_s))
     return sorted(plans, key=lambda plan: plan.expected_s)
 

@@ -13,7 +13,7 @@ from kvproxy.cluster.routing.selector import PANIC
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import seconds_of
 from kvproxy.features.disaggregation.bodies import read_body
-from kvproxy.features.disaggregation.legs import Splitting, TwoLegs
+from kvproxy.features.disaggregation.legs import NoPrefill, Splitting, TwoLegs
 from kvproxy.features.disaggregation.note import FAILED, NOTE, REFUSED, Legs
 from kvproxy.features.disaggregation.plan import Plan, choose_plan
 from kvproxy.features.disaggregation.watch import Disaggregated
@@ -38,12 +38,15 @@ class Splitter:
         body = request.body.whole
         if connector is None or state.tasks is None or body is None or inference is None:
             return None
-        if pick.decision.reason == PANIC or (isinstance(earlier, Legs) and earlier.result in (FAILED, REFUSED)):
+        alone = connector.computes_alone
+        failed = isinstance(earlier, Legs) and earlier.result in (FAILED, REFUSED)
+        if alone and (failed or pick.decision.reason == PANIC):
             return None
-        now = state.tools.clock()
-        plans = self._list_plans(pick, exchange.barred, now)
-        if not plans or (names := read_body(body, inference.kind)) is None:
+        plans = self._list_plans(pick, exchange.barred, state.tools.clock(), all_requests=not alone)
+        if (alone and not plans) or (names := read_body(body, inference.kind)) is None:
             return None
+        if not plans:
+            return _fail(pick)
         best = plans[0]
         legs = Legs(best.prefill.id, best.pulled_tokens, best.expected_s, best.local_s)
         notes[NOTE] = legs
@@ -62,13 +65,15 @@ class Splitter:
         two.reserve(best.prefill)
         return two.run()
 
-    def _list_plans(self, pick: Pick, barred: frozenset[str], now: float) -> Sequence[Plan]:
-        """Return the plans that are cheaper than the decoder alone, the cheapest first."""
+    def _list_plans(
+        self, pick: Pick, barred: frozenset[str], now: float, *, all_requests: bool = False
+    ) -> Sequence[Plan]:
+        """Return the plans that are cheaper than the decoder alone, or all, the cheapest first."""
         asked = pick.decision.request
         decode = pick.endpoint
         settings = self._state.settings
         facts = asked.facts
-        if facts.prompt_tokens - facts.matched_tokens(decode.id) < settings.min_tokens:
+        if not all_requests and facts.prompt_tokens - facts.matched_tokens(decode.id) < settings.min_tokens:
             return ()
         speeds = self._cluster.speeds
         able = [
@@ -76,13 +81,28 @@ class Splitter:
             for one in self._cluster.screening.find_prefillers(asked.model, now)
             if one.engine is not decode.engine and one.id not in asked.excluded and one.id not in barred
         ]
-        if settings.canary:
-            able = [one for one in able if self._state.pairs.may_carry(one, decode, asked.model)]
+        pairs = self._state.pairs
+        if settings.canary and all_requests:
+            able = [one for one in able if not pairs.is_out(one, decode)]
+        elif settings.canary:
+            able = [one for one in able if pairs.may_carry(one, decode, asked.model)]
         waits_s = 0.0 if speeds is None else _wait_before(pick, decode, speeds, now)
         stall = CostWeights().stall
         return choose_plan(
-            facts, decode, able, speeds, now, stall=stall, decode_wait_s=waits_s, price=self._state.price
+            facts,
+            decode,
+            able,
+            speeds,
+            now,
+            stall=stall,
+            decode_wait_s=waits_s,
+            price=self._state.price,
+            all_requests=all_requests,
         )
+
+
+async def _fail(pick: Pick) -> Answer:
+    raise NoPrefill(f"no endpoint prefills for {pick.endpoint.id}")
 
 
 def _wait_before(pick: Pick, decode: Endpoint, speeds: SpeedModel, now: float) -> float:

@@ -100,6 +100,16 @@ async def test_a_refused_handle_sends_its_pair_to_the_canary() -> None:
         assert two.requests("pulled") == 1
 
 
+async def test_a_handle_with_too_few_blocks_does_not_reach_a_decoder() -> None:
+    """Its process would end; the canary has learned the size of a block."""
+    async with separated("p", "d", **PROVEN) as two:
+        await until_found(two, PairState.GOOD)
+        two.fleet.fault("p", kv_fault="fewer_blocks")
+        assert text_of(await two.ask(words("x"))) == await two.ask_engine("d", words("x"))
+        assert two.prefills("p", "no_handle") == 1
+        assert not two.fleet.is_dead("d")
+
+
 async def test_a_pair_that_turns_bad_is_found_by_a_sample(caplog: pytest.LogCaptureFixture) -> None:
     """Loudly."""
     async with separated("p", "d", **PROVEN) as two:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
@@ -18,9 +19,12 @@ from kvproxy.base.types import RequestKind
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.features.disaggregation.bodies import read_body, shorten
 from kvproxy.features.disaggregation.check import VisitedEngine
-from kvproxy.features.disaggregation.connectors.base import NoHandle
+from kvproxy.features.disaggregation.companion import CanaryService
+from kvproxy.features.disaggregation.connectors.base import EngineFacts, NoHandle
 from kvproxy.features.disaggregation.connectors.mooncake import MooncakeConnector
 from kvproxy.features.disaggregation.connectors.nixl import NixlConnector
+from kvproxy.features.disaggregation.pairs import PairState
+from kvproxy.features.disaggregation.watch import find_all
 from tests.features.disaggregation.support import prompt, words
 from tests.support.fake_engine import Behaviour, Call, FakeEngine, reply
 from tests.support.loopback import serve
@@ -46,17 +50,50 @@ async def fail(engine: FakeEngine, call: Call, send: Send) -> None:
     await reply(send, 500, b'{"error":{"message":"no"}}')
 
 
+async def busy(engine: FakeEngine, call: Call, send: Send) -> None:
+    """Answer 503."""
+    await reply(send, 503, b'{"error":{"message":"later"}}')
+
+
+def if_pulling(behaviour: Behaviour) -> Behaviour:
+    """Return that of a decoder with trouble of its second legs alone."""
+
+    async def decode(engine: FakeEngine, call: Call, send: Send) -> None:
+        await (behaviour if b"kv_transfer_params" in call.body else answer)(engine, call, send)
+
+    return decode
+
+
 @contextlib.asynccontextmanager
 async def two_engines(
-    connector: str, *, prefill: Behaviour = answer, decode: Behaviour = answer
+    connector: str, *, prefill: Behaviour = answer, decode: Behaviour = answer, canary: float = 0
 ) -> AsyncIterator[tuple[RunningProxy, FakeEngine, FakeEngine]]:
     """Yield a proxy before an engine that prefills and one that decodes."""
     p, d = FakeEngine("p", prefill), FakeEngine("d", decode)
     async with serve(p) as at, serve(d) as other:
         endpoints = [{"id": "p", "url": at, "role": "prefill"}, {"id": "d", "url": other, "role": "decode"}]
-        settings = {"connector": connector, "min_tokens": 16, "canary": 0}
+        settings = {"connector": connector, "min_tokens": 16, "canary": canary}
         async with running_proxy(endpoints, disaggregation=settings) as proxy:
             yield proxy, p, d
+
+
+@contextlib.asynccontextmanager
+async def mooncakes(
+    *, prefill: Behaviour = answer, decode: Behaviour = answer
+) -> AsyncIterator[tuple[RunningProxy, FakeEngine, FakeEngine]]:
+    """Yield the same with MooncakeConnector, whose pair was proven."""
+    async with two_engines("mooncake", prefill=prefill, decode=decode, canary=600) as (proxy, p, d):
+        service = next(one for one in proxy.proxy.companions if isinstance(one, CanaryService))
+        await service.run_round()  # of which these engines do not know
+        state = next(find_all(proxy.proxy.clusters.values()))
+        assert state.connector is not None
+        for pair in state.pairs:
+            pair.state = PairState.GOOD
+            pair.due_at = math.inf
+            state.connector.facts[pair.prefill] = EngineFacts(ids={"0": "e-1"})
+        p.calls.clear()
+        d.calls.clear()
+        yield proxy, p, d
 
 
 async def ask(proxy: RunningProxy, **fields: Any) -> httpx.Response:
@@ -89,7 +126,7 @@ def nixl_answer(**changes: Any) -> bytes:
 def test_nixls_parameters_are_passed_on_whole() -> None:
     """Byte by byte: versions add fields."""
     connector = NixlConnector(0, Random(1))
-    member = connector.read_member(nixl_answer())
+    member = connector.read_member(nixl_answer(), P)
     params = json.dumps(json.loads(nixl_answer())["kv_transfer_params"]).encode()
     assert member == b'"kv_transfer_params":%b,' % params
 
@@ -111,7 +148,53 @@ def test_nixls_parameters_are_passed_on_whole() -> None:
 def test_handles_that_a_decoder_would_hang_or_die_of_are_refused(answer: bytes) -> None:
     """The decoder then computes the prompt."""
     with pytest.raises(NoHandle):
-        NixlConnector(0, Random(1)).read_member(answer)
+        NixlConnector(0, Random(1)).read_member(answer, P)
+
+
+@pytest.mark.parametrize("groups", [[1, 2, 3], [[1, 2, 3]], [[7], [1, 2, 3]]], ids=["flat", "one", "two"])
+@pytest.mark.parametrize(("tokens", "dcp_size", "enough"), [(48, 1, True), (49, 1, False), (49, 2, True)])
+async def test_a_handle_with_too_few_blocks_for_its_prompt_is_refused(
+    groups: list[Any], tokens: int, dcp_size: int, enough: bool
+) -> None:
+    """Its decoder's process would end."""
+    connector = NixlConnector(0, Random(1))
+    found = nixl_answer(remote_block_ids=groups, remote_num_tokens=tokens, dcp_size=dcp_size)
+    assert connector.read_member(found, P), "the size of a block is not known"
+    await connector.prepare(P, no_fetch, 16)
+    if enough:
+        assert connector.read_member(found, P)
+    else:
+        with pytest.raises(NoHandle, match="3 blocks of 16 tokens for a prompt of 49"):
+            connector.read_member(found, P)
+
+
+async def test_older_versions_have_the_tokens_in_the_usage() -> None:
+    """Beside the parameters."""
+    connector = NixlConnector(0, Random(1))
+    await connector.prepare(P, no_fetch, 16)
+    found = json.loads(nixl_answer()) | {"usage": {"prompt_tokens": 49}}
+    with pytest.raises(NoHandle, match="3 blocks"):
+        connector.read_member(json.dumps(found).encode(), P)
+
+
+async def test_facts_of_an_engine_go_with_it() -> None:
+    """Pods come and go for months."""
+    connector = NixlConnector(0, Random(1))
+    await connector.prepare(P, no_fetch, 16)
+    connector.keep_only([P])
+    assert connector.facts
+    connector.keep_only([])
+    assert not connector.facts
+
+
+async def no_fetch(endpoint: object, port: int, path: str) -> bytes:
+    raise AssertionError("nothing is asked for")
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"])
+def test_a_trusted_clients_own_legs_stay_its_own(name: str) -> None:
+    """Even null: of two members of that name the engine would read the client's."""
+    assert read_body(json.dumps({"prompt": "x", name: None}).encode(), RequestKind.COMPLETION) is None
 
 
 @pytest.mark.parametrize(
@@ -172,29 +255,74 @@ async def test_the_prefill_goes_on_when_the_decoder_is_done() -> None:
         await until(lambda: proxy.metric(name, cluster="default", endpoint="p", result="done") == 1)
 
 
-async def test_a_failed_prefill_ends_the_decode_leg() -> None:
-    """It would wait for minutes; the decoder then computes the prompt."""
+async def test_every_prompt_goes_in_two_legs_at_sglang() -> None:
+    """Its decoders answer 400 to a request without a room, however short."""
+    async with two_engines("sglang") as (proxy, p, d):
+        await proxy.client.post("/v1/completions", json=prompt("short"))
+        assert [body["bootstrap_room"] for body in bodies(p)] == [body["bootstrap_room"] for body in bodies(d)]
+        assert len(p.calls) == 1
+
+
+async def test_a_failed_prefill_at_sglang_is_an_error() -> None:
+    """The decode leg ends, and is not sent without a room."""
+    async with two_engines("sglang", prefill=fail, decode=wait_for_ever) as (proxy, _, d):
+        async with asyncio.timeout(10):
+            assert (await ask(proxy)).status_code == 503
+        assert all(b"bootstrap_room" in call.body for call in d.calls)
+        await until(lambda: all(call.gone.is_set() for call in d.calls))
+
+
+async def test_another_endpoint_prefills_for_a_busy_one_beside_the_decoder() -> None:
+    """In a fresh room, within the same request."""
+    prefills: list[Call] = []
+    rooms: list[int] = []
+
+    async def busy_once(engine: FakeEngine, call: Call, send: Send) -> None:
+        prefills.append(call)
+        await (busy if len(prefills) == 1 else answer)(engine, call, send)
 
     async def decode(engine: FakeEngine, call: Call, send: Send) -> None:
-        await (wait_for_ever if b"bootstrap_room" in call.body else answer)(engine, call, send)
+        rooms.append(json.loads(call.body)["bootstrap_room"])
+        await (wait_for_ever if len(rooms) == 1 else answer)(engine, call, send)
 
-    async with two_engines("sglang", prefill=fail, decode=decode) as (proxy, _, d):
+    engines = {"p": FakeEngine("p", busy_once), "q": FakeEngine("q", busy_once), "d": FakeEngine("d", decode)}
+    async with serve(engines["p"]) as p, serve(engines["q"]) as q, serve(engines["d"]) as d:
+        urls = {"p": p, "q": q, "d": d}
+        endpoints = [
+            {"id": name, "url": url, "role": "decode" if name == "d" else "prefill"} for name, url in urls.items()
+        ]
+        settings = {"connector": "sglang", "canary": 0}
+        async with running_proxy(endpoints, disaggregation=settings) as proxy, asyncio.timeout(10):
+            assert (await ask(proxy)).json()["choices"][0]["text"] == "hello"
+    assert len(set(rooms)) == 2
+    assert len(engines["p"].calls) == len(engines["q"].calls) == 1
+
+
+async def test_a_failed_prefill_ends_the_decode_leg() -> None:
+    """It would wait for minutes; the decoder then computes the prompt."""
+    async with mooncakes(prefill=fail, decode=if_pulling(wait_for_ever)) as (proxy, _, d):
         async with asyncio.timeout(10):
             assert (await ask(proxy)).json()["choices"][0]["text"] == "hello"
         first, second = d.calls
         await until(first.gone.is_set)
-        assert b"bootstrap_room" not in second.body
+        assert b"kv_transfer_params" not in second.body
 
 
 async def test_a_failed_decode_leg_ends_the_prefill() -> None:
     """The other way round."""
-
-    async def decode(engine: FakeEngine, call: Call, send: Send) -> None:
-        await (fail if b"bootstrap_room" in call.body else answer)(engine, call, send)
-
-    async with two_engines("sglang", prefill=wait_for_ever, decode=decode) as (proxy, p, _):
+    async with mooncakes(prefill=wait_for_ever, decode=if_pulling(fail)) as (proxy, p, _):
         assert (await ask(proxy)).status_code == 200
         await until(lambda: bool(p.calls) and p.calls[0].gone.is_set())
+
+
+async def test_an_error_that_is_not_about_the_handle_is_the_clients() -> None:
+    """A decoder that is busy is no reason to doubt its pair."""
+    async with mooncakes(prefill=answer, decode=if_pulling(busy)) as (proxy, _, _):
+        assert (await ask(proxy)).status_code == 503
+        results = "kvproxy_disaggregated_requests_total"
+        assert proxy.metric(results, cluster="default", result="error") >= 1
+        state = next(find_all(proxy.proxy.clusters.values()))
+        assert [pair.state for pair in state.pairs] == [PairState.GOOD]
 
 
 async def test_a_client_that_leaves_ends_both_legs() -> None:
@@ -220,7 +348,7 @@ async def test_mooncakes_engine_id_is_asked_for() -> None:
     connector = MooncakeConnector(8998, Random(1))
     with pytest.raises(NoHandle):
         connector.begin(P)
-    await connector.prepare(P, fetch)
+    await connector.prepare(P, fetch, 0)
     terms = connector.begin(P)
     prefill = json.loads(bytes(terms.prefill["kv_transfer_params"]))
     decode = json.loads(b"{" + terms.decode.rstrip(b",") + b"}")["kv_transfer_params"]
@@ -229,7 +357,7 @@ async def test_mooncakes_engine_id_is_asked_for() -> None:
     connector.forget(P)
     with pytest.raises(NoHandle):
         connector.begin(P)
-    await connector.prepare(P, fetch)
+    await connector.prepare(P, fetch, 0)
     assert b"e-2" in connector.begin(P).decode
     assert asked == ["8998/query"] * 2
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -35,6 +36,13 @@ class Fetch(Protocol):
     async def __call__(self, endpoint: Engine, port: int, path: str) -> bytes: ...
 
 
+class EngineFacts(NamedTuple):
+    """Facts about an engine that prefills, learned before its first leg."""
+
+    block_tokens: int = 0  # tokens that a KV block holds; 0: not reported
+    ids: Mapping[str, str] = MappingProxyType({})  # engine ids by rank
+
+
 class LegTerms(NamedTuple):
     """Additions to the legs of one request: members of the prefill's body; the beginning of the decoder's, and its
     header fields."""
@@ -55,23 +63,32 @@ class KvConnector:
     sends_prefill = True
     #: Metrics of vLLM show that KV was pulled.
     counts_pulls = True
+    #: A decoder takes requests without a prefill leg, and computes their prompts.
+    computes_alone = True
 
     def __init__(self, port: int, rng: Random) -> None:
         self.port = port
         self.rng = rng
+        self.facts: dict[Engine, EngineFacts] = {}
 
-    async def prepare(self, prefill: Engine, fetch: Fetch) -> None:
+    async def prepare(self, prefill: Engine, fetch: Fetch, block_tokens: int) -> None:
         """Learn what legs need to know of an engine, before its first and after each change of its health."""
 
     def forget(self, endpoint: Engine) -> None:
         """Forget what was learned of an engine."""
+        self.facts.pop(endpoint, None)
+
+    def keep_only(self, endpoints: Collection[Engine]) -> None:
+        """Forget engines that left."""
+        for gone in self.facts.keys() - set(endpoints):
+            del self.facts[gone]
 
     def begin(self, prefill: Engine) -> LegTerms:
         """Return the additions to the legs of one request. Raises NoHandle."""
         raise NotImplementedError
 
-    def read_member(self, answer: bytes) -> bytes:
-        """Return the beginning of the decoder's body by the answer to the prefill. Raises NoHandle."""
+    def read_member(self, answer: bytes, prefill: Engine) -> bytes:
+        """Return the beginning of the decoder's body by the engine's answer to the prefill. Raises NoHandle."""
         return b""
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import msgspec
 
 from kvproxy.features.disaggregation.connectors.base import (
     Engine,
+    EngineFacts,
     Fetch,
     KvConnector,
     LegTerms,
@@ -31,21 +30,14 @@ class MooncakeConnector(KvConnector):
 
     _decode = msgspec.json.Decoder(dict[str, _Rank]).decode
 
-    def __init__(self, port: int, rng: Random) -> None:
-        super().__init__(port, rng)
-        self._ids: dict[Engine, dict[str, str]] = {}
-
-    async def prepare(self, prefill: Engine, fetch: Fetch) -> None:
+    async def prepare(self, prefill: Engine, fetch: Fetch, block_tokens: int) -> None:
         """Ask for the engine id of each rank."""
         ranks = self._decode(await fetch(prefill, self.port, "/query"))
-        self._ids[prefill] = {number: rank.engine_id for number, rank in ranks.items()}
-
-    def forget(self, endpoint: Engine) -> None:
-        self._ids.pop(endpoint, None)
+        self.facts[prefill] = EngineFacts(ids={number: rank.engine_id for number, rank in ranks.items()})
 
     def begin(self, prefill: Engine) -> LegTerms:
         """Return a fresh transfer id for both, and where the decoder meets the prefiller."""
-        engine_id = self._ids.get(prefill, {}).get(str(prefill.rank or 0))
+        engine_id = self.facts.get(prefill, EngineFacts()).ids.get(str(prefill.rank or 0))
         if engine_id is None:
             raise NoHandle("the engine id is not known yet")
         transfer_id = f"xfer-{self.rng.getrandbits(_ID_BITS):032x}"

@@ -8,11 +8,13 @@ _ROOM_BITS = 63
 
 
 class SglangConnector(KvConnector):
-    """Servers started with `--disaggregation-mode prefill` and `decode`."""
+    """Servers started with `--disaggregation-mode prefill` and `decode`. They answer 400 to a request without a room,
+    so that each goes in two legs."""
 
     at_once = True
     shortens = False
     counts_pulls = False
+    computes_alone = False
 
     def begin(self, prefill: Engine) -> LegTerms:
         """Return a fresh room at the prefiller's bootstrap server, for both."""
