@@ -320,8 +320,8 @@ class SessionAdmission:
             if first.endpoint is not None:
                 self.sets[first.endpoint].leave(first)
         while (first := next(iter(self._known), None)) is not None and now - first.ended_at > HORIZON_S:
-            if first.turns == 1 and not (self._shares and self._is_crowded()):  # else it may wait at another router
-                self.habits.note_single(first.head)
+            if not (self._shares and self._is_crowded()):  # else it may wait at another router
+                self.habits.note_last(first.head)
             self._forget(first)
 
     def _is_crowded(self) -> bool:
@@ -364,6 +364,8 @@ class SessionAdmission:
         blocks = facts.blocks
         name = facts.session
         found = next(filter(None, map(self._by_tail.get, blocks[: -_LOOKED_AT - 1 : -1])), None)
+        if found is not None and facts.prompt_tokens <= found.tokens:  # the same prompt again: no turn of a session
+            found = None
         if name and (found is None or (found.name and found.name != name)):  # a fork, or a context written anew
             found = self._by_name.get(name)
             if found is not None and found.head != blocks[0]:
@@ -397,7 +399,7 @@ class SessionAdmission:
     def _return(self, session: Session, tokens: int, now: float) -> None:
         if session.running:
             self.turn_ended(session, now, goes_on=True)
-        self.habits.note_return(session.head, now - session.ended_at, tokens - session.tokens, first=session.turns == 1)
+        self.habits.note_return(session.head, now - session.ended_at, tokens - session.tokens)
         session.turns += 1
         session.running = True
         self._idle.pop(session, None)

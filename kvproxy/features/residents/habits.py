@@ -33,17 +33,16 @@ class Habits:
         self.idle_limit_s = _FIRST_LIMIT_S
         #: Tokens by which a context grows in a turn, on average.
         self.growth_tokens = _FIRST_GROWTH_TOKENS
-        self._heads: OrderedDict[int, list[int]] = OrderedDict()  # sessions that came back, and those that did not
+        self._heads: OrderedDict[int, list[int]] = OrderedDict()  # turns that another one followed, and last ones
 
     def comes_back(self, head: int) -> bool:
-        """Return True if most prompts that began so were the first of several turns."""
+        """Return True if most prompts that began so were followed by their session's next turn."""
         found = self._heads.get(head)
         return found is not None and found[0] > found[1]
 
-    def note_return(self, head: int, gap_s: float, growth_tokens: int, *, first: bool) -> None:
-        """Note the next turn of a session, its first return or a later one."""
-        if first:
-            self._note_outcome(head, 0)
+    def note_return(self, head: int, gap_s: float, growth_tokens: int) -> None:
+        """Note the next turn of a session."""
+        self._note_outcome(head, 0)
         self._seen += 1
         weight = max(_GROWTH_WEIGHT, 1.0 / self._seen)
         self.growth_tokens += weight * (max(0, growth_tokens) - self.growth_tokens)
@@ -53,8 +52,8 @@ class Habits:
             longest_s = gaps[min(len(gaps) - 1, int(_QUANTILE * len(gaps)))]
             self.idle_limit_s = min(HORIZON_S, max(_LEAST_LIMIT_S, longest_s))
 
-    def note_single(self, head: int) -> None:
-        """Note a session that ended with its first answer."""
+    def note_last(self, head: int) -> None:
+        """Note a turn that none followed within the horizon."""
         self._note_outcome(head, 1)
 
     def _note_outcome(self, head: int, which: int) -> None:

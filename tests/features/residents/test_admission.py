@@ -49,7 +49,7 @@ def prompt(session: int, blocks: int, *, shared: int = 0) -> PickRequest:
 def knows(admission: SessionAdmission, *sessions: int, shared: int = 0) -> None:
     """Teach it that prompts which begin like those of these sessions come back."""
     for session in sessions:
-        admission.habits.note_return(prompt(session, 2, shared=shared).facts.blocks[0], 0.5, 0, first=True)
+        admission.habits.note_return(prompt(session, 2, shared=shared).facts.blocks[0], 0.5, 0)
 
 
 def begin(admission: SessionAdmission, request: PickRequest, at: Engine, now: float = 0.0) -> SessionStay:
@@ -136,6 +136,27 @@ def test_beginnings_are_learned_from_what_came_back() -> None:
     assert admission.sessions == 0
 
 
+def test_one_who_writes_twice_within_the_horizon_is_no_session_yet() -> None:
+    """Every turn counts, so that people who sometimes answer at once do not wait for room."""
+    admission = SessionAdmission()
+    head = prompt(1, 1).facts.blocks[0]
+    turn(admission, prompt(1, 10), A, now=0.0)
+    turn(admission, prompt(1, 20), A, now=HORIZON_S - 1.0)
+    assert admission.habits.comes_back(head)
+    admission.expire(2.0 * HORIZON_S)
+    assert not admission.habits.comes_back(head)
+
+
+def test_the_same_prompt_again_is_no_turn() -> None:
+    """Its session's next one would contain the answer; a document that many ask about has no sessions."""
+    admission = SessionAdmission()
+    turn(admission, prompt(1, 10), A, now=0.0)
+    turn(admission, prompt(1, 10), A, now=1.0)
+    assert not admission.habits.comes_back(prompt(1, 1).facts.blocks[0])
+    turn(admission, prompt(1, 11), A, now=2.0)
+    assert admission.habits.comes_back(prompt(1, 1).facts.blocks[0])
+
+
 def test_idle_sessions_give_up_their_room(admission: SessionAdmission) -> None:
     """After the learned limit, and are told apart from those that still come back in time."""
     knows(admission, 1, 2)
@@ -174,8 +195,8 @@ def test_the_youngest_between_turns_gives_way_to_growth(admission: SessionAdmiss
     turn(admission, prompt(3, 250), A, now=2.0)
     begin(admission, prompt(1, 500), A, now=3.0)
     assert admission.given_way == 1
-    assert not waits(admission, prompt(2, 300), A, now=3.0)
-    assert waits(admission, prompt(3, 250), A, now=3.0)
+    assert not waits(admission, prompt(2, 301), A, now=3.0)
+    assert waits(admission, prompt(3, 251), A, now=3.0)
 
 
 def test_the_first_that_waits_keeps_the_room_that_comes_first(admission: SessionAdmission) -> None:
@@ -405,7 +426,7 @@ def test_kept_entries_are_bounded(admission: SessionAdmission, monkeypatch: pyte
     assert admission.sessions == 3
     habits = Habits()
     for head in range(MAX_HEADS + 2):
-        habits.note_return(head, 1.0, 0, first=True)
+        habits.note_return(head, 1.0, 0)
     assert not habits.comes_back(0)
     assert habits.comes_back(MAX_HEADS + 1)
 
@@ -414,14 +435,14 @@ def test_habits_follow_the_traffic() -> None:
     """The idle limit covers 99 % of the gaps within its bounds, growth the mean of late, and old outcomes fade."""
     habits = Habits()
     for _ in range(300):
-        habits.note_return(7, 25.0, 1000, first=True)
+        habits.note_return(7, 25.0, 1000)
     assert habits.idle_limit_s == 25.0
     assert habits.growth_tokens == pytest.approx(1000, rel=0.05)
     for _ in range(300):
-        habits.note_return(7, 0.2, 1000, first=False)
+        habits.note_return(7, 0.2, 1000)
     assert habits.idle_limit_s == 2.0
     for _ in range(40):
-        habits.note_single(7)
+        habits.note_last(7)
     assert not habits.comes_back(7)
 
 
