@@ -14,6 +14,7 @@ from kvproxy.features.resume.context import ContextLengths
 from kvproxy.features.resume.metrics import ResumeMetrics
 from kvproxy.features.resume.openai import OpenAiEvents
 from kvproxy.features.resume.plan import Wishes
+from kvproxy.features.resume.proof import Proofs
 from kvproxy.features.resume.settings import Grade, ResumePlace
 from kvproxy.features.resume.stream import ResumableStream, StreamEvents
 from kvproxy.features.resume.typed import MessagesEvents, ResponsesEvents
@@ -39,7 +40,8 @@ class ResumeFilter(Step):
         super().__init__(app, metrics=context.metrics, clock=context.clock)
         self._routes = context.services.routes
         self._lengths = ContextLengths(context.services.pool)
-        context.lifetimes.append(self._lengths)
+        self._proofs = Proofs(context.services.pool)
+        context.lifetimes.extend((self._lengths, self._proofs))
         self._counts = context.metrics.group(ResumeMetrics)
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
@@ -61,7 +63,11 @@ class ResumeFilter(Step):
             metrics=self._counts,
             clock=self.clock,
             context_tokens=self._find_length if inference.max_tokens is None else _unneeded,
+            is_proven=partial(self._is_proven, target.upstream_model or inference.model),
         )
+
+    def _is_proven(self, model: str, pick: Pick) -> bool:
+        return self._proofs.is_proven(pick.endpoint.metrics.cluster, model, pick.endpoint)
 
     def _find_length(self, pick: Pick) -> int | None:
         return self._lengths.find(pick.endpoint)

@@ -114,6 +114,7 @@ class Wishes(NamedTuple):
     grade: Grade
     best_effort: bool = False
     context_tokens: int | None = None  # longest prompt and answer of the model together
+    proven: bool = False  # the model was seen to continue half an answer of its own
 
 
 def read_request(kind: RequestKind, target: bytes, body: bytes | None) -> BrokenRequest | None:
@@ -143,7 +144,7 @@ def plan_leg(request: BrokenRequest, progress: Progress, wishes: Wishes) -> Plan
         return Plan("exact", _continue_ids(request, progress, place, wishes), place, by_ids=True)
     if wishes.grade is not Grade.TEXT:
         return exact
-    return _why_not_text(request, progress) or _plan_text(request, progress)
+    return _why_not_text(request, progress, wishes) or _plan_text(request, progress)
 
 
 def _find_obstacle(request: BrokenRequest, *, best_effort: bool) -> str:
@@ -191,7 +192,7 @@ def _why_not_exact(request: BrokenRequest, progress: Progress, wishes: Wishes) -
     return "" if _find_limit(request, progress, wishes) is not None else "max_tokens"
 
 
-def _why_not_text(request: BrokenRequest, progress: Progress) -> str:
+def _why_not_text(request: BrokenRequest, progress: Progress, wishes: Wishes) -> str:
     if progress.tools:
         return "tools"
     if progress.reasoned:
@@ -200,6 +201,10 @@ def _why_not_text(request: BrokenRequest, progress: Progress) -> str:
         return "" if isinstance(request.value("prompt"), str) else "no_text"
     if request.kind is RequestKind.MESSAGES and not request.greedy:
         return "sampled"  # whether the engine continues a message shows only where words come out the same
+    if not progress.ids_known and request.max_tokens is not None and not wishes.best_effort:
+        return "max_tokens"  # how many tokens came is unknown, as a chunk may have several
+    if not request.greedy and not wishes.proven:
+        return "unproven"  # of a greedy answer the words that come out the same are the proof
     return "prefilled" if request.value("continue_final_message") else ""
 
 

@@ -22,5 +22,5 @@ class ResumePlace(Model):
     """Streams whose engine fails go on with another one: `exact` only by token ids, which vLLM reports; `text` also by
     the text so far, for models that `kvproxy doctor` finds fit for it; `off` ends them with an error event."""
     resume_best_effort: bool = False
-    """Resume requests with penalties, a seed, or stop strings while sampling too: the rest may differ from that of an
-    undisturbed run."""
+    """Resume requests with penalties, a seed, or stop strings while sampling too, and by text those with a limit whose
+    tokens cannot be counted: the rest may differ from that of an undisturbed run, or exceed the limit."""

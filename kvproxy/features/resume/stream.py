@@ -17,6 +17,7 @@ from kvproxy.features.resume.note import NOTE, ResumedLeg, ResumeNote
 from kvproxy.features.resume.plan import BrokenRequest, Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
 from kvproxy.features.resume.running import Moved, RunningStreams
+from kvproxy.features.resume.settings import Grade
 from kvproxy.features.resume.splice import Mismatch, Splice
 from kvproxy.proxy.request.continuation import Leg
 from kvproxy.proxy.request.exchange import Exchange
@@ -64,6 +65,7 @@ class ResumableStream:
         metrics: ResumeMetrics,
         clock: Clock,
         context_tokens: Callable[[Pick], int | None],
+        is_proven: Callable[[Pick], bool],
     ) -> None:
         body = exchange.body or b""
         own = kind in (RequestKind.CHAT, RequestKind.COMPLETION) and b"return_token_ids" not in body
@@ -77,11 +79,13 @@ class ResumableStream:
         self._metrics = metrics
         self._clock = clock
         self._context_tokens = context_tokens
+        self._is_proven = is_proven
         self._progress = Progress()
         self._strips = own
         self._target = b""  # of the first request, as its engine got it
         self._body: bytes | None = None
         self._request: BrokenRequest | None = None
+        self._pick: Pick | None = None
         self._response: UpstreamResponse | None = None
         self._running: RunningStreams | None = None  # where its endpoint finds it
         self._planned: Plan | None = None  # of a move
@@ -114,6 +118,8 @@ class ResumableStream:
         self.failure = None
         if self._wishes.context_tokens is None:
             self._wishes = self._wishes._replace(context_tokens=self._context_tokens(pick))
+        self._pick = pick
+        self._look_for_proof()
         return True
 
     def next_piece(self, piece: bytes) -> bytes:
@@ -225,8 +231,14 @@ class ResumableStream:
         self._metrics.moved.labels(self._outcome.cluster).inc()
         return plan.leg._replace(moved=True)
 
+    def _look_for_proof(self) -> None:
+        """Have the model tried, if it was not; a trial may end while the stream runs."""
+        if self._wishes.grade is Grade.TEXT and self._pick is not None:
+            self._wishes = self._wishes._replace(proven=self._is_proven(self._pick))
+
     def _plan(self) -> Plan | str:
         """Return how the stream can go on from here, or why it cannot."""
+        self._look_for_proof()
         if self._request is None:
             self._request = read_request(self._kind, self._target, self._body)
         return "body" if self._request is None else plan_leg(self._request, self._progress, self._wishes)

@@ -14,6 +14,8 @@ from tests.support.proxy import RunningProxy, running_proxy
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
+#: Of routes that resume where the number of tokens is unknown.
+BEST_EFFORT = {"resume_best_effort": True}
 FILTERS = [{"inference_request": {}}, {"router": {}}]
 
 

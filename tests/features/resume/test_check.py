@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from kvproxy.features.resume.check import ContinuationCheck, find_middle
+from kvproxy.features.resume.check import ContinuationCheck
+from kvproxy.features.resume.proof import find_middle
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.doctor.deployment import survey_deployment
 from kvproxy.operate.doctor.report import Finding, Severity

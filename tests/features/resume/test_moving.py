@@ -13,6 +13,7 @@ from kvproxy.features.resume.note import ResumeNote, describe_leg
 from kvproxy.features.resume.running import Moved
 from kvproxy.proxy.listener.server import Server
 from tests.features.resume.gateway import (
+    BEST_EFFORT,
     CHAT,
     COMPLETION,
     Gateway,
@@ -118,7 +119,7 @@ async def test_the_command_waits_until_the_endpoint_is_free(capsys: pytest.Captu
 async def test_a_moved_response_keeps_its_numbers() -> None:
     """By text."""
     body = {**RESPONSES_BODY, **STREAMED}
-    async with gateway("text") as both, admin_of(both.proxy.proxy) as admin:
+    async with gateway("text", route=BEST_EFFORT) as both, admin_of(both.proxy.proxy) as admin:
         expected = typed_events((await both.engines[1].client.post(RESPONSES, json=body)).text)
         await both.engines[0].faults(**STALL)
         client = Client(both, RESPONSES, body)

@@ -96,7 +96,7 @@ def test_text_without_a_word_to_cut_at_is_requested_anew() -> None:
     """All of it must come out the same then."""
     progress = Progress()
     progress.add("x" * 100, None)
-    planned = plan(GREEDY, progress)
+    planned = plan(GREEDY, progress, best_effort=True)
     assert isinstance(planned, Plan)
     assert (planned.grade, planned.place.chars) == ("text", 0)
     assert len(leg_of(planned)[1]["messages"]) == 1
@@ -155,6 +155,21 @@ def test_the_exact_grade_alone_refuses_what_token_ids_lack(fields: dict[str, Any
     """Tool calls would come as text, and pictures not at all."""
     assert plan({**GREEDY, **fields}, progress_of(), Grade.EXACT) == reason
     assert isinstance(plan({**GREEDY, **fields}, progress_of()), Plan)
+
+
+def test_a_limit_needs_the_number_of_tokens() -> None:
+    """A chunk may have several, so that the rest might go on beyond the limit."""
+    unlimited = {name: value for name, value in GREEDY.items() if name != "max_tokens"}
+    assert plan(GREEDY, progress_of(ids=False)) == "max_tokens"
+    assert isinstance(plan(GREEDY, progress_of(ids=False), best_effort=True), Plan)
+    assert isinstance(plan(unlimited, progress_of(ids=False)), Plan)
+
+
+def test_a_sampled_answer_goes_on_by_text_only_with_proof() -> None:
+    """No word comes twice that would show a template that begins a new turn."""
+    body = {**CHAT, "tools": TOOLS}
+    assert plan(body, progress_of()) == "unproven"
+    assert isinstance(plan(body, progress_of(), proven=True), Plan)
 
 
 def test_half_a_tool_call_is_never_resumed() -> None:

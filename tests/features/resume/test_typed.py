@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.features.resume.gateway import gateway
+from tests.features.resume.gateway import BEST_EFFORT, gateway
 
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -43,7 +43,7 @@ async def test_a_response_goes_on_by_text(chunks: int, input_: Any) -> None:
     """Its last item is half an answer. The client sees one response: numbers without a gap, one id, and in its last
     events the whole text and the counts of one request."""
     body = {**RESPONSES_BODY, **STREAMED, "input": input_}
-    async with gateway("text") as both:
+    async with gateway("text", route=BEST_EFFORT) as both:
         expected = typed_events((await both.engines[1].client.post(RESPONSES, json=body)).text)
         await both.engines[0].faults(cut_next=1, cut_after_chunks=chunks)
         events = typed_events((await both.proxy.client.post(RESPONSES, json=body)).text)
@@ -75,7 +75,7 @@ async def test_a_message_without_text_begins_again() -> None:
 async def test_a_message_that_the_engine_does_not_continue_ends_with_an_error() -> None:
     """vLLM 0.32 begins a new turn behind half an answer: the overlap shows it."""
     body = {**MESSAGES_BODY, **STREAMED}
-    async with gateway("text") as both:
+    async with gateway("text", route=BEST_EFFORT) as both:
         await both.engines[0].faults(cut_next=1, cut_after_chunks=20)
         events = typed_events((await both.proxy.client.post(MESSAGES, json=body)).text)
         assert events[-1]["type"] == "error"
@@ -86,6 +86,8 @@ async def test_a_message_that_the_engine_does_not_continue_ends_with_an_error() 
     ("path", "fields", "reason"),
     [
         (MESSAGES, {"temperature": 1}, "sampled"),
+        (MESSAGES, {}, "max_tokens"),
+        (RESPONSES, {}, "max_tokens"),
         (MESSAGES, {"tool_choice": {"type": "any"}}, "guided"),
         (MESSAGES, {"stop_sequences": ["END"], "temperature": 1}, "stop"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "unusual"),
