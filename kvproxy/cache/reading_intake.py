@@ -78,9 +78,7 @@ class ReadingIntake:
 
     def _gave_up(self, cluster: str, endpoint: Endpoint) -> None:
         """Its sleep is so deep that it gave its KV memory up."""
-        indexes = self._indexes[cluster]
-        indexes.reset_endpoint(endpoint.id)
-        indexes.precise.remove_endpoint(endpoint.id)
+        self._indexes[cluster].forget_cache(endpoint.id)
         self._losses.note_loss(cluster, endpoint.id, LossReason.ASLEEP)
 
     def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:

@@ -29,4 +29,5 @@ SHIPPED = (
     "residents",
     "disaggregation",
     "resume",
+    "rollouts",
 )

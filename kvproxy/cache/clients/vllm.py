@@ -250,6 +250,10 @@ class VllmClient:
         """Return the engine's version, such as `0.32.0`."""
         return (await self._api.get("/version", _Version, timeout_s=timeout_s or self._timeout_s)).version
 
+    async def call(self, method: str, path: str, body: bytes | None, *, timeout_s: float) -> bytes:
+        """Return the answer to an operator's own call."""
+        return await self._api.call(method, path, timeout_s=timeout_s, body=body)
+
     async def _ask_sglang(self, timeout_s: float | None) -> bool:
         if self._is_sglang is None:
             with contextlib.suppress(NotSupported):

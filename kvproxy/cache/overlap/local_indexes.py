@@ -268,6 +268,11 @@ class LocalIndexes:
         for trust in (self.trust, self.lookup_trust):
             trust.forget_endpoint(endpoint)
 
+    def forget_cache(self, endpoint: EndpointId) -> None:
+        """Forget all that an engine held which gave its cache up, whatever its events have reported."""
+        self.reset_endpoint(endpoint)
+        self.precise.remove_endpoint(endpoint)
+
     def reset_endpoint(self, endpoint: EndpointId) -> None:
         """Reset an engine that restarted or dropped its cache: it holds nothing; its capacity stays."""
         self.approximate.clear(endpoint)

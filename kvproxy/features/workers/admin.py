@@ -23,7 +23,7 @@ from kvproxy.base.types import Clock
 from kvproxy.features.workers.answers import merge_answers
 from kvproxy.features.workers.assignment import Change
 from kvproxy.features.workers.control import FROM
-from kvproxy.features.workers.workers import Workers
+from kvproxy.features.workers.workers import ANSWER_S, Workers
 from kvproxy.operate.admin.app import AccessControl, guard_routes, set_root_level
 from kvproxy.operate.admin.config_file import describe_file, find_refused_file
 from kvproxy.operate.admin.event_log import describe_events
@@ -239,7 +239,9 @@ class WorkersAdmin:
     async def _change(self, request: Request) -> Response:
         body = await receive_body(request)
         change = Change(request.method, _target(request), body)
-        answer = await self._workers.change_all(change, origin=_origin_of(request))
+        longest_s = request.query_params.get("timeout_s", "")  # how long the change itself may take
+        timeout_s = int(longest_s) + ANSWER_S if longest_s.isascii() and longest_s.isdigit() else None
+        answer = await self._workers.change_all(change, origin=_origin_of(request), timeout_s=timeout_s)
         if answer is None:
             raise _nothing_serves()
         return _passed_on([answer])

@@ -92,12 +92,12 @@ class Workers:
         asking = [self.ask(slot, change, headers=headers, timeout_s=timeout_s) for slot in slots]
         return {slot.index: answer for slot, answer in zip(slots, await asyncio.gather(*asking), strict=True)}
 
-    async def change_all(self, change: Change, *, origin: str) -> httpx.Response | None:
+    async def change_all(self, change: Change, *, origin: str, timeout_s: float | None = None) -> httpx.Response | None:
         """Done by one, which may refuse it, then by the others. The answer is the first one's; None: there is none."""
         async with self._one_at_a_time:
             serving = self.serving
             said = {FROM.decode(): origin}
-            answers = await self.ask_all(change, serving[:1], headers=said)
+            answers = await self.ask_all(change, serving[:1], headers=said, timeout_s=timeout_s)
             first = next(iter(answers.values()), None)
             if first is None or not first.is_success:
                 return first

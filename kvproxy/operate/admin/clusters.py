@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -69,7 +69,7 @@ class EndpointRoutes:
 
     async def _add(self, request: Request) -> Response:
         body = await read_json_object(request)
-        cluster = self._cluster(body.pop("cluster", None))
+        cluster = find_cluster(self._operated.clusters, body.pop("cluster", None))
         endpoint = _decoded(body)
         if cluster.members.find_named(EndpointId(endpoint.id)):
             raise RequestRefused(
@@ -114,23 +114,10 @@ class EndpointRoutes:
         self._audit.write_line(request, "endpoint.remove", cluster=cluster.name, endpoint=name, in_flight=in_flight)
         return reply_json({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
 
-    def _cluster(self, name: Any) -> Cluster:
-        """Return the named cluster, or the only one; RequestRefused when there is none."""
-        clusters = self._operated.clusters
-        if name is None and len(clusters) == 1:
-            return next(iter(clusters.values()))
-        cluster = clusters.get(name) if isinstance(name, str) else None
-        if cluster is None:
-            what = "required, since there are several" if name is None else "there is no such cluster"
-            raise RequestRefused(
-                422 if name is None else 404, Problem("cluster", what, f"clusters: {', '.join(clusters)}")
-            )
-        return cluster
-
     def find_named(self, request: Request) -> tuple[Cluster, EndpointId, Sequence[Endpoint]]:
         """Return what the path names: an endpoint, or the engine of several, one a data-parallel rank. Raises
         RequestRefused."""
-        cluster = self._cluster(request.path_params["cluster"])
+        cluster = find_cluster(self._operated.clusters, request.path_params["cluster"])
         name = EndpointId(request.path_params["id"])
         endpoints = cluster.members.find_named(name)
         if not endpoints:
@@ -145,6 +132,17 @@ class EndpointRoutes:
             return reply_json(described[0], status)
         in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
         return reply_json({"id": name, "in_flight": in_flight, "ranks": described}, status)
+
+
+def find_cluster(clusters: Mapping[str, Cluster], name: Any) -> Cluster:
+    """Return the named cluster, or the only one; RequestRefused when there is none."""
+    if name is None and len(clusters) == 1:
+        return next(iter(clusters.values()))
+    cluster = clusters.get(name) if isinstance(name, str) else None
+    if cluster is None:
+        what = "required, since there are several" if name is None else "there is no such cluster"
+        raise RequestRefused(422 if name is None else 404, Problem("cluster", what, f"clusters: {', '.join(clusters)}"))
+    return cluster
 
 
 def _decoded(body: dict[str, Any]) -> EndpointSettings:

@@ -91,11 +91,11 @@ async def read_json_object(request: Request, *, optional: bool = False) -> dict[
     return data
 
 
-def read_limit(request: Request, *, default: int, most: int) -> int:
-    """Return the query's `limit`; RequestRefused unless it is a whole number from 1 to `most`."""
-    text = request.query_params.get("limit", str(default))
+def read_limit(request: Request, *, default: int, most: int, name: str = "limit") -> int:
+    """Return the number `name` of the query; RequestRefused unless it is a whole number from 1 to `most`."""
+    text = request.query_params.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
-        raise RequestRefused(400, Problem("limit", "not a possible number", f"allowed: 1 to {most}"))
+        raise RequestRefused(400, Problem(name, "not a possible number", f"allowed: 1 to {most}"))
     return int(text)
 
 

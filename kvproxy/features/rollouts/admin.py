@@ -1,0 +1,159 @@
+"""One call to every engine of a cluster with one answer, and caches that count as empty from now on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvproxy.base.errors import ClientError, Problem
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.feedback.trust import LossReason
+from kvproxy.cache.service import KvCache
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.engine import Engine
+from kvproxy.operate.admin.clusters import find_cluster
+from kvproxy.operate.admin.operated import AdminTarget
+from kvproxy.operate.admin.replies import REPEATED, Audit, RequestRefused, read_json_object, read_limit, reply_json
+
+#: Weights of many gigabytes take minutes to load.
+MAX_CALL_S = 3600
+#: Engines called at the same time.
+AT_ONCE = 64
+#: Most of an engine's answer that is passed on.
+MAX_ANSWER_BYTES = 4096
+_MAX_PATH = 1024
+
+FieldsT = TypeVar("FieldsT", bound="Flush")
+
+
+class Flush(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /flush`: the engines of a cluster, all by default."""
+
+    cluster: str | None = None  # may be left out where there is one
+    engines: list[str] | None = None
+
+
+class Call(Flush, forbid_unknown_fields=True):
+    """Body of `POST /call`."""
+
+    path: str = ""
+    method: Literal["GET", "POST", "PUT", "DELETE"] = "POST"
+    body: Any = None  # sent as JSON; None: no body
+    flush: bool = False  # the caches of engines that did it are empty
+
+
+class RolloutRoutes:
+    """With several processes `/call` is made by one of them, `/flush` by all."""
+
+    def __init__(self, operated: AdminTarget, audit: Audit) -> None:
+        self._operated = operated
+        self._audit = audit
+
+    def list_routes(self) -> list[Route]:
+        """Their paths."""
+        return [Route("/call", self._call, methods=["POST"]), Route("/flush", self._flush, methods=["POST"])]
+
+    async def _flush(self, request: Request) -> Response:
+        asked = await _read(request, Flush)
+        service, cluster, engines = self._find(asked)
+        flushed = [name for engine in engines for name in _forget(service, cluster, engine)]
+        self._audit.write_line(request, "flush", cluster=cluster.name, endpoints=len(flushed))
+        return reply_json({"cluster": cluster.name, "flushed": flushed})
+
+    async def _call(self, request: Request) -> Response:
+        asked = await _read(request, Call)
+        timeout_s = read_limit(request, default=60, most=MAX_CALL_S, name="timeout_s")
+        if fault := _path_fault(asked.path):
+            raise RequestRefused(422, Problem("path", fault, "a path of the engines' API, such as /pause"))
+        service, cluster, engines = self._find(asked)
+        answers: dict[str, dict[str, object]] = {}
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def call_one(engine: Engine) -> None:
+            async with turns:
+                answers[engine.id] = await _call_engine(service, engine, asked, timeout_s)
+
+        if not request.scope.get(REPEATED):  # another process of this proxy has called them
+            await asyncio.gather(*(call_one(engine) for engine in engines))
+        failed = [engine.id for engine in engines if not answers.get(engine.id, {"ok": True})["ok"]]
+        if asked.flush:
+            for engine in engines:
+                if engine.id not in failed:
+                    _forget(service, cluster, engine)
+        said = {"cluster": cluster.name, "method": asked.method, "path": asked.path, "flush": asked.flush}
+        self._audit.write_line(request, "call", **said, engines=len(engines), failed=len(failed))
+        shown = {
+            "cluster": cluster.name,
+            "failed": failed,
+            "engines": {name: answers[name] for name in sorted(answers)},
+        }
+        return reply_json(shown, 502 if failed else 200)
+
+    def _find(self, asked: Flush) -> tuple[KvCache, Cluster, Sequence[Engine]]:
+        service = self._operated.kvcache
+        if service is None:
+            raise RequestRefused(409, Problem("filters", "needs the kvcache filter", "add kvcache to the chain"))
+        cluster = find_cluster(self._operated.clusters, asked.cluster)
+        if asked.engines is None:
+            return service, cluster, cluster.engines
+        found: dict[Engine, None] = {}
+        for name in asked.engines:
+            endpoints = cluster.members.find_named(EndpointId(name))
+            if not endpoints:
+                what = f"{cluster.name} has no endpoint {name[:128]!r}"
+                raise RequestRefused(404, Problem("engines", what, "GET /endpoints shows them"))
+            found.update(dict.fromkeys(endpoint.engine for endpoint in endpoints))
+        return service, cluster, [*found]
+
+
+async def _read(request: Request, kind: type[FieldsT]) -> FieldsT:
+    data = await read_json_object(request, optional=True)
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as wrong:
+        known = ", ".join(kind.__struct_fields__)
+        raise RequestRefused(422, Problem("(body)", str(wrong), f"known: {known}")) from None
+
+
+def _path_fault(path: str) -> str:
+    if not path:
+        return "required"
+    if not path.startswith("/") or path.startswith("//"):
+        return "must begin with one /"
+    if len(path) > _MAX_PATH or not (path.isascii() and path.isprintable()) or " " in path or "#" in path:
+        return "is no path of a URL"
+    return ""
+
+
+async def _call_engine(service: KvCache, engine: Engine, asked: Call, timeout_s: int) -> dict[str, object]:
+    body = None if asked.body is None else msgspec.json.encode(asked.body)
+    try:
+        answer = await service.engines.client(engine).call(asked.method, asked.path, body, timeout_s=timeout_s)
+    except ClientError as error:
+        return {"ok": False, "error": str(error)}
+    return {"ok": True, "answer": _shown(answer)}
+
+
+def _shown(answer: bytes) -> Any:
+    """Return the JSON of an answer, or else its text, shortened."""
+    if len(answer) <= MAX_ANSWER_BYTES:
+        try:
+            return msgspec.json.decode(answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass
+    return answer[:MAX_ANSWER_BYTES].decode("utf-8", "replace")
+
+
+def _forget(service: KvCache, cluster: Cluster, engine: Engine) -> list[str]:
+    """Let the caches of an engine count as empty. Returns its endpoints."""
+    endpoints = cluster.members.of_engine(engine)
+    for endpoint in endpoints:
+        service.overlap.indexes[cluster.name].forget_cache(endpoint.id)
+        service.state.losses.note_loss(cluster.name, endpoint.id, LossReason.CLEARED)
+    return [str(endpoint.id) for endpoint in endpoints]
