@@ -27,9 +27,8 @@ from kvproxy.cluster.routing.fair_queue import QueueSettings
 from kvproxy.cluster.routing.kv_aware import CostWeights
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.cluster.routing.work import seconds_of
 from kvproxy.cluster.settings import EndpointRole
-from kvproxy.features.disaggregation.plan import PullPrice, choose_plan, split_of_pulled
+from kvproxy.features.disaggregation.plan import PullPrice, choose_plan, split_of_pulled, wait_before
 from kvproxy.features.disaggregation.settings import DisaggregationSettings
 from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.lab.replay.pooled import measure_bound
@@ -64,6 +63,22 @@ class RoledEndpoint(SimEndpoint):
     role = EndpointRole.BOTH
 
 
+class ApartRouter(VirtualRouter):
+    """A router that learns from first tokens of decoders how long pulls take, as the proxy does."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.price = PullPrice()
+        self.pulling: dict[str, tuple[float, int]] = {}  # when its decoder is to be free, and its tokens
+
+    def first_token(self, placement: Placement, now: float) -> None:
+        super().first_token(placement, now)
+        pulled = self.pulling.pop(placement.request.name, None)
+        if pulled is not None:
+            free_at, tokens = pulled
+            self.price.observe(tokens, now - free_at)
+
+
 #: The prefiller of a request whose decoder lacks so many tokens of its prompt; None: the decoder computes.
 Rule = Callable[["ApartTime", Placement, OverlapFacts, float], SimEndpoint | None]
 
@@ -78,7 +93,9 @@ class ApartTime(VirtualTime):
         self._rule = rule
         self.prefillers = prefillers
         self.speeds = speeds
-        self.price = PullPrice()
+        assert isinstance(self._router, ApartRouter)
+        self.pulling = self._router.pulling
+        self.price = self._router.price
         self.separated = 0
         self._waiting: dict[str, tuple[Placement, OverlapFacts]] = {}  # by the name of the prefill leg
 
@@ -118,9 +135,9 @@ class ApartTime(VirtualTime):
         self._router.finished(placement, now)
         decode, facts = waiting
         missing = facts.prompt_tokens - facts.matched_tokens(decode.endpoint.id)
-        took_s = LATENCY_S + missing / TOKENS_PER_S
-        self.price.observe(missing, took_s)
-        self._push(now + took_s, self._pulled, (decode, facts))
+        before_s = wait_before(decode.reservation, decode.endpoint, self.speeds, now)
+        self.pulling[decode.request.name] = now + before_s, missing
+        self._push(now + LATENCY_S + missing / TOKENS_PER_S, self._pulled, (decode, facts))
 
     def _pulled(self, pulled: tuple[Placement, OverlapFacts], now: float) -> None:
         placement, facts = pulled
@@ -145,8 +162,7 @@ def chosen(time: ApartTime, placement: Placement, facts: OverlapFacts, now: floa
     if facts.prompt_tokens - facts.matched_tokens(decode.id) < MIN_TOKENS:
         return None
     speeds = time.speeds
-    own_s = speeds.slowness(decode.id, now) * seconds_of(placement.reservation.features, speeds.seconds)
-    before_s = max(0.0, wait_s(decode, speeds, now) - own_s)
+    before_s = wait_before(placement.reservation, decode, speeds, now)
     others = [one for one in time.prefillers if one is not decode]
     plans = choose_plan(facts, decode, others, speeds, now, stall=STALL, decode_wait_s=before_s, price=time.price)  # type: ignore[arg-type]
     return plans[0].prefill if plans else None  # type: ignore[return-value]
@@ -190,7 +206,7 @@ def play(trace: Any, pace: Any, fleet: ReplayFleet, prefill: int, rule: str, see
     speeds = policy.speeds
     assert speeds is not None
     view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
-    router = VirtualRouter(endpoints[prefill:], policy, view, queue=QueueSettings(limit=100_000))
+    router = ApartRouter(endpoints[prefill:], policy, view, queue=QueueSettings(limit=100_000))
     for endpoint in endpoints[:prefill]:
         endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
     time = ApartTime(

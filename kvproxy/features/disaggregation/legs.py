@@ -25,7 +25,7 @@ from kvproxy.features.disaggregation.handle import Handle, HandleRefused
 from kvproxy.features.disaggregation.metrics import DisaggregationMetrics
 from kvproxy.features.disaggregation.note import ERROR, FAILED, LOCAL, PULLED, REFUSED, Legs
 from kvproxy.features.disaggregation.pairs import Pairs
-from kvproxy.features.disaggregation.plan import PullPrice, split_of_pulled
+from kvproxy.features.disaggregation.plan import PullPrice, split_of_pulled, wait_before
 from kvproxy.features.disaggregation.settings import DisaggregationSettings
 from kvproxy.proxy.forward.answer import read_short
 from kvproxy.proxy.forward.asking import Answer, EngineRequest
@@ -247,6 +247,9 @@ class TwoLegs:
             return await self._compute_here(LOCAL)
         self._count_as_pulled()
         began = shared.clock()
+        speeds = shared.cluster.speeds
+        if speeds is not None:  # the decoder is free then
+            began += wait_before(self._pick.reservation, self._pick.endpoint, speeds, began)
         self._sent = sent = asyncio.ensure_future(self._request.ask_whole(self._pick, member))
         answer = await self._await_decode(sent)
         if answer is None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.costs import own_s, wait_s
 from kvproxy.cluster.routing.kv_aware import MAX_STALLED
-from kvproxy.cluster.routing.policy import OverlapFacts
+from kvproxy.cluster.routing.load import Reservation
+from kvproxy.cluster.routing.policy import Candidate, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.cluster.routing.work import PromptSplit
+from kvproxy.cluster.routing.work import PromptSplit, seconds_of
 from kvproxy.cluster.settings import EndpointRole
 
 #: Latency of a second request and of the handshake between the engines.
@@ -87,6 +88,12 @@ def choose_plan(
         if all_requests or expected_s < local_s:
             plans.append(Plan(one, missing, expected_s, local_s))
     return sorted(plans, key=lambda plan: plan.expected_s)
+
+
+def wait_before(reservation: Reservation, decode: Candidate, speeds: SpeedModel, now: float) -> float:
+    """Return the wait at the decoder without this request, which is counted in already."""
+    own_s = speeds.slowness(decode.id, now) * seconds_of(reservation.features, speeds.seconds)
+    return max(0.0, wait_s(decode, speeds, now) - own_s)
 
 
 def compute_s(facts: OverlapFacts, endpoint: Endpoint, speeds: SpeedModel, now: float, *, stall: float) -> float:

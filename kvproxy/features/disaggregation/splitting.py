@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
-from kvproxy.cluster.routing.costs import wait_s
 from kvproxy.cluster.routing.kv_aware import CostWeights
 from kvproxy.cluster.routing.selector import PANIC
-from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.cluster.routing.work import seconds_of
 from kvproxy.features.disaggregation.bodies import read_body
 from kvproxy.features.disaggregation.legs import NoPrefill, Splitting, TwoLegs
 from kvproxy.features.disaggregation.note import FAILED, NOTE, REFUSED, Legs
-from kvproxy.features.disaggregation.plan import Plan, choose_plan
+from kvproxy.features.disaggregation.plan import Plan, choose_plan, wait_before
 from kvproxy.features.disaggregation.watch import Disaggregated
 from kvproxy.proxy.forward.asking import Answer, EngineRequest
 
@@ -86,7 +82,7 @@ class Splitter:
             able = [one for one in able if not pairs.is_out(one, decode)]
         elif settings.canary:
             able = [one for one in able if pairs.may_carry(one, decode, asked.model)]
-        waits_s = 0.0 if speeds is None else _wait_before(pick, decode, speeds, now)
+        waits_s = 0.0 if speeds is None else wait_before(pick.reservation, decode, speeds, now)
         stall = CostWeights().stall
         return choose_plan(
             facts,
@@ -103,9 +99,3 @@ class Splitter:
 
 async def _fail(pick: Pick) -> Answer:
     raise NoPrefill(f"no endpoint prefills for {pick.endpoint.id}")
-
-
-def _wait_before(pick: Pick, decode: Endpoint, speeds: SpeedModel, now: float) -> float:
-    """Return the wait there without this request, which is counted in already."""
-    own_s = speeds.slowness(decode.id, now) * seconds_of(pick.reservation.features, speeds.seconds)
-    return max(0.0, wait_s(decode, speeds, now) - own_s)
