@@ -16,31 +16,25 @@ from kvproxy.cluster.settings import EndpointRole
 
 #: Latency of a second request and of the handshake between the engines.
 LATENCY_S = 0.005
-#: Seconds to pull a token before the first pull: 6 GB/s where a token's KV is 128 KiB. It has the weight of so many
-#: tokens, and each sum decays by a pull.
+#: Seconds to pull a token before the first pull: 6 GB/s where a token's KV is 128 KiB; and the least that is learned.
 _PRIOR_S = 0.000_02
-_PRIOR_TOKENS = 8_192.0
-_DECAY = 0.98
-#: Bound on one pull, in present prices.
-_GROWTH = 4.0
+_LEAST_S = 0.000_001
+#: Steps of the price after a pull that took longer than expected, or not: a quarter of all pulls are faster than it.
+_UP = 1.1
+_DOWN = 0.7
 
 
 class PullPrice:
-    """Seconds to pull a token's KV, learned from the first tokens of decoders. Long prompts weigh more."""
+    """Seconds to pull a token's KV, learned from the first tokens of decoders: of the fast ones, since what came to a
+    decoder meanwhile makes others late."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._tokens = 0.0
-
-    @property
-    def s_per_token(self) -> float:
-        return (self._seconds + _PRIOR_TOKENS * _PRIOR_S) / (self._tokens + _PRIOR_TOKENS)
+        self.s_per_token = _PRIOR_S
 
     def observe(self, tokens: int, took_s: float) -> None:
-        """Learn from a decoder's first token, `took_s` after it got the parameters and its own wait."""
-        seconds = min(max(0.0, took_s - LATENCY_S), _GROWTH * self.s_per_token * tokens)
-        self._seconds = _DECAY * self._seconds + seconds
-        self._tokens = _DECAY * self._tokens + tokens
+        """Learn from a decoder's first token, `took_s` after the decoder was to be free."""
+        late = took_s > self.pull_s(tokens)
+        self.s_per_token = max(_LEAST_S, self.s_per_token * (_UP if late else _DOWN))
 
     def pull_s(self, tokens: int) -> float:
         """Return the expected time to pull so many."""

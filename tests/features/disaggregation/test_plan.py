@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.costs import wait_s
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.features.disaggregation.plan import Plan, PullPrice, choose_plan
+from kvproxy.features.disaggregation.plan import Plan, PullPrice, choose_plan, wait_before
 from tests.cluster.conftest import Bench, MakeCluster, configs
 
 STALL = 0.04
@@ -88,7 +89,7 @@ def test_a_slow_link_is_learned(make_cluster: MakeCluster) -> None:
     assert plans(bench, facts, SpeedModel(), price=price)
     for _ in range(50):
         price.observe(4000, 5.0)
-    assert price.s_per_token == pytest.approx(5.0 / 4000, rel=0.2)
+    assert price.s_per_token == pytest.approx(5.0 / 4000, rel=0.35)
     assert plans(bench, facts, SpeedModel(), price=price) == []
 
 
@@ -100,6 +101,37 @@ def test_one_slow_pull_is_no_slow_link() -> None:
     usual = price.s_per_token
     price.observe(4000, 60.0)
     assert price.s_per_token < 1.2 * usual
+
+
+def test_a_pull_behind_other_prompts_says_little_of_the_link() -> None:
+    """Two of three first tokens wait for what came to the decoder meanwhile."""
+    price = PullPrice()
+    for _ in range(100):
+        for took_s in (0.1, 2.0, 6.0):
+            price.observe(4000, took_s)
+    assert price.s_per_token < 2 * 0.1 / 4000
+
+
+def test_a_link_that_takes_no_time_can_become_slow() -> None:
+    """The price never comes so near to 0 that it would stay there."""
+    price = PullPrice()
+    for _ in range(1000):
+        price.observe(4000, 0.0)
+    for _ in range(100):
+        price.observe(4000, 5.0)
+    assert price.s_per_token > 0.5 * 5.0 / 4000
+
+
+def test_the_wait_at_a_decoder_is_that_of_others(make_cluster: MakeCluster) -> None:
+    """A request that is counted in does not wait for itself."""
+    bench = fleet(make_cluster, d="decode")
+    decode = bench.endpoint("d")
+    now = bench.clock()
+    own = decode.load.reserve(4000, 0, now)
+    assert wait_before(own, decode, SpeedModel(), now) == pytest.approx(0.0, abs=1e-6)
+    before = wait_s(decode, SpeedModel(), now)
+    second = decode.load.reserve(2000, 0, now)
+    assert wait_before(second, decode, SpeedModel(), now) == pytest.approx(before, rel=0.05)
 
 
 @pytest.mark.parametrize("busy", ["p", "q"])
