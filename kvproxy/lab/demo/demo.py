@@ -239,7 +239,8 @@ async def run_demo(demo: DemoOptions, out: TextIO) -> int:
             print_later_turns(results, out)
         if demo.disaggregated:
             print(
-                f"{after}: {place.count_legs():.0f} of {mix.requests} prompts were computed at another engine.",
+                f"{after}: {place.count_legs():.0f} of {mix.requests} prompts were computed at another engine, where "
+                "the first token was\nexpected earlier by it. Fewer engines answer than together.",
                 file=out,
             )
             print_pauses(results, out)
