@@ -81,7 +81,7 @@ class Lives:
 
     def __init__(self, config: ConfigLike | Proxy | None, endpoints: Mapping[str, str] | None) -> None:
         if config is None:
-            config = {"endpoints": dict(endpoints or {})}
+            config = {"endpoints": {} if endpoints is None else endpoints}
         elif endpoints is not None:
             raise TypeError("give a configuration or endpoints, not both")
         self._given = config if isinstance(config, Proxy) else None

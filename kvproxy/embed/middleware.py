@@ -511,6 +511,8 @@ def _checked(
         ]
     if not endpoints:
         raise ConfigError([Problem("endpoints", "there are none", "{id: url} of each engine")])
+    if not all(isinstance(one, EndpointSettings) for one in endpoints):
+        raise ConfigError([Problem("endpoints", "must be a mapping of ids to URLs", "{id: url} of each engine")])
     if faults := [Problem(f"endpoints.{one.id}.url", why) for one in endpoints if (why := url_fault(one.url))]:
         raise ConfigError(faults)
     return settings, _verified(settings, ClusterSettings(endpoints=tuple(endpoints)), shield)

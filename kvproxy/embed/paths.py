@@ -56,6 +56,8 @@ class CoveredPaths:
 
 
 def _read(paths: Mapping[str, str] | Iterable[str]) -> dict[str, RequestKind]:
+    if isinstance(paths, str):
+        raise ConfigError([Problem("paths", "must be a list of paths, or a mapping of paths to kinds", f"[{paths!r}]")])
     given = dict(paths) if isinstance(paths, Mapping) else {path: kind_of_end(path) for path in paths}
     found = {}
     problems = []

@@ -425,6 +425,9 @@ async def test_choose_is_for_inference_requests() -> None:
     [
         ({"endpoints": {}}, "endpoints: there are none"),
         ({"endpoints": {"a": "nope"}}, "endpoints.a.url"),
+        ({"endpoints": ["http://a:1"]}, "endpoints: must be a mapping of ids to URLs"),
+        ({"endpoints": "http://a:1"}, "endpoints: must be a mapping of ids to URLs"),
+        ({"paths": "/ask"}, "paths: must be a list of paths"),
         ({"settings": {"lmcache_endpiont": "x"}}, "settings.lmcache_endpiont: unknown key"),
         ({"settings": {"min_matched_tokens": "many"}}, "settings.min_matched_tokens: must be a whole number"),
     ],

@@ -261,6 +261,9 @@ def test_wrong_arguments_are_refused_at_once() -> None:
         AsyncTransport()
     with pytest.raises(ConfigError, match=r"endpoints\.a"):
         AsyncTransport(endpoints={"a": "nowhere"})
+    for wrong in (3, "http://a:1", ["nowhere"], [3]):
+        with pytest.raises(ConfigError, match="endpoints"):
+            AsyncTransport(endpoints=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not both"):
         Transport({"endpoints": {"a": "http://a:1"}}, endpoints={"a": "http://a:1"})
 
