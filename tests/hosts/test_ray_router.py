@@ -65,7 +65,7 @@ def make_request(number: int = 0, text: str = "long beginning ", **metadata: Any
 
 
 def load_of(router: Any, replica: Replica) -> Any:
-    return router._router.proxy.clusters["default"].find_named(replica.replica_id.unique_id)[0].load
+    return router._router.proxy.clusters["default"].members.find_named(replica.replica_id.unique_id)[0].load
 
 
 def in_flight(router: Any) -> int:
