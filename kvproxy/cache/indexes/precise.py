@@ -194,6 +194,7 @@ class PreciseIndex:
         several: dict[_Rank, PreciseMatch] = {}  # the least over groups
         stored: dict[_Rank, PreciseMatch] = {}  # by the stores behind them
         hashed: dict[int, array[int]] = {}
+        shared: PreciseMatch | None = None  # by neighbours that hold as much: of a large fleet most do
         parting = 0
         if self._asked is None:
             self._asked = self._to_ask()
@@ -204,8 +205,12 @@ class PreciseIndex:
             device, total, parting = match(hashes, parting)
             if not total and alone:
                 continue
-            lower = self._lower(table, hashes, device, total) if total > device else ()
-            here = PreciseMatch(device * size, lower, source[1])
+            if total > device:
+                here = PreciseMatch(device * size, self._lower(table, hashes, device, total), source[1])
+            elif shared is not None and shared.device_tokens == device * size and shared.dp_rank == source[1]:
+                here = shared
+            else:
+                here = shared = PreciseMatch(device * size, (), source[1])
             if alone:
                 found[source[0]] = here
             elif source[2] == _STORE:

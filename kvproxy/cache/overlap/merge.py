@@ -89,15 +89,21 @@ def _with_events(
     larger match wins. Claims of events beyond routed prompts count by the accuracy of earlier ones."""
     found = {}
     shared: dict[tuple[int, int, int, int, LowerTokens], Overlap] = {}  # one object for all that are alike
+    plain: PreciseMatch | None = None  # the latest that counted in full; neighbours of a large fleet share it
+    plain_backed = plain_tokens = 0
+    plain_overlap = Overlap(0)
     for endpoint, match in announced.items():
+        backed = routed.get(endpoint, 0)
+        promised = in_flight.get(endpoint, 0) if endpoint in exact else backed
+        if match is plain and backed == plain_backed and promised <= plain_tokens and endpoint not in trust:
+            found[endpoint] = plain_overlap
+            continue
         device = match.device_tokens
         lower = match.lower
         claimed = believed = device + count_lower(lower) if lower else device
-        backed = routed.get(endpoint, 0)
         if claimed > backed:
             believed = trust.trusted_tokens(endpoint, claimed, backed)
             device = min(device, believed)
-        promised = in_flight.get(endpoint, 0) if endpoint in exact else backed
         if promised > believed:
             found[endpoint] = Overlap(promised, claimed_tokens=claimed)
         else:
@@ -105,9 +111,14 @@ def _with_events(
             overlap = shared.get(alike)
             if overlap is None:
                 lower = cut_lower(lower, believed - device)
-                backed = min(backed, claimed)
-                overlap = shared[alike] = Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, backed)
+                overlap = Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, min(backed, claimed))
+                shared[alike] = overlap
             found[endpoint] = overlap
+            if believed == claimed:
+                plain = match
+                plain_backed = backed
+                plain_tokens = believed
+                plain_overlap = overlap
     for endpoint, backed in routed.items():
         if endpoint not in exact and endpoint not in announced:
             found[endpoint] = Overlap(backed)

@@ -6,8 +6,10 @@ from array import array
 from random import Random
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from kvproxy.base.types import InferenceRequest, Prompt, RequestKind, Tier
+from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind, Tier
 from kvproxy.cache.feedback.trust import Trust
 from kvproxy.cache.indexes.precise import PreciseMatch
 from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
@@ -148,6 +150,47 @@ def test_the_merge(routed: int, in_flight: int, announced: int | None, exact: bo
         lookup_trust=Trust(),
     )
     assert found == ({} if expected is None else {A: expected})
+
+
+#: Matches that endpoints share, as neighbours in a lookup do.
+_MATCHES = [PreciseMatch(0, (), 0), PreciseMatch(512, (), 0), PreciseMatch(512, ((Tier.HOST, 256),), 0)]
+_KNOWN = st.tuples(
+    st.sampled_from([None, *_MATCHES]),
+    st.sampled_from([0, 256, 512, 768, 1024]),  # routed there
+    st.sampled_from([0, 512, 1024]),  # in flight
+    st.booleans(),  # its stream is complete
+    st.booleans(),  # its claims were wrong before
+)
+
+
+@given(st.lists(_KNOWN, max_size=12))
+@example([(_MATCHES[1], 0, 0, True, False), (_MATCHES[1], 0, 0, True, True)])  # the second one's claims are doubted
+@example([(_MATCHES[1], 0, 0, True, False), (_MATCHES[1], 0, 1024, True, False)])  # and this one's promise is longer
+def test_endpoints_are_merged_as_if_each_were_alone(
+    fleet: list[tuple[PreciseMatch | None, int, int, bool, bool]],
+) -> None:
+    """Objects that endpoints share save time, and change no result."""
+    names = [EndpointId(f"e{number}") for number in range(len(fleet))]
+    known = dict(zip(names, fleet, strict=True))
+    trust = Trust()
+    for name in names:
+        if known[name][4]:
+            trust.observe_claim(name, 1024, 0, 0)
+
+    def merged(some: list[EndpointId]) -> dict[EndpointId, Overlap]:
+        return merge_overlaps(
+            routed={name: known[name][1] for name in some if known[name][1]},
+            in_flight={name: known[name][2] for name in some if known[name][2]},
+            announced={name: match for name in some if (match := known[name][0]) is not None},
+            exact={name for name in some if known[name][3]},
+            trust=trust,
+            lookup_trust=Trust(),
+        )
+
+    alone: dict[EndpointId, Overlap] = {}
+    for name in names:
+        alone |= merged([name])
+    assert merged(names) == alone
 
 
 def test_a_promise_counts_over_announcements_that_are_not_trusted() -> None:
