@@ -1,6 +1,6 @@
 """Transfers on demand: KV is copied to the endpoint of a request.
 
-The plan is that of cluster/routing/copy_planner.py, which replays play. By itself a copy begins while the router queue
+Replays play the same plan (copy_planner.py). By itself a copy begins while the router queue
 holds the request, which keeps its place and waits for nothing. With `max_wait` it is part of the decision: the request
 has its place, and goes when the copy is there, or is not worth waiting for any more. Where a copy failed or is late the
 engine computes."""
@@ -23,7 +23,13 @@ from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.overlap.sources import OverlapSources
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.routing.copy_planner import (
+from kvproxy.cluster.routing.costs import own_s
+from kvproxy.cluster.routing.policy import Overlap, PickRequest
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.work import prefill_s
+from kvproxy.cluster.screening import Refusal
+from kvproxy.features.transfers.copy_planner import (
     NOT_HELD,
     STORE,
     LinkTerms,
@@ -33,12 +39,6 @@ from kvproxy.cluster.routing.copy_planner import (
     near_tokens,
     refuse_none,
 )
-from kvproxy.cluster.routing.costs import own_s
-from kvproxy.cluster.routing.policy import Overlap, PickRequest
-from kvproxy.cluster.routing.selector import Decision
-from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.cluster.routing.work import prefill_s
-from kvproxy.cluster.screening import Refusal
 from kvproxy.features.transfers.note import UNDER_WAY, TransferResult
 from kvproxy.features.transfers.transfers import STEP_TOKENS, Transfers
 

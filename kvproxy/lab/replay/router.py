@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
-from kvproxy.base.types import EndpointId, Tier
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.pick import reserve, split_prompt
 from kvproxy.cluster.routing import selector
 from kvproxy.cluster.routing.admission import Admission, RoomWait, Stay
-from kvproxy.cluster.routing.copy_planner import Transfer, landed
 from kvproxy.cluster.routing.costs import least_own_s, wait_s
 from kvproxy.cluster.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
@@ -25,6 +25,9 @@ from kvproxy.lab.replay.trace import Turn
 from kvproxy.lab.replay.transfers import SimTransfers
 from kvproxy.lab.replay.view import CacheView, Settle
 from kvproxy.lab.simulator.engine import Engine
+
+if TYPE_CHECKING:
+    from kvproxy.features.transfers.copy_planner import Transfer
 
 
 @dataclass(slots=True, eq=False)
@@ -192,7 +195,7 @@ class VirtualRouter:
         assert transfer is not None
         assert transfers is not None
         prompt = request.turn.prompt_tokens
-        overlap = landed(transfer.held, blocks * transfers.block_size, Tier.DEVICE)
+        overlap = transfers.landed(transfer, blocks)
         request.outcome.predicted_tokens = min(overlap.tokens, prompt)
         split = split_prompt(prompt, overlap, endpoint.id, self._policy.speeds)
         endpoint.load.begin(placement.reservation, split, now)

@@ -1,6 +1,6 @@
 """Transfers on demand, in a replay: links between the simulated engines, and the copies over them.
 
-A decision is made with what could be copied (cluster/routing/copy_planner.py). Is an engine chosen with a copy, both
+A decision is made with what could be copied (features/transfers/copy_planner.py). Is an engine chosen with a copy, both
 links are reserved, the copy is made, and the request joins the engine with it; of what the source does not have after
 all nothing is copied, and the engine computes it. (A request that joins at once, beside a copy that should be over when
 its turn comes, does worse than one that waits, and than none that copies: an engine admits a request, and with that
@@ -13,14 +13,16 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.copy_planner import LinkTerms, Transfer, TransferPlanner
-from kvproxy.cluster.routing.policy import Ledgered, OverlapFacts, PickRequest
+from kvproxy.base.types import EndpointId, Tier
+from kvproxy.cluster.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.selector import Decision, decide
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.lab.simulator.engine import Engine
+
+if TYPE_CHECKING:
+    from kvproxy.features.transfers.copy_planner import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,13 @@ class SimTransfers:
     """Copies between the simulated engines, as decisions ask for them."""
 
     def __init__(self, plan: LinkPlan, *, block_size: int, rng: Random) -> None:
+        from kvproxy.features.transfers import copy_planner  # a replay without copies needs none of it
+
         self._plan = plan
         self.block_size = block_size
-        terms = LinkTerms(plan.tokens_per_s, plan.latency_s, plan.min_tokens, block_size, waits=plan.waits)
-        self._planner = TransferPlanner(terms, rng=rng)
+        self._landed = copy_planner.landed
+        terms = copy_planner.LinkTerms(plan.tokens_per_s, plan.latency_s, plan.min_tokens, block_size, waits=plan.waits)
+        self._planner = copy_planner.TransferPlanner(terms, rng=rng)
         self._under_way: list[tuple[float, int, Engine, Sequence[int]]] = []  # that no request waits for
         self.counts = TransferCounts()
 
@@ -91,6 +96,10 @@ class SimTransfers:
     ) -> PickRequest:
         published = {one.id: _published_tokens(asked.facts, one.id) for one in endpoints}
         return self._planner.offer(asked, endpoints, speeds, now, sources=endpoints, published=published)
+
+    def landed(self, transfer: Transfer, blocks: int) -> Overlap:
+        """Return what the target holds once so many leading blocks are there."""
+        return self._landed(transfer.held, blocks * self.block_size, Tier.DEVICE)
 
     def find_transfer(self, decision: Decision[Any]) -> Transfer | None:
         """Return the one that this decision is made with."""

@@ -10,7 +10,14 @@ from random import Random
 import msgspec
 import pytest
 
-from kvproxy.cluster.routing.copy_planner import (
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.load import EngineState
+from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.selector import decide
+from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.cluster.routing.work import prefill_s
+from kvproxy.cluster.settings import PolicyName
+from kvproxy.features.transfers.copy_planner import (
     DISPLACES,
     LATE,
     LINK,
@@ -21,13 +28,6 @@ from kvproxy.cluster.routing.copy_planner import (
     Transfer,
     TransferPlanner,
 )
-from kvproxy.cluster.routing.kv_aware import KvAware
-from kvproxy.cluster.routing.load import EngineState
-from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
-from kvproxy.cluster.routing.selector import decide
-from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
-from kvproxy.cluster.routing.work import prefill_s
-from kvproxy.cluster.settings import PolicyName
 from kvproxy.lab.replay.compare import PolicySpec, UnknownPolicy, play_policy
 from kvproxy.lab.replay.results import ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.lab.replay.router import LiveRequest, SimEndpoint, VirtualRouter

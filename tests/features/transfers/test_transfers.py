@@ -15,7 +15,7 @@ import pytest
 from kvproxy.base.types import InferenceRequest
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.providers import ActionKind
-from kvproxy.cluster.routing.copy_planner import draw_source, find_holders
+from kvproxy.features.transfers.copy_planner import draw_source, find_holders
 from kvproxy.features.transfers.copy_watch import CopyObserver
 from kvproxy.features.transfers.settings import TransferSettings
 from kvproxy.features.transfers.transfers import SPEED_AGE_S, Link, Transfers
