@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import time
@@ -35,7 +36,7 @@ from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.operate.companion import Companion, Siblings
-from kvproxy.operate.config.load import load_config
+from kvproxy.operate.config.load import check_config, usable
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.metrics.catalog import make_metrics
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 #: Name of the tenant that a host app authenticated, by the request's ASGI scope; "" for none.
 TenantOf = Callable[[Scope], str]
+
+log = logging.getLogger("kvproxy")
 
 _LOOK_AGAIN_S = 0.02
 #: Credentials of a host app's clients, which are none of the engines' business.
@@ -309,11 +312,16 @@ class Proxy:
 
 def read_config(source: ConfigLike, filters: Mapping[str, FilterType] | None = None) -> Config:
     """Return the configuration in a file or in plain data, in which `filters`, or those of other distributions, may
-    stand. Raises ConfigError with every error."""
+    stand. Raises ConfigError with every error, and logs the warnings, which `kvproxy check` would print."""
     if isinstance(source, Config):
         return source
     known = {name: kind.settings for name, kind in (discover() if filters is None else filters).items()}
-    return load_config(source if isinstance(source, Mapping) else Path(source), extra_filters=known)
+    checked = check_config(source if isinstance(source, Mapping) else Path(source), extra_filters=known)
+    config = usable(checked)
+    for problem in checked[1]:
+        if problem.severity == "warning":
+            log.warning("%s", problem.located())
+    return config
 
 
 def read_endpoint(raw: Mapping[str, Any]) -> EndpointSettings:

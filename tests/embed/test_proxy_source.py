@@ -29,6 +29,18 @@ def test_mistakes_are_named_as_check_names_them(tmp_path: Path) -> None:
         Proxy(tmp_path / "missing.yaml")
 
 
+def test_warnings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of `kvproxy check`, which is not run here."""
+    Proxy({"endpoints": {"a": "http://127.0.0.1:9/v1"}})
+    assert "endpoints.a.url: ends in /v1, which clients' paths already have" in caplog.text
+
+
+def test_endpoints_alone_are_no_configuration() -> None:
+    """`endpoints=` was left out in front of them."""
+    with pytest.raises(ConfigError, match=r"these are endpoints and no settings .*name them `endpoints`"):
+        Proxy({"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"})
+
+
 def test_the_operators_app_is_made_on_first_use() -> None:
     proxy = Proxy(ENGINES)
     assert "admin" not in vars(proxy)

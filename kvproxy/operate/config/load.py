@@ -128,7 +128,7 @@ def load_config(
     lenient: bool = False,
 ) -> Config:
     """Return the configuration that `source` holds. Raises ConfigError with every error."""
-    return _usable(check_config(source, env=env, extra_filters=extra_filters, lenient=lenient))
+    return usable(check_config(source, env=env, extra_filters=extra_filters, lenient=lenient))
 
 
 def check_config(
@@ -178,6 +178,8 @@ def _check_data(raw: object, *, env: Mapping[str, str], extra_filters: ExtraFilt
         what = "this is a configuration of LiteLLM's proxy"
         hint = "docs/migrating.md#litellm-proxy shows its translation: clusters, and routes by model"
         return None, [Problem("model_list", what, hint)]
+    if all(isinstance(value, str) and "://" in value for value in raw.values()):
+        return None, [Problem("", "these are endpoints and no settings", "name them `endpoints`")]
     tree, missing = substitute_variables(raw, env, dotted_path)
     dialect = next((feature for feature in installed(Feature) if feature.recognizes(tree)), None)
     if dialect is not None:
@@ -187,7 +189,8 @@ def _check_data(raw: object, *, env: Mapping[str, str], extra_filters: ExtraFilt
     return (None if any(problem.severity == "error" for problem in problems) else config), problems
 
 
-def _usable(checked: Checked) -> Config:
+def usable(checked: Checked) -> Config:
+    """Return the configuration. Raises ConfigError with every error."""
     config, problems = checked
     errors = [problem for problem in problems if problem.severity == "error"]
     if config is None or errors:
