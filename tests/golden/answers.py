@@ -41,7 +41,7 @@ ON: dict[str, Any] = {
                 "lmcache_endpoint": "http://127.0.0.1:9",
                 "kv_events": True,
                 "leases": {"enabled": True},
-                "warming": {"enabled": True},
+                "warming": {"export": "hashes"},
                 "transfers": {"on_demand": True},
             }
         },

@@ -20,7 +20,7 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.features.warming.settings import PrefixExport, WarmingPlace
-from kvproxy.features.warming.warming import Warmed, Warmer, Warming
+from kvproxy.features.warming.warming import Warmed, Warmer
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.pick import parse_question
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_limit, reply_json
@@ -29,6 +29,10 @@ from kvproxy.operate.admin.replies import Audit, RequestRefused, read_limit, rep
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 MAX_REPLICAS = 64
 MAX_EXPORTED = 200
+#: Longer prefixes are not exported.
+MAX_TOKENS = 32_768
+#: Prefixes examined for an export, the last used ones.
+LOOKED_AT = 1024
 #: Fields that would make more of it than one prefill.
 _LEFT_OUT = ("stream_options", "max_completion_tokens", "n", "best_of")
 
@@ -47,12 +51,11 @@ class WarmRoutes:
 
     async def _export(self, request: Request) -> Response:
         service = self._operated.kvcache
-        warming = None if service is None else service.observers.find(Warming)
         how = PrefixExport.OFF if service is None else part_of(service.settings, WarmingPlace).warming.export
-        if warming is None or how is PrefixExport.OFF:
-            hint = "kvcache: {warming: {enabled: true, export: tokens}} does"
+        if service is None or how is PrefixExport.OFF:
+            hint = "kvcache: {warming: {export: tokens}} does"
             raise RequestRefused(409, Problem("warming.export", "hot prefixes are not exported", hint))
-        hot = warming.find_hot(self._operated.clock())[: read_limit(request, default=100, most=MAX_EXPORTED)]
+        hot = find_hot(service, self._operated.clock())[: read_limit(request, default=100, most=MAX_EXPORTED)]
         self._audit.write_line(request, "warm.export", prefixes=len(hot), told=how.value)
         lines = await asyncio.to_thread(_as_lines, hot, how)
         return Response(lines, media_type="application/x-ndjson")
@@ -83,6 +86,19 @@ class WarmRoutes:
             said = {"endpoint": endpoint.id, "result": warmed.result, "tokens": warmed.prompt_tokens}
             self._audit.write_line(request, "warm", **said)
         return reply_json({"endpoints": [_shown(one, each) for one, each in zip(chosen, done, strict=True)]})
+
+
+def find_hot(service: KvCache, now: float) -> list[tuple[int, KnownPrefix]]:
+    """Return the prefixes that several sessions use, by their total saving in tokens."""
+    hotness = service.actions.hotness
+    counted = (
+        (hotness.count_recent_uses(one, now), one)
+        for one in hotness.walk_latest(LOOKED_AT)
+        if one.actionable and not one.session and len(one.tokens) <= MAX_TOKENS
+    )
+    threshold = service.settings.cache_strategy.hot_content_threshold
+    hot = [(uses, one) for uses, one in counted if uses >= threshold]
+    return sorted(hot, key=lambda pair: -pair[0] * len(pair[1].tokens))
 
 
 def choose_endpoints(facts: RequestFacts, replicas: int, now: float) -> Sequence[Endpoint]:

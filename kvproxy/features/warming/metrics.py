@@ -8,7 +8,5 @@ from kvproxy.base.metrics.groups import MetricGroup, counter
 class WarmingMetrics(MetricGroup):
     """Prompts sent to warm caches."""
 
-    labels = {"action": "`warm`"}
-
     #: computed, found
     warmed_tokens = counter("kvproxy_kvcache_warmed_tokens", "Tokens of prompts sent to warm caches", "state")

@@ -69,7 +69,7 @@ def count_hot(proxy: Proxy, tokens: array[int], now: float) -> None:
 @pytest.mark.parametrize("export", ["tokens", "hashes"])
 async def test_hot_prefixes_are_exported_and_computed_again(export: str) -> None:
     """By its tokens, as lines that `kvproxy warm` reads; by hashes, to be compared. Each is one audit line."""
-    cache = {"kv_events": True, "warming": {"enabled": True, "export": export}}
+    cache = {"warming": {"export": export}}
     filters = ["inference_request", {"kvcache": {**cache, "cache_strategy": {"hot_content_threshold": 2}}}, "router"]
     async with simulated() as place:
         clock = FakeClock()

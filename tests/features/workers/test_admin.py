@@ -103,7 +103,7 @@ async def test_a_limit_that_is_none_is_the_workers_business(path: str, status: i
 
 async def test_hot_prefixes_of_all_workers_are_exported() -> None:
     """Lines and no JSON; what two know is there once."""
-    kvcache = {"kvcache": {"kv_events": True, "warming": {"enabled": True, "export": "tokens"}}}
+    kvcache = {"kvcache": {"warming": {"export": "tokens"}}}
     async with served_together(filters=["inference_request", kvcache, "router"]) as both:
         for proxy, keys in zip(both.proxies, ((1,), (1, 2)), strict=True):
             assert proxy.kvcache is not None
