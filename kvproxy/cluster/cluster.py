@@ -365,6 +365,8 @@ class Cluster:
         if self.queue is not None:
             self.admission = next((found for one in self.observers if (found := one.admission) is not None), None)
             self.queue.admission = self.admission
+            if self.admission is not None:
+                self.admission.speeds = speeds
 
     def _close_queue(self) -> None:
         if self.queue is not None:

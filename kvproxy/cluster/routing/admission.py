@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.speeds import SpeedModel
 
 
 class Stay(Protocol):
@@ -40,6 +41,9 @@ class RoomWait(Protocol):
 
 class Admission(Protocol):
     """Rule of one cluster. Called in the turn of the decision: no wait."""
+
+    #: Learned speeds of its engines, which its router sets.
+    speeds: SpeedModel | None
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         """Return the request without the endpoints that have no room for it; if none has, it `waits_for_room`."""

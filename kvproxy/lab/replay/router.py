@@ -126,6 +126,8 @@ class VirtualRouter:
         self._transfers = transfers
         #: Rule by which sessions wait for room; None: there is none.
         self.admission = None if make_admission is None or queue is None else make_admission()
+        if self.admission is not None:
+            self.admission.speeds = policy.speeds
         for endpoint in endpoints:
             self._connect(endpoint)
 

@@ -13,6 +13,7 @@ from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.routing.elsewhere import RemoteLoad
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.features.residents import admission as rule
 from kvproxy.features.residents.admission import SessionAdmission, SessionStay, SessionWait
 from kvproxy.features.residents.habits import HORIZON_S, MAX_HEADS, Habits
@@ -93,6 +94,22 @@ def test_turns_of_residents_never_wait(admission: SessionAdmission) -> None:
     turn(admission, prompt(2, 400), A)
     assert waits(admission, prompt(3, 100), A) is False  # nothing is known of its kind
     assert not waits(admission, prompt(1, 700), A)
+
+
+def test_sessions_do_not_wait_for_room_while_engines_hardly_prefill(admission: SessionAdmission) -> None:
+    """A context that is evicted then costs less than a wait. Those that wait already go."""
+    admission.speeds = SpeedModel(SpeedPriors(request_s=0.0, tokens_per_s=100_000.0))
+    knows(admission, 1, 2)
+    turn(admission, prompt(1, 500), A)
+    asked = prompt(2, 401)
+    assert waits(admission, asked, A)
+    room = admission.wait(asked, 0.0)
+    assert not room.has_room([A], 0.0)
+    turn(admission, prompt(9, 500), A, now=20.0)
+    assert not waits(admission, asked, A, now=40.0)
+    assert room.has_room([A], 40.0)
+    room.over(40.0)
+    assert A.load.kept_since is None
 
 
 def test_prefixes_shared_by_sessions_count_once(admission: SessionAdmission) -> None:

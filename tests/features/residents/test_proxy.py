@@ -108,6 +108,12 @@ async def test_switched_off_no_session_waits(tmp_path: Path) -> None:
         assert (row.state, row.reason) == ("off", "`admit_sessions: false`")
 
 
+async def test_the_rule_goes_by_the_learned_speeds(tmp_path: Path) -> None:
+    """Those of the policy that decides."""
+    async with proxied(tmp_path) as (proxy, _, sessions):
+        assert sessions.rule.speeds is proxy.clusters["default"].policy.speeds is not None
+
+
 async def test_the_last_request_of_a_session_leaves_no_resident(tmp_path: Path) -> None:
     """Where its client names it."""
     async with proxied(tmp_path) as (_, client, sessions):
