@@ -71,6 +71,9 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
     #: Name of its panel of the live page: NAME.html beside its module, and NAME.js, which exports `show(live)`.
     panel: ClassVar[str] = ""
 
+    #: Paths of the admin listener whose changes take long: seconds until a process counts as giving no answer.
+    slow_changes: ClassVar[Mapping[str, float]] = {}
+
     def recognizes(self, raw: Mapping[str, Any]) -> bool:
         """Return whether a file is in its dialect; then `decode` reads it. Files that are in none are native."""
         return False

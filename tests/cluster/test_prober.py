@@ -213,7 +213,7 @@ async def test_a_probe_during_which_this_process_stood_still_says_nothing(make_c
 
     async def answer_soon(_engine: ClusterEngine) -> bool:
         asyncio.get_running_loop().call_soon(time.sleep, 2 * SETTINGS.timeout)
-        await asyncio.sleep(0.1 * SETTINGS.timeout)
+        await asyncio.sleep(0.1 * SETTINGS.timeout)  # a timer, as the probe's limit is: both are due after the stall
         return True
 
     results, pauses, told = Results(), Pauses(), list[ProbeOutcome]()

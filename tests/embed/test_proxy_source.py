@@ -39,6 +39,9 @@ def test_endpoints_alone_are_no_configuration() -> None:
     """`endpoints=` was left out in front of them."""
     with pytest.raises(ConfigError, match=r"these are endpoints and no settings .*name them `endpoints`"):
         Proxy({"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"})
+    with pytest.raises(ConfigError) as refused:
+        Proxy({"endpoints": "http://127.0.0.1:9"})
+    assert "no settings" not in str(refused.value)
 
 
 def test_the_operators_app_is_made_on_first_use() -> None:

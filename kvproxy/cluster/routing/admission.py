@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
-from kvproxy.cluster.routing.speeds import SpeedModel
 
 
 class Stay(Protocol):
@@ -42,8 +41,8 @@ class RoomWait(Protocol):
 class Admission(Protocol):
     """Rule of one cluster. Called in the turn of the decision: no wait."""
 
-    #: Learned speeds of its engines, which its router sets.
-    speeds: SpeedModel | None
+    #: Share of the engines' time that is prefill, at a time; the policy's, which its router sets.
+    busy_share: Callable[[float], float]
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         """Return the request without the endpoints that have no room for it; if none has, it `waits_for_room`."""

@@ -18,11 +18,8 @@ from typing import cast
 import msgspec
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.costs import own_s
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
-from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.cluster.routing.traffic import Utilisation
 from kvproxy.features.residents.habits import HORIZON_S, Habits
 from kvproxy.features.residents.note import NOTE, SessionTurn
 from kvproxy.features.residents.resident_set import ResidentSet, Session
@@ -88,9 +85,7 @@ class SessionAdmission:
 
     def __init__(self, *, on_give_way: Callable[[], None] = lambda: None) -> None:
         self.habits = Habits()
-        self.speeds: SpeedModel | None = None
-        self._prefill = Utilisation(ceiling=math.inf, prior=1.0)  # share of the engines' time that is prefill
-        self._endpoints = 1
+        self.busy_share: Callable[[float], float] = lambda now: 1.0
         self._on_give_way = on_give_way
         self.sets: dict[EndpointId, ResidentSet] = {}
         self.waits: dict[SessionWait, None] = {}
@@ -128,8 +123,7 @@ class SessionAdmission:
         self.expire(now)
         session = self._find(request.facts)
         self._found = blocks, session
-        self._endpoints = len(candidates)
-        if not self.habits.comes_back(blocks[0]) or self._is_idle(now):
+        if not self.habits.comes_back(blocks[0]) or self.busy_share(now) < BUSY_FROM:
             return request
         for name, overlap in request.facts.by_endpoint.items():
             if overlap.lower:
@@ -157,7 +151,6 @@ class SessionAdmission:
         found, session = self._found
         if found is not blocks or (session is not None and session.running):
             session = self._find(facts)
-        self._count_work(facts, endpoint, now)
         # one that waited for too long passes without a place
         session = self._begin_turn(session, facts, endpoint, now, has_place=not request.waits_for_room)
         session.elsewhere = False
@@ -175,7 +168,6 @@ class SessionAdmission:
         if not blocks:
             return
         self.expire(now)
-        self._count_work(facts, endpoint, now)
         session = self._begin_turn(self._find(facts), facts, endpoint, now, has_place=True)
         session.elsewhere = True
         self._turns_elsewhere[turn] = session, session.turns
@@ -255,7 +247,7 @@ class SessionAdmission:
         least: tuple[float, Candidate] | None = None
         if request.excluded:
             candidates = _allowed(request, candidates)
-        if self._is_idle(now):
+        if self.busy_share(now) < BUSY_FROM:
             self._release(wait)
             return True
         if any(_kept_elsewhere(one.load, wait.began_at) for one in candidates):
@@ -337,14 +329,6 @@ class SessionAdmission:
             if not (self._shares and self._is_crowded()):  # else it may wait at another router
                 self.habits.note_last(first.head)
             self._forget(first)
-
-    def _count_work(self, facts: OverlapFacts, endpoint: EndpointId, now: float) -> None:
-        if self.speeds is not None:
-            self._prefill.add(own_s(facts, endpoint, self.speeds), self._endpoints, now)
-
-    def _is_idle(self, now: float) -> bool:
-        """Return whether the engines hardly prefill."""
-        return self._prefill.estimate_rates(now)[0] < BUSY_FROM
 
     def _is_crowded(self) -> bool:
         """Return whether sessions wait for room, here or at another router."""

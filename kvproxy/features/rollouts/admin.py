@@ -17,12 +17,11 @@ from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.engine import Engine
+from kvproxy.features.rollouts.limits import CALL_S, MAX_CALL_S
 from kvproxy.operate.admin.clusters import find_cluster
 from kvproxy.operate.admin.operated import AdminTarget
-from kvproxy.operate.admin.replies import REPEATED, Audit, RequestRefused, read_json_object, read_limit, reply_json
+from kvproxy.operate.admin.replies import REPEATED, Audit, RequestRefused, read_json_object, read_number, reply_json
 
-#: Weights of many gigabytes take minutes to load.
-MAX_CALL_S = 3600
 #: Engines called at the same time.
 AT_ONCE = 64
 #: Most of an engine's answer that is passed on.
@@ -68,7 +67,7 @@ class RolloutRoutes:
 
     async def _call(self, request: Request) -> Response:
         asked = await _read(request, Call)
-        timeout_s = read_limit(request, default=60, most=MAX_CALL_S, name="timeout_s")
+        timeout_s = read_number(request, default=CALL_S, most=MAX_CALL_S, name="timeout_s")
         if fault := _path_fault(asked.path):
             raise RequestRefused(422, Problem("path", fault, "a path of the engines' API, such as /pause"))
         service, cluster, engines = self._find(asked)
@@ -86,7 +85,8 @@ class RolloutRoutes:
             for engine in engines:
                 if engine.id not in failed:
                     _forget(service, cluster, engine)
-        said = {"cluster": cluster.name, "method": asked.method, "path": asked.path, "flush": asked.flush}
+        path = asked.path.partition("?")[0]  # a query may hold a secret
+        said = {"cluster": cluster.name, "method": asked.method, "path": path, "flush": asked.flush}
         self._audit.write_line(request, "call", **said, engines=len(engines), failed=len(failed))
         shown = {
             "cluster": cluster.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvproxy.features.rollouts.limits import ANSWER_S, CALL_S
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ class Rollouts(Feature):
     """Has all engines of a cluster do one thing, and their caches forgotten where it empties them."""
 
     name = "rollouts"
+    slow_changes = {"/call": CALL_S + ANSWER_S}
 
     def list_admin_routes(self, operated: AdminTarget, audit: Audit) -> Sequence[Route]:
         """Return `/call` and `/flush`."""

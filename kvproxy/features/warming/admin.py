@@ -23,7 +23,7 @@ from kvproxy.features.warming.settings import PrefixExport, WarmingPlace
 from kvproxy.features.warming.warming import Warmed, Warmer
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.pick import parse_question
-from kvproxy.operate.admin.replies import Audit, RequestRefused, read_limit, reply_json
+from kvproxy.operate.admin.replies import Audit, RequestRefused, read_number, reply_json
 
 #: Paths whose answers report reuse, and end after one token.
 _PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -55,7 +55,7 @@ class WarmRoutes:
         if service is None or how is PrefixExport.OFF:
             hint = "kvcache: {warming: {export: tokens}} does"
             raise RequestRefused(409, Problem("warming.export", "hot prefixes are not exported", hint))
-        hot = find_hot(service, self._operated.clock())[: read_limit(request, default=100, most=MAX_EXPORTED)]
+        hot = find_hot(service, self._operated.clock())[: read_number(request, default=100, most=MAX_EXPORTED)]
         self._audit.write_line(request, "warm.export", prefixes=len(hot), told=how.value)
         lines = await asyncio.to_thread(_as_lines, hot, how)
         return Response(lines, media_type="application/x-ndjson")
@@ -65,7 +65,7 @@ class WarmRoutes:
         service = operated.kvcache
         if service is None:
             raise RequestRefused(409, Problem("filters", "warming is the kvcache filter's", "add kvcache to the chain"))
-        replicas = read_limit(request, default=1, most=MAX_REPLICAS)
+        replicas = read_number(request, default=1, most=MAX_REPLICAS)
         question, body, inference = await parse_question(request, most_bytes=operated.config.limits.body)
         if question.path not in _PATHS:
             raise RequestRefused(422, Problem("path", "cannot be warmed", f"known: {', '.join(_PATHS)}"))

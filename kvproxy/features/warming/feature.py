@@ -22,6 +22,7 @@ class WarmingFeature(Feature):
     """Has engines compute prompts before clients send them."""
 
     name = "warming"
+    slow_changes = {"/warm": 300.0}  # a long prompt on a slow engine, twice
     metric_group = "WarmingMetrics"
     settings = {KvCacheSettings: (WarmingPlace,)}
 

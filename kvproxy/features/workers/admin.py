@@ -17,6 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvproxy.base.errors import Problem
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.across_workers import Page, add_pages, keep_counts, parse_page, write_page
 from kvproxy.base.metrics.exposition import render_exposition
 from kvproxy.base.types import Clock
@@ -30,7 +31,8 @@ from kvproxy.operate.admin.event_log import describe_events
 from kvproxy.operate.admin.live import EVENTS, PageFiles
 from kvproxy.operate.admin.operated import ConfigFinding, OperatorFinding
 from kvproxy.operate.admin.process import AdviceRoutes, SettingsRoutes
-from kvproxy.operate.admin.replies import MAX_BODY_BYTES, Audit, RequestRefused, receive_body, reply_json
+from kvproxy.operate.admin.replies import MAX_BODY_BYTES, Audit, RequestRefused, read_number, receive_body, reply_json
+from kvproxy.operate.feature import Feature
 from kvproxy.operate.merge import merge_events, merge_findings
 from kvproxy.operate.metrics.catalog import merge_rules
 
@@ -38,8 +40,7 @@ _CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 _PASSED_ON = ("content-type", "cache-control", "allow")
 #: Default number of rows that a worker answers with.
 _LIMITS = {"/decisions": 100, "/cache/hot": 20, "/warm": 100}
-#: A long prompt on a slow engine, twice.
-_WARM_S = 300.0
+_LONGEST_CHANGE_S = 3600
 
 
 class MetricsOfAll:
@@ -222,7 +223,7 @@ class WorkersAdmin:
 
     async def _warm(self, request: Request) -> Response:
         """Send each prompt through one worker; all learn of the endpoints' new contents."""
-        return _passed_on([(await self._questions.ask_one(request, timeout_s=_WARM_S))[1]])
+        return _passed_on([(await self._questions.ask_one(request, timeout_s=_find_slow("/warm")))[1]])
 
     async def _read(self, request: Request) -> Response:
         path = request.url.path
@@ -239,8 +240,9 @@ class WorkersAdmin:
     async def _change(self, request: Request) -> Response:
         body = await receive_body(request)
         change = Change(request.method, _target(request), body)
-        longest_s = request.query_params.get("timeout_s", "")  # how long the change itself may take
-        timeout_s = int(longest_s) + ANSWER_S if longest_s.isascii() and longest_s.isdigit() else None
+        timeout_s = _find_slow(request.url.path)
+        if "timeout_s" in request.query_params:  # the change itself may take so long
+            timeout_s = ANSWER_S + read_number(request, default=0, most=_LONGEST_CHANGE_S, name="timeout_s")
         answer = await self._workers.change_all(change, origin=_origin_of(request), timeout_s=timeout_s)
         if answer is None:
             raise _nothing_serves()
@@ -252,6 +254,11 @@ class WorkersAdmin:
         if answer.status_code == 200:
             set_root_level(str(msgspec.json.decode(answer.body)["level"]).upper())
         return answer
+
+
+def _find_slow(path: str) -> float | None:
+    """Return how long a change of this path may take; None: as long as any."""
+    return next((one.slow_changes[path] for one in installed(Feature) if path in one.slow_changes), None)
 
 
 def _origin_of(request: Request) -> str:

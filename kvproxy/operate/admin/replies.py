@@ -91,7 +91,7 @@ async def read_json_object(request: Request, *, optional: bool = False) -> dict[
     return data
 
 
-def read_limit(request: Request, *, default: int, most: int, name: str = "limit") -> int:
+def read_number(request: Request, *, default: int, most: int, name: str = "limit") -> int:
     """Return the number `name` of the query; RequestRefused unless it is a whole number from 1 to `most`."""
     text = request.query_params.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):

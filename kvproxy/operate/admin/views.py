@@ -22,7 +22,7 @@ from kvproxy.cache.service import KvCache
 from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, pins
 from kvproxy.operate.admin.history import count_by_label
 from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
-from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_limit, reply_json
+from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_number, reply_json
 from kvproxy.proxy.request.exchange import RESULTS
 from kvproxy.proxy.request.observer import RecentRequest
 
@@ -110,7 +110,7 @@ class DecisionRoutes:
         ]
 
     async def _decisions(self, request: Request) -> Response:
-        limit = read_limit(request, default=100, most=MAX_LIMIT)
+        limit = read_number(request, default=100, most=MAX_LIMIT)
         result = request.query_params.get("result", "")
         if result and result not in RESULTS:
             raise RequestRefused(400, Problem("result", "there is no such result", f"allowed: {', '.join(RESULTS)}"))
@@ -163,7 +163,7 @@ class CacheRoutes:
         )
 
     async def _hot(self, request: Request) -> Response:
-        limit = read_limit(request, default=20, most=MAX_LIMIT)
+        limit = read_number(request, default=20, most=MAX_LIMIT)
         return reply_json({"prefixes": await hot_prefixes(self._service(), limit)})
 
     async def _leases(self, request: Request) -> Response:
@@ -173,7 +173,7 @@ class CacheRoutes:
         return reply_json({"leases": pins(service, now), **described})
 
     async def _priorities(self, request: Request) -> Response:
-        limit = read_limit(request, default=20, most=MAX_LIMIT)
+        limit = read_number(request, default=20, most=MAX_LIMIT)
         return reply_json({"prefixes": self._service().actions.describe_prefixes(limit)})
 
     async def _set_priority(self, request: Request) -> Response:

@@ -178,7 +178,7 @@ def _check_data(raw: object, *, env: Mapping[str, str], extra_filters: ExtraFilt
         what = "this is a configuration of LiteLLM's proxy"
         hint = "docs/migrating.md#litellm-proxy shows its translation: clusters, and routes by model"
         return None, [Problem("model_list", what, hint)]
-    if all(isinstance(value, str) and "://" in value for value in raw.values()):
+    if "endpoints" not in raw and all(isinstance(value, str) and "://" in value for value in raw.values()):
         return None, [Problem("", "these are endpoints and no settings", "name them `endpoints`")]
     tree, missing = substitute_variables(raw, env, dotted_path)
     dialect = next((feature for feature in installed(Feature) if feature.recognizes(tree)), None)

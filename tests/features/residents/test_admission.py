@@ -13,9 +13,8 @@ from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.routing.elsewhere import RemoteLoad
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
-from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.features.residents import admission as rule
-from kvproxy.features.residents.admission import SessionAdmission, SessionStay, SessionWait
+from kvproxy.features.residents.admission import BUSY_FROM, SessionAdmission, SessionStay, SessionWait
 from kvproxy.features.residents.habits import HORIZON_S, MAX_HEADS, Habits
 
 CAPACITY = 100_000
@@ -98,17 +97,17 @@ def test_turns_of_residents_never_wait(admission: SessionAdmission) -> None:
 
 def test_sessions_do_not_wait_for_room_while_engines_hardly_prefill(admission: SessionAdmission) -> None:
     """A context that is evicted then costs less than a wait. Those that wait already go."""
-    admission.speeds = SpeedModel(SpeedPriors(request_s=0.0, tokens_per_s=100_000.0))
     knows(admission, 1, 2)
     turn(admission, prompt(1, 500), A)
     asked = prompt(2, 401)
+    admission.busy_share = lambda now: BUSY_FROM
     assert waits(admission, asked, A)
     room = admission.wait(asked, 0.0)
     assert not room.has_room([A], 0.0)
-    turn(admission, prompt(9, 500), A, now=20.0)
-    assert not waits(admission, asked, A, now=40.0)
-    assert room.has_room([A], 40.0)
-    room.over(40.0)
+    assert A.load.kept_since is not None
+    admission.busy_share = lambda now: BUSY_FROM - 0.01
+    assert not waits(admission, asked, A)
+    assert room.has_room([A], 0.0)
     assert A.load.kept_since is None
 
 

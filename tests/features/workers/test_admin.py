@@ -11,7 +11,10 @@ import msgspec
 import pytest
 
 from kvproxy.base.errors import ConfigError
+from kvproxy.features.workers.assignment import Change
+from kvproxy.features.workers.supervisor import Slot
 from kvproxy.operate.config.load import load_config
+from kvproxy.operate.feature import Feature
 from kvproxy.proxy.listener.server import serve
 from tests.cache.actions.support import serve as routed
 from tests.cache.fleet import simulated
@@ -264,3 +267,27 @@ async def test_without_a_worker_nothing_is_ready() -> None:
         answer = await both.admin.post("/endpoints/default/a/drain")
         assert (answer.status_code, answer.json()["error"]) == (503, "no worker answers")
         assert (await both.admin.get("/healthz")).status_code == 200
+
+
+async def test_slow_changes_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as their feature says, or the request itself; others as long as any answer."""
+    slow = [Feature()]
+    async with served_together() as both:
+        waited: list[float | None] = []
+        ask = both.workers.ask
+
+        async def note(slot: Slot, change: Change, *, timeout_s: float | None = None, **more: Any) -> object:
+            waited.append(timeout_s)
+            return await ask(slot, change, timeout_s=timeout_s, **more)
+
+        both.workers.ask = note  # type: ignore[assignment]
+        path = "/endpoints/default/a/undrain"
+        assert (await both.admin.post(path)).status_code == 200
+        monkeypatch.setattr("kvproxy.features.workers.admin.installed", lambda kind: slow)
+        slow[0].slow_changes = {path: 65.0}  # type: ignore[misc]
+        assert (await both.admin.post(path)).status_code == 200
+        assert (await both.admin.post(f"{path}?timeout_s=600")).status_code == 200
+        assert waited == [None, None, 65.0, None, 605.0, None]
+        refused = await both.admin.post(f"{path}?timeout_s=0")
+    assert refused.status_code == 400
+    assert refused.json()["problems"][0]["where"] == "timeout_s"
