@@ -205,7 +205,7 @@ class GrpcServer:
         self._most = most_bytes
         self._max_streams = max_streams
         self._max_connections = max_connections
-        self.connections: set[Http2Connection] = set()
+        self.connections: dict[Http2Connection, None] = {}  # in the order they came: uvloop's clock is coarse
         self._idle = asyncio.Event()
         self._on_closed = on_closed
         self._room = memoryview(bytearray(BUFFER_BYTES))
@@ -272,18 +272,18 @@ class GrpcServer:
         if idle:
             oldest = min(idle, key=lambda one: (one.begun, one.idle_since))
             self._on_closed("replaced")
-            self.connections.discard(oldest)
+            self.connections.pop(oldest, None)
             oldest.end_idle()
 
     def _changed(self, connection: Http2Connection, there: bool) -> None:
         if not there:
-            self.connections.discard(connection)
+            self.connections.pop(connection, None)
             self._idle.set()
             return
         if len(self.connections) >= self._max_connections:
             self._free_place()
         if len(self.connections) < self._max_connections:
-            self.connections.add(connection)
+            self.connections[connection] = None
         else:
             log.warning("a connection to the picker is refused: all %d are busy", self._max_connections)
             self._on_closed("refused")

@@ -106,6 +106,16 @@ async def test_a_new_connection_takes_the_place_of_the_longest_idle_one() -> Non
         assert one.closed == ["replaced", "refused"]
 
 
+async def test_of_two_idle_since_the_same_tick_the_one_that_came_first_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of uvloop ticks in milliseconds."""
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 1.0, raising=False)
+    async with place() as (one, stack):
+        peers = [await one.connect(stack) for _ in range(2)]
+        for _ in range(8):  # no order of hashes passes all of them
+            peers.append(await one.connect(stack))
+            await peers[-3].hear_of(GOAWAY)
+
+
 async def test_one_that_has_not_begun_gives_its_place_first() -> None:
     """It is no client's yet."""
     async with place() as (one, stack):
