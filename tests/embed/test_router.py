@@ -6,8 +6,6 @@ import json
 
 import httpx
 import pytest
-from openai.types import CompletionUsage
-from openai.types.completion_usage import PromptTokensDetails
 
 from kvproxy import NoEndpoint, PlacedRequest, Router
 from kvproxy.testing import simulated_engines
@@ -87,6 +85,9 @@ async def test_leaving_without_a_word_gives_the_place_back() -> None:
 
 
 async def test_usage_of_the_openai_package_is_read() -> None:
+    from openai.types import CompletionUsage  # takes a second
+    from openai.types.completion_usage import PromptTokensDetails
+
     details = PromptTokensDetails(cached_tokens=7)
     usage = CompletionUsage(prompt_tokens=9, completion_tokens=2, total_tokens=11, prompt_tokens_details=details)
     async with Router(endpoints=NOWHERE) as router, router.place(json.dumps(BODY).encode(), session="s") as placed:

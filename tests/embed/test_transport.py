@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import httpx2
-import openai
 import pytest
 from starlette.types import Send
 
@@ -43,6 +42,8 @@ async def client_of(*engines: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
 
 async def test_a_session_stays_where_its_prefix_is() -> None:
     """The openai package over three engines: the second turn finds the first one's tokens."""
+    import openai  # takes a second
+
     async with simulated_engines(3) as endpoints:
         async with httpx.AsyncClient(transport=AsyncTransport(endpoints=endpoints)) as http:
             client = openai.AsyncOpenAI(base_url="http://engines/v1", api_key="x", http_client=http)
@@ -322,6 +323,8 @@ def test_one_event_loop_after_another(engines: dict[str, str]) -> None:
 
 
 def test_a_synchronous_client(engines: dict[str, str]) -> None:
+    import openai  # takes a second
+
     with httpx.Client(transport=Transport(endpoints=engines), timeout=10.0) as http:
         client = openai.OpenAI(base_url="http://engines/v1", api_key="x", http_client=http)
         answer = client.chat.completions.create(model="sim", messages=BODY["messages"], max_tokens=4)

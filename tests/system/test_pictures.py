@@ -6,8 +6,6 @@ import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
@@ -35,6 +33,8 @@ async def proxy(request: pytest.FixtureRequest) -> AsyncIterator[RunningProxy]:
 
 
 async def by_chat(proxy: RunningProxy, picture: bytes) -> Counted:
+    import openai  # takes a second
+
     content: Any = [{"type": "text", "text": TEXT}, picture_part(picture), {"type": "text", "text": QUESTION}]
     async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="none", max_retries=0) as client:
         answer = await client.chat.completions.with_raw_response.create(
@@ -45,6 +45,8 @@ async def by_chat(proxy: RunningProxy, picture: bytes) -> Counted:
 
 
 async def by_responses(proxy: RunningProxy, picture: bytes) -> Counted:
+    import openai  # takes a second
+
     content: Any = [
         {"type": "input_text", "text": TEXT},
         {"type": "input_image", "image_url": data_uri(picture), "detail": "auto"},
@@ -60,6 +62,8 @@ async def by_responses(proxy: RunningProxy, picture: bytes) -> Counted:
 
 
 async def by_messages(proxy: RunningProxy, picture: bytes) -> Counted:
+    import anthropic  # takes two seconds
+
     source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture).decode()}
     content: Any = [
         {"type": "text", "text": TEXT},
@@ -93,6 +97,8 @@ async def test_predicted_picture_tokens_are_reused(proxy: RunningProxy, ask: Ask
 
 async def test_a_clients_name_for_a_picture_does_not_reach_the_engine(proxy: RunningProxy) -> None:
     """So that no client is shown what another one called so."""
+    import openai  # takes a second
+
     named: Any = {**picture_part(FIRST), "uuid": "logo"}
     nothing: Any = {"type": "image_url", "image_url": None, "uuid": "logo"}
     async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="none", max_retries=0) as client:

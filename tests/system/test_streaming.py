@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import openai
 import pytest
 from starlette.types import Send
 
@@ -47,6 +46,8 @@ async def test_each_event_arrives_before_the_next_is_sent() -> None:
 
 async def test_the_official_client_streams_through() -> None:
     """`openai` with nothing but its base_url changed, streaming and not; usage is read for the metrics."""
+    import openai  # takes a second
+
     usage = {
         "prompt_tokens": 96,
         "completion_tokens": 2,
@@ -94,6 +95,7 @@ async def test_the_official_client_streams_through() -> None:
 
 async def test_a_broken_stream_raises_in_the_official_client() -> None:
     """The error event is one that `openai` turns into an exception, so that no half answer passes for a whole one."""
+    import openai  # takes a second
 
     async def dies(engine: FakeEngine, call: Call, send: Send) -> None:
         await start_stream(send)

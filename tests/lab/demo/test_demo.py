@@ -9,7 +9,6 @@ import signal
 import sys
 
 import httpx
-import openai
 import pytest
 
 from kvproxy.cli import main as run_cli
@@ -119,6 +118,8 @@ def test_with_tiers(capsys: pytest.CaptureFixture[str]) -> None:
 
 async def test_it_stays_until_ctrl_c() -> None:
     """The printed address answers the official client; after SIGINT nothing listens there any more."""
+    import openai  # takes a second
+
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-u", "-m", "kvproxy", "demo", "--engines", "2", "--sessions", "3", "--turns", "2", "--stay"),
         stdout=asyncio.subprocess.PIPE,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from kvproxy.lab.simulator.media import PLACEHOLDER, MediaLoader, identify_picture, media_keys
@@ -50,6 +49,8 @@ async def test_a_picture_is_counted_by_its_size_and_reused_as_itself() -> None:
 
 async def test_the_official_clients_send_pictures() -> None:
     """By each API the same picture is one."""
+    import openai  # takes a second
+
     source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(FIRST).decode()}
     async with engine() as running:
         async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
