@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.costs import own_s, wait_s
 from kvproxy.cluster.routing.kv_aware import MAX_STALLED
 from kvproxy.cluster.routing.load import Reservation
@@ -41,11 +41,21 @@ class PullPrice:
         return tokens * self.s_per_token + LATENCY_S
 
 
+class RoledEndpoint(Candidate, Protocol):
+    """An endpoint that may prefill for others, or answer with what others prefill."""
+
+    @property
+    def role(self) -> EndpointRole: ...
+
+
+EndpointT = TypeVar("EndpointT", bound=RoledEndpoint)
+
+
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Generic[EndpointT]):
     """Prefill at `prefill`; seconds until the first token by it, and at the decoder alone."""
 
-    prefill: Endpoint
+    prefill: EndpointT
     pulled_tokens: int
     expected_s: float
     local_s: float
@@ -53,8 +63,8 @@ class Plan:
 
 def choose_plan(
     facts: OverlapFacts,
-    decode: Endpoint,
-    prefillers: Sequence[Endpoint],
+    decode: EndpointT,
+    prefillers: Sequence[EndpointT],
     speeds: SpeedModel | None,
     now: float,
     *,
@@ -62,7 +72,7 @@ def choose_plan(
     decode_wait_s: float,
     price: PullPrice,
     all_requests: bool = False,
-) -> Sequence[Plan]:
+) -> Sequence[Plan[EndpointT]]:
     """Return the prefills elsewhere that give the first token earlier than the decoder alone, the earliest first; with
     `all_requests` those that give it later, too.
 
@@ -90,14 +100,14 @@ def wait_before(reservation: Reservation, decode: Candidate, speeds: SpeedModel,
     return max(0.0, wait_s(decode, speeds, now) - own_s)
 
 
-def compute_s(facts: OverlapFacts, endpoint: Endpoint, speeds: SpeedModel, now: float, *, stall: float) -> float:
+def compute_s(facts: OverlapFacts, endpoint: RoledEndpoint, speeds: SpeedModel, now: float, *, stall: float) -> float:
     """Seconds of the prompt's prefill, with what it delays of the answers there."""
     own = own_s(facts, endpoint.id, speeds)
     decoding = 0 if endpoint.role is EndpointRole.PREFILL else endpoint.load.in_flight - endpoint.load.pending_requests
     return own * (speeds.slowness(endpoint.id, now) + stall * max(0, min(MAX_STALLED, decoding)))
 
 
-def split_of_pulled(facts: OverlapFacts, decode: Endpoint, price: PullPrice) -> PromptSplit:
+def split_of_pulled(facts: OverlapFacts, decode: Candidate, price: PullPrice) -> PromptSplit:
     """Return the work that the decoder has with a prompt that it pulls."""
     missing = facts.prompt_tokens - facts.matched_tokens(decode.id)
     return PromptSplit(0, facts.prompt_tokens, onboarding_s=price.pull_s(missing))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.kv_aware import CostWeights
 from kvproxy.cluster.routing.selector import PANIC
@@ -63,7 +64,7 @@ class Splitter:
 
     def _list_plans(
         self, pick: Pick, barred: frozenset[str], now: float, *, all_requests: bool = False
-    ) -> Sequence[Plan]:
+    ) -> Sequence[Plan[Endpoint]]:
         """Return the plans that are cheaper than the decoder alone, or all, the cheapest first."""
         asked = pick.decision.request
         decode = pick.endpoint

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TextIO
 
@@ -77,9 +77,11 @@ def _read(args: argparse.Namespace) -> Trace:
 
 
 def _refuse_routers(args: argparse.Namespace) -> None:
-    if args.routers is not None or args.delay is not None or args.no_exchange:
+    several = args.routers is not None or args.delay is not None or args.no_exchange
+    if several or args.prefill is not None or args.decode is not None:
         raise ValueError(
-            "--routers, --delay and --no-exchange are of virtual time: they go with neither --url nor --receipts"
+            "--routers, --delay, --no-exchange, --prefill and --decode are of virtual time: they go with neither --url "
+            "nor --receipts"
         )
 
 
@@ -164,7 +166,8 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         raise ValueError("rules of sessions need a single router, which knows all of them (leave out --routers)")
     fleet = replace(
         engines(args),
-        instances=args.instances,
+        instances=_check_roles(args, policies, routers),
+        prefill=args.prefill,
         slowness=_slowness(args.slow),
         joins=_moments("--join", args.join),
         leaves=_moments("--leave", args.leave),
@@ -184,6 +187,21 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         goodput=GoodputLimits(args.goodput_ttft, args.goodput_tpot),
         routers=routers,
     )
+
+
+def _check_roles(args: argparse.Namespace, policies: Sequence[PolicySpec], routers: RoutersPlan) -> int:
+    """Return the number of engines."""
+    if args.prefill is None and args.decode is None:
+        if any(spec.apart for spec in policies):
+            raise ValueError("+apart= is about engines that prefill for others: add --prefill N --decode M")
+        return int(args.instances)
+    if args.prefill is None or args.decode is None or args.prefill < 0 or args.decode < 1:
+        raise ValueError(
+            "--prefill N and --decode M go together: engines that prefill, from 0, and that answer, from 1"
+        )
+    if routers.count > 1 or any(spec.move or spec.sessions for spec in policies):
+        raise ValueError("--prefill goes with none of --routers, +move and rules of sessions")
+    return int(args.prefill + args.decode)
 
 
 def _routers(args: argparse.Namespace) -> RoutersPlan:

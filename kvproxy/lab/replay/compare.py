@@ -48,6 +48,8 @@ BLIND_SUFFIX = "+tier_blind"
 MOVE_SUFFIX = "+move"
 #: ...and without rules of admission to the engines' memory.
 NO_ADMISSION_SUFFIX = "+no_admission"
+#: ...and a rule by which prompts are computed apart, in place of the proxy's own.
+APART_PREFIX = "+apart="
 _SUFFIXES = (QUEUE_SUFFIX, NO_QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX, NO_ADMISSION_SUFFIX)
 
 
@@ -67,6 +69,7 @@ class PolicySpec:
     move: bool = False
     sessions: str = ""  # rule that gives places to sessions, and so has the choice; it stands alone
     no_admission: bool = False
+    apart: str = ""
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
@@ -77,6 +80,8 @@ class PolicySpec:
             alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", name.casefold()))
             hint = f"did you mean {str(alias)!r}?" if alias else spelling_hint(name, map(str, policy_types()))
             raise UnknownPolicy(f"no policy {name!r} ({hint})")
+        apart = [suffix.removeprefix(APART_PREFIX) for suffix in suffixes if suffix.startswith(APART_PREFIX)]
+        suffixes = [suffix for suffix in suffixes if not suffix.startswith(APART_PREFIX)]
         if unknown := [suffix for suffix in suffixes if suffix not in _SUFFIXES]:
             hint = spelling_hint(unknown[0], _SUFFIXES)
             raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
@@ -95,6 +100,7 @@ class PolicySpec:
             tier_blind=BLIND_SUFFIX in suffixes,
             move=MOVE_SUFFIX in suffixes,
             no_admission=NO_ADMISSION_SUFFIX in suffixes,
+            apart=_check_apart(apart[-1]) if apart else "",
         )
 
     @classmethod
@@ -111,7 +117,8 @@ class PolicySpec:
         by_itself = self.name is PolicyName.KV_AWARE
         queue = (self.queue and not by_itself, by_itself and not self.queue)
         chosen = zip(_SUFFIXES, (*queue, self.priority, self.tier_blind, self.move, self.no_admission), strict=True)
-        return self.name.value + "".join(suffix for suffix, has in chosen if has)
+        apart = APART_PREFIX + self.apart if self.apart else ""
+        return self.name.value + "".join(suffix for suffix, has in chosen if has) + apart
 
     def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:
         """Return a fresh policy; learned speeds start from priors wrong by `prior_factor`."""
@@ -123,6 +130,14 @@ class PolicySpec:
         if policy.learns_speeds:
             policy.speeds = SpeedModel(priors)
         return policy
+
+
+def _check_apart(rule: str) -> str:
+    from kvproxy.lab.replay.apart import RULES
+
+    if rule not in RULES:
+        raise UnknownPolicy(f"no rule {rule!r} computes prompts apart (known: {', '.join(RULES)})")
+    return rule
 
 
 def play_policy(
@@ -137,6 +152,7 @@ def play_policy(
     move: bool = False,
     sessions: str = "",
     no_admission: bool = False,
+    apart: str = "",
     seed: int = 0,
     streamed: float = 1.0,
     token_gaps: TokenGaps | None = None,
@@ -149,12 +165,14 @@ def play_policy(
 
     The policy is a fresh one that learns during the run; `streamed` is the share of requests whose first token it sees;
     with `priority` the engines schedule by the policy's numbers; any `seed` but 0 moves the arrivals a little;
-    `sessions` is a rule of sessions that chooses in its place; `token_gaps` collects times between tokens; `beside` are
-    policies of further routers, each of which receives the others' reports after `delay_s`."""
+    `sessions` is a rule of sessions that chooses in its place; `apart` is the rule by which a fleet with roles computes
+    prompts apart, in place of the proxy's own; `token_gaps` collects times between tokens; `beside` are policies of
+    further routers, each of which receives the others' reports after `delay_s`."""
     fleet = _fleet_of(fleet, priority=priority, sessions=sessions)
     blocks = fleet.blocks_of(trace)
     endpoints, changes = _make_endpoints(fleet, blocks, pace.duration_s(trace))
     transfers = SimTransfers(fleet.link, block_size=blocks.size, rng=Random(seed + 4)) if move and fleet.link else None
+    router_type, make_time = _separate(endpoints, policy, apart, router_type, on=fleet.prefill is not None)
     make_router = _find_rule_router(sessions, trace, fleet) or partial(
         router_type,
         queue=QueueSettings(limit=100_000) if queue else None,
@@ -165,11 +183,10 @@ def play_policy(
     )
     make_view = partial(IndexView, fleet, blocks.size, tier_blind=tier_blind)
     parts = [(each, make_view(rng=Random(seed + 1))) for each in (policy, *beside)]
-    there = sorted(fleet.there_at_first())
+    there = fleet.answering_at_first()
     router, view = connect_routers(parts, endpoints, there, make_router, delay_s, chance=Random(seed + 5))
     engines = [endpoint.engine for endpoint in endpoints] + [each.engine for each in changes if each.engine is not None]
-    chance = Random(seed + 2)
-    outcomes = VirtualTime(
+    run = make_time(
         blocks,
         pace,
         router,
@@ -178,13 +195,33 @@ def play_policy(
         changes=changes,
         transfers=transfers,
         jitter=Random(seed + 3) if seed else None,
-        streams=lambda: chance.random() < streamed,
+        streams=partial(_draw, streamed, Random(seed + 2)),
         progress=progress,
-    ).run()
+    )
+    return _run(run, engines, token_gaps)
+
+
+def _run(run: VirtualTime, engines: Sequence[Engine], token_gaps: TokenGaps | None) -> Sequence[ReplayOutcome]:
+    outcomes = run.run()
     if token_gaps is not None:
         for engine in engines:
             token_gaps.update(engine.counters.token_gaps)
     return outcomes
+
+
+def _draw(share: float, chance: Random) -> bool:
+    return chance.random() < share
+
+
+def _separate(
+    endpoints: Sequence[SimEndpoint], policy: Policy, rule: str, router_type: type[VirtualRouter], *, on: bool
+) -> tuple[type[VirtualRouter], Callable[..., VirtualTime]]:
+    """Return the types of router and run, by which prompts may be computed apart."""
+    if not on:
+        return router_type, VirtualTime
+    from kvproxy.lab.replay.apart import ApartRouter, separating  # other replays need no feature
+
+    return ApartRouter, separating(endpoints, policy, rule)
 
 
 def _fleet_of(fleet: ReplayFleet, *, priority: bool, sessions: str) -> ReplayFleet:
@@ -209,7 +246,10 @@ def _make_endpoints(
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
     future = fleet.future_of(blocks)
     make_engine = partial(Engine, store=fleet.shared_store(blocks.size, future=future), future=future)
-    endpoints = [SimEndpoint(endpoint_id(index), index, make_engine(each)) for index, each in enumerate(settings)]
+    endpoints = [
+        SimEndpoint(endpoint_id(index), index, make_engine(each), role=fleet.role_of(index))
+        for index, each in enumerate(settings)
+    ]
     changes = [
         Change(share * duration_s, endpoints[index], make_engine(settings[index]) if joins else None)
         for share, index, joins in fleet.changes()
@@ -293,6 +333,7 @@ def play_all(trace: Trace, pace: Pace, plan: ComparisonPlan, bar: ProgressBar) -
                 move=spec.move,
                 sessions=spec.sessions,
                 no_admission=spec.no_admission,
+                apart=spec.apart,
                 seed=seed,
                 streamed=plan.streamed,
                 token_gaps=token_gaps,

@@ -41,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sessions wait for room; behind least_ttft +queue "
         "adds it; behind both, +priority has engines "
         "admit in the router's order; behind kv_aware, +move copies KV between engines on demand "
-        "(--link); behind any, +tier_blind hides tiers below engine memory; places=N admits N sessions on each "
-        "engine, to their end; module:Rule is a rule of your own that admits sessions "
+        "(--link); +apart=RULE computes prompts apart (--prefill) by always, never, dynamo or llm_d in place of the "
+        "expected first token; behind any, +tier_blind hides tiers below engine memory; places=N admits N sessions on "
+        "each engine, to their end; module:Rule is a rule of your own that admits sessions "
         "(default %(default)s)",
     )
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engines = parser.add_argument_group("engines")
     _add_engine_options(engines)
     _add_memory_options(engines)
+    _add_role_options(engines)
     _add_timing_options(engines)
     _add_knowledge_options(parser.add_argument_group("the router's view of the caches"))
     _add_router_options(parser.add_argument_group("several routers", "workers or replicas"))
@@ -217,6 +219,17 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="requests wait for no copy: it is made while the router queue holds them, as by the proxy",
     )
+
+
+def _add_role_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--prefill",
+        type=int,
+        metavar="N",
+        help="N engines prefill for the --decode M that answer, in place of --instances; 0: those prefill for each "
+        "other",
+    )
+    group.add_argument("--decode", type=int, metavar="M", help="engines that answer, with --prefill")
 
 
 def _add_timing_options(group: argparse._ArgumentGroup) -> None:

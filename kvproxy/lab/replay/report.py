@@ -158,7 +158,9 @@ class ReplayReport:
         title = f"{self.trace}, {name_half(self.half)}: {self.requests} requests"
         if self.of_trace:
             title += f" ({self.of_trace}, repeated)"
-        title += f", {self.instances} instances, load {self.load:g}, hit ceiling {self.hit_ceiling:.3f}"
+        prefill = self.settings.get("fleet", {}).get("prefill")
+        roles = f" ({prefill} prefill)" if prefill else ""
+        title += f", {self.instances} instances{roles}, load {self.load:g}, hit ceiling {self.hit_ceiling:.3f}"
         return f"{title}, {self.routers}" if self.routers else title
 
     def rows(self) -> list[str]:

@@ -28,6 +28,7 @@ class ReplayOutcome:
     output_tokens: int = 0
     session: int = -1
     tenant: str = ""
+    prefilled_at: int = -1  # endpoint that computed the prompt for the one that answered
 
     @property
     def ttft_s(self) -> float | None:
@@ -107,7 +108,9 @@ def summarize_outcomes(
     tpot = sorted(each.tpot_s for each in done if each.tpot_s is not None)
     computed = [0] * instances
     for each in done:
-        computed[each.endpoint] += each.prompt_tokens - each.cached_tokens
+        computed[each.endpoint if each.prefilled_at < 0 else each.prefilled_at] += (
+            each.prompt_tokens - each.cached_tokens
+        )
     prompt = sum(each.prompt_tokens for each in done)
     predicted = sum(each.predicted_tokens for each in done)
     missing = sum(max(0, each.predicted_tokens - each.cached_tokens) for each in done)

@@ -20,6 +20,7 @@ from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.urgency import UrgencyScale
 from kvproxy.cluster.routing.waiting_lines import AGEING, EPOCH_S, engine_priority
+from kvproxy.cluster.settings import EndpointRole
 from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.trace import Turn
 from kvproxy.lab.replay.transfers import SimTransfers
@@ -40,6 +41,7 @@ class SimEndpoint:
     load: EndpointLoad = field(default_factory=EndpointLoad)
     ended: EndedWork = field(init=False)
     weight: float = 1.0
+    role: EndpointRole = EndpointRole.BOTH
     due: float | None = None  # when the engine is to be advanced
     prefills: Reading = NOTHING_READ  # of requests that ended, as the engine counts them
     seen_as: Sequence[SimEndpoint] = ()  # by each of several routers

@@ -9,6 +9,7 @@ from enum import StrEnum
 from itertools import chain
 from random import Random
 
+from kvproxy.cluster.settings import EndpointRole
 from kvproxy.lab.replay.tier_plan import TierPlan
 from kvproxy.lab.replay.trace import Trace, TraceError, Turn
 from kvproxy.lab.replay.transfers import LinkPlan
@@ -61,6 +62,7 @@ class ReplayFleet:
     eviction: Eviction = Eviction.LRU  # in engine memory and below
     link: LinkPlan | None = None  # between them
     reports_cached: bool = True  # engines report their cached tokens; else always 0
+    prefill: int | None = None  # engines that prefill for the others; 0: all for all; None: prompts stay where they are
 
     def __post_init__(self) -> None:
         there = self.there_at_first()
@@ -71,6 +73,14 @@ class ReplayFleet:
             sizes.append(len(there))
         if not all(sizes) or any(index not in known for index, _ in (*self.joins, *self.leaves)):
             raise ValueError("engines that join and leave are numbered from 0, and one is always there")
+        if self.prefill is not None and (self.joins or self.leaves):
+            raise ValueError("where engines prefill for others, none joins or leaves")
+
+    def role_of(self, index: int) -> EndpointRole:
+        """Return the part of requests that an engine computes."""
+        if not self.prefill:
+            return EndpointRole.BOTH
+        return EndpointRole.PREFILL if index < self.prefill else EndpointRole.DECODE
 
     def changes(self) -> list[tuple[float, int, bool]]:
         """(share of the run, engine, whether it joins) in order."""
@@ -82,10 +92,22 @@ class ReplayFleet:
         first = {index: joins for _, index, joins in reversed(self.changes())}
         return {index for index in range(self.instances) if not first.get(index)}
 
+    def answering_at_first(self) -> list[int]:
+        """Engines of them that do not prefill alone."""
+        return [index for index in sorted(self.there_at_first()) if self.role_of(index) is not EndpointRole.PREFILL]
+
     def undisturbed(self) -> ReplayFleet:
         """Return the same fleet with every engine alike and always as fast, all KV in its memory, and the longest
         unused evicted: what loads are stated for."""
-        still = {"slowness": (), "slow_middle": 1.0, "joins": (), "leaves": (), "tiers": None, "link": None}
+        still = {
+            "slowness": (),
+            "slow_middle": 1.0,
+            "joins": (),
+            "leaves": (),
+            "tiers": None,
+            "link": None,
+            "prefill": None,
+        }
         return replace(self, **still, eviction=Eviction.LRU)  # type: ignore[arg-type]
 
     def blocks_of(self, trace: Trace) -> EngineBlocks:

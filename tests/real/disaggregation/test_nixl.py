@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator
@@ -23,9 +24,9 @@ from tests.support.until import until
 
 pytestmark = pytest.mark.real
 
-#: Words of each prompt, about three tokens each.
-LENGTHS = (40, 150, 400, 900)
-PROMPTS = 40
+#: Words of each prompt, about two tokens each.
+LENGTHS = (50, 150, 400, 900, 50, 150, 400, 900, 2000, 3750)
+PROMPTS = int(os.environ.get("KVPROXY_SEPARATED_PROMPTS", "200"))
 
 
 @contextlib.asynccontextmanager
@@ -49,8 +50,9 @@ async def ask(client: httpx.AsyncClient, prompt: str, **fields: Any) -> dict[str
     return found
 
 
+@pytest.mark.timeout(3600)
 async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> None:
-    """Of prompts of 100 to 3,000 tokens; every prompt token is pulled."""
+    """Of prompts of 100 to 8,000 tokens; every prompt token is pulled."""
     async with (
         separating(two) as (proxy, state),
         engine_client(two.b) as decoder,

@@ -1,0 +1,190 @@
+"""Prompts that are computed at one engine and answered at another, in virtual time: by the plan of the feature
+`disaggregation`, or by a rule to compare it with.
+
+The router places a request at an engine that answers. If the rule then names another one, that engine prefills first,
+its KV goes over a link, and the request joins its own engine with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from kvproxy.cluster.pick import reserve
+from kvproxy.cluster.routing.costs import wait_s
+from kvproxy.cluster.routing.kv_aware import CostWeights
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.cluster.settings import EndpointRole
+from kvproxy.features.disaggregation.plan import PullPrice, choose_plan, split_of_pulled, wait_before
+from kvproxy.features.disaggregation.settings import DisaggregationSettings
+from kvproxy.lab.replay.results import ReplayOutcome
+from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
+from kvproxy.lab.replay.virtual_time import VirtualTime
+from kvproxy.lab.simulator.engine_io import SimRequest
+
+#: Of a pull: a link of 12.5 GB/s, where a token's KV is 128 KiB.
+TOKENS_PER_S = 12.5e9 / 131_072
+LATENCY_S = 0.005
+#: The rule of the proxy: by the expected first token.
+CHOSEN = "chosen"
+_MIN_TOKENS = DisaggregationSettings().min_tokens
+
+#: Returns the engine that prefills a request; None: the one that answers it.
+Rule = Callable[["ApartTime", Placement, OverlapFacts, float], SimEndpoint | None]
+
+
+class ApartRouter(VirtualRouter):
+    """A router that learns from first tokens how long pulls take, as the proxy does."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.price = PullPrice()
+        self.pulling: dict[str, tuple[float, int]] = {}  # when its decoder is to be free, and its tokens
+
+    def first_token(self, placement: Placement, now: float) -> None:
+        super().first_token(placement, now)
+        pulled = self.pulling.pop(placement.request.name, None)
+        if pulled is not None:
+            free_at, tokens = pulled
+            self.price.observe(tokens, now - free_at)
+
+
+class ApartTime(VirtualTime):
+    """Requests whose prompts `rule` sends to one of `prefillers` are prefilled there first."""
+
+    def __init__(self, *args: Any, rule: Rule, prefillers: Sequence[SimEndpoint], policy: Policy, **more: Any) -> None:
+        super().__init__(*args, **more)
+        assert isinstance(self._router, ApartRouter)
+        self.router: ApartRouter = self._router
+        self.prefillers = prefillers
+        self.speeds = policy.speeds
+        self._rule = rule
+        self._waiting: dict[str, tuple[Placement, OverlapFacts]] = {}  # by the name of the prefill leg
+        self._prefills: dict[str, ReplayOutcome] = {}  # that ended, by the name of the request
+        for endpoint in prefillers:
+            endpoint.load.on_sample = partial(policy.observe_sample, endpoint.id)
+
+    def wait_before(self, placement: Placement, now: float) -> float:
+        """Return the wait at the engine of a placement without it."""
+        speeds = self.speeds
+        return 0.0 if speeds is None else wait_before(placement.reservation, placement.endpoint, speeds, now)
+
+    def find_free(self, now: float) -> SimEndpoint:
+        """Return the prefiller that is free first."""
+        speeds = self.speeds
+        if speeds is None:
+            return min(self.prefillers, key=lambda one: one.load.in_flight)
+        return min(self.prefillers, key=lambda one: wait_s(one, speeds, now))
+
+    def _submit(self, placement: Placement, now: float) -> None:
+        facts = self._facts_of(placement, now)
+        prefill = self._rule(self, placement, facts, now)
+        if prefill is None or prefill is placement.endpoint:
+            super()._submit(placement, now)
+            return
+        request = placement.request
+        reservation = reserve(prefill, PickRequest(facts=facts), self.speeds, now)
+        outcome = ReplayOutcome(
+            now,
+            request.turn.prompt_tokens,
+            endpoint=prefill.index,
+            predicted_tokens=facts.matched_tokens(prefill.id),
+        )
+        leg = LiveRequest(request.session, request.number, request.turn, outcome, name=f"p{request.name}")
+        self._placed[leg.name] = Placement(leg, prefill, reservation, lambda predicted, cached: None)
+        self._waiting[leg.name] = placement, facts
+        self._count_as_pulled(placement, facts, now)
+        prefill.engine.submit(SimRequest(leg.name, request.turn.blocks, request.turn.prompt_tokens, 1), now)
+        self._wake(prefill)
+
+    def _facts_of(self, placement: Placement, now: float) -> OverlapFacts:
+        """Return the facts before the placement, by which its endpoint counts as a holder."""
+        request = placement.request
+        facts = self.router.facts_of(request, now)
+        held = {**facts.by_endpoint, placement.endpoint.id: Overlap(request.outcome.predicted_tokens)}
+        return OverlapFacts(facts.prompt_tokens, held)
+
+    def _finish(self, placement: Placement, now: float) -> None:
+        waiting = self._waiting.pop(placement.request.name, None)
+        if waiting is None:
+            super()._finish(placement, now)
+            prefill = self._prefills.pop(placement.request.name, None)
+            if prefill is not None:  # tokens that were pulled were computed all the same
+                outcome = placement.request.outcome
+                outcome.prefilled_at = prefill.endpoint
+                outcome.predicted_tokens = prefill.predicted_tokens
+                outcome.cached_tokens = prefill.cached_tokens
+            return
+        self._router.finished(placement, now)
+        decode, facts = waiting
+        self._prefills[decode.request.name] = placement.request.outcome
+        missing = facts.prompt_tokens - facts.matched_tokens(decode.endpoint.id)
+        self.router.pulling[decode.request.name] = now + self.wait_before(decode, now), missing
+        self._push(now + LATENCY_S + missing / TOKENS_PER_S, self._pulled, (decode, facts))
+
+    def _pulled(self, pulled: tuple[Placement, OverlapFacts], now: float) -> None:
+        placement, facts = pulled
+        placement.endpoint.engine.receive(placement.request.turn.blocks, now)
+        self._count_as_pulled(placement, facts, now)
+        super()._submit(placement, now)
+
+    def _count_as_pulled(self, placement: Placement, facts: OverlapFacts, now: float) -> None:
+        placement.reservation.known = False
+        split = split_of_pulled(facts, placement.endpoint, self.router.price)
+        placement.endpoint.load.begin(placement.reservation, split, now)
+
+
+def choose(time: ApartTime, placement: Placement, facts: OverlapFacts, now: float) -> SimEndpoint | None:
+    """By the expected first token, as the proxy does."""
+    decode = placement.endpoint
+    if facts.prompt_tokens - facts.matched_tokens(decode.id) < _MIN_TOKENS:
+        return None
+    plans = choose_plan(
+        facts,
+        decode,
+        [one for one in time.prefillers if one is not decode],
+        time.speeds,
+        now,
+        stall=CostWeights().stall,
+        decode_wait_s=time.wait_before(placement, now),
+        price=time.router.price,
+    )
+    return plans[0].prefill if plans else None
+
+
+def never(time: ApartTime, placement: Placement, facts: OverlapFacts, now: float) -> None:
+    """Keep every prompt where it is answered."""
+
+
+def always(time: ApartTime, placement: Placement, facts: OverlapFacts, now: float) -> SimEndpoint:
+    """At the prefiller that is free first."""
+    return time.find_free(now)
+
+
+def follow_dynamo(time: ApartTime, placement: Placement, facts: OverlapFacts, now: float) -> SimEndpoint | None:
+    """Elsewhere from 2,048 uncached tokens on, or where they are 0.7 of the prompt."""
+    missing = facts.prompt_tokens - facts.matched_tokens(placement.endpoint.id)
+    local = missing < 2048 and missing < 0.7 * facts.prompt_tokens
+    return None if local else time.find_free(now)
+
+
+def follow_llm_d(time: ApartTime, placement: Placement, facts: OverlapFacts, now: float) -> SimEndpoint | None:
+    """Elsewhere from 512 uncached tokens on."""
+    missing = facts.prompt_tokens - facts.matched_tokens(placement.endpoint.id)
+    return None if missing < 512 else time.find_free(now)
+
+
+RULES: Mapping[str, Rule] = {
+    CHOSEN: choose,
+    "never": never,
+    "always": always,
+    "dynamo": follow_dynamo,
+    "llm_d": follow_llm_d,
+}
+
+
+def separating(endpoints: Sequence[SimEndpoint], policy: Policy, rule: str) -> Callable[..., ApartTime]:
+    """Return how a run of these endpoints is made; "" is the proxy's rule."""
+    prefillers = [one for one in endpoints if one.role is not EndpointRole.DECODE]
+    return partial(ApartTime, rule=RULES[rule or CHOSEN], prefillers=prefillers, policy=policy)
