@@ -135,7 +135,8 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         return {}
 
     def merge_rules(self) -> Mapping[str, Mapping[str, Rule]]:
-        """By path of the admin listener and member of its answer, how answers of several processes become one."""
+        """By path of the admin listener (`*` stands for any part) and member of its answer, how answers of several
+        processes become one."""
         return {}
 
     def show_status(self, live: Mapping[str, Any], *, colour: bool) -> StatusPart:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.feature import Capability
+    from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
     from kvproxy.proxy.filters.chain import FilterType
 
@@ -43,6 +44,12 @@ class Resume(Feature):
         from kvproxy.features.resume.admin import MoveRoutes
 
         return MoveRoutes(operated, audit).list_routes()
+
+    def merge_rules(self) -> Mapping[str, Mapping[str, Rule]]:
+        """Streams of several workers that moved, or stay, are added."""
+        from kvproxy.operate.merge import each, total
+
+        return {"/endpoints/*/move": {"moved": total, "staying": each(total)}}
 
     def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
         """Return the filter, if a route wants it."""

@@ -21,7 +21,7 @@ from kvproxy.base.installed import installed
 from kvproxy.base.metrics.across_workers import Page, add_pages, keep_counts, parse_page, write_page
 from kvproxy.base.metrics.exposition import render_exposition
 from kvproxy.base.types import Clock
-from kvproxy.features.workers.answers import merge_answers
+from kvproxy.features.workers.answers import find_rule, merge_answers
 from kvproxy.features.workers.assignment import Change
 from kvproxy.features.workers.control import FROM
 from kvproxy.features.workers.workers import ANSWER_S, Workers
@@ -243,10 +243,13 @@ class WorkersAdmin:
         timeout_s = _find_slow(request.url.path)
         if "timeout_s" in request.query_params:  # the change itself may take so long
             timeout_s = ANSWER_S + read_number(request, default=0, most=_LONGEST_CHANGE_S, name="timeout_s")
-        answer = await self._workers.change_all(change, origin=_origin_of(request), timeout_s=timeout_s)
-        if answer is None:
+        answers = await self._workers.change_all(change, origin=_origin_of(request), timeout_s=timeout_s)
+        if not answers:
             raise _nothing_serves()
-        return _passed_on([answer])
+        if len(answers) == 1 or find_rule(request.url.path) is None:
+            return _passed_on(answers)
+        merged = merge_answers(request.url.path, [one.json() for one in answers])
+        return reply_json(merged, answers[0].status_code)
 
     async def _log(self, request: Request) -> Response:
         """Change the log level, the supervisor's own included."""

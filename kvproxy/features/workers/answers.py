@@ -4,6 +4,7 @@ first worker's: they are the same in all."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -151,9 +152,15 @@ def list_rules() -> Mapping[str, Rule]:
     return {**_PATHS, **{path: fields(rules) for path, rules in members.items()}}
 
 
+def find_rule(path: str) -> Rule | None:
+    """Return the rule of a path, whose name may be a pattern; None: its answer is the same in all."""
+    rules = list_rules()
+    return rules.get(path) or next((rule for name, rule in rules.items() if fnmatchcase(path, name)), None)
+
+
 def merge_answers(path: str, answers: list[Any], *, limit: int | None = None) -> Any:
     """Return the one answer for `path`; of the lists in it at most `limit`."""
-    merged = list_rules().get(path, first)(answers)
+    merged = (find_rule(path) or first)(answers)
     if limit is None or not isinstance(merged, dict):
         return merged
     return {name: value[:limit] if isinstance(value, list) else value for name, value in merged.items()}

@@ -92,21 +92,26 @@ class Workers:
         asking = [self.ask(slot, change, headers=headers, timeout_s=timeout_s) for slot in slots]
         return {slot.index: answer for slot, answer in zip(slots, await asyncio.gather(*asking), strict=True)}
 
-    async def change_all(self, change: Change, *, origin: str, timeout_s: float | None = None) -> httpx.Response | None:
-        """Done by one, which may refuse it, then by the others. The answer is the first one's; None: there is none."""
+    async def change_all(
+        self, change: Change, *, origin: str, timeout_s: float | None = None
+    ) -> Sequence[httpx.Response]:
+        """Done by one, which may refuse it, then by the others. Return the first one's answer, if it gave one, before
+        those of others that did the same."""
         async with self._one_at_a_time:
             serving = self.serving
             said = {FROM.decode(): origin}
             answers = await self.ask_all(change, serving[:1], headers=said, timeout_s=timeout_s)
             first = next(iter(answers.values()), None)
             if first is None or not first.is_success:
-                return first
+                return [] if first is None else [first]
             others = await self.ask_all(change, serving[1:], headers={**said, REPEAT.decode(): "1"})
             served = self.supervisor.served
             kept = [one for one in served.changes if not _replaces(change, one)]
             served.changes = [*kept, change][-MAX_CHANGES:]
-            self.supervisor.note_news(told=_good({**answers, **others}))
-            return first
+            done = {**answers, **others}
+            good = _good(done)
+            self.supervisor.note_news(told=good)
+            return [one for index, one in done.items() if one is not None and index in good]
 
     async def reload(self, config: Config) -> Reloaded:
         """Reload: prepared by one, then by the others, and only then taken into use. ConfigError when one refuses it:

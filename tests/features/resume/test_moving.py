@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ from tests.features.resume.gateway import (
     BEST_EFFORT,
     CHAT,
     COMPLETION,
+    FILTERS,
     Gateway,
     chat_body,
     completion_body,
@@ -25,6 +28,8 @@ from tests.features.resume.gateway import (
     usage_of,
 )
 from tests.features.resume.test_typed import RESPONSES, RESPONSES_BODY, STREAMED, typed_events, words_of
+from tests.features.workers.together import together
+from tests.lab.simulator.support import TINY, engine
 from tests.operate.admin.support import admin_of
 from tests.support.until import until
 
@@ -103,6 +108,42 @@ async def test_a_moved_stream_is_that_of_an_undisturbed_run(path: str, body: dic
         endpoint = both.proxy.proxy.clusters["default"].endpoints[0]
         assert endpoint.health.is_healthy
         assert endpoint.health.failures == 0
+
+
+class WorkerStream:
+    """A streamed chat at one of several workers, until its first words came."""
+
+    def __init__(self, worker: httpx.AsyncClient) -> None:
+        self.begun = asyncio.Event()
+        self.text = ""
+        self.task = asyncio.create_task(self._read(worker))
+
+    async def _read(self, worker: httpx.AsyncClient) -> None:
+        async with worker.stream("POST", CHAT, json=chat_body()) as answer:
+            async for piece in answer.aiter_text():
+                self.text += piece
+                self.begun.set()
+
+
+async def test_the_answer_of_several_workers_counts_all_their_streams() -> None:
+    """Two move from one worker and one from the other; the sum is the answer, and each stream is whole."""
+    async with contextlib.AsyncExitStack() as stack:
+        a, b = [await stack.enter_async_context(engine(replace(TINY))) for _ in range(2)]
+        expected = text_of(read_events((await b.client.post(CHAT, json=chat_body())).text))
+        more: dict[str, Any] = {"filters": FILTERS, "routes": [{"resume": "exact"}]}
+        workers = await stack.enter_async_context(together({"a": a.url, "b": b.url}, **more))
+        admin = workers.admin
+        (await admin.post("/endpoints/default/b/drain")).raise_for_status()
+        await a.faults(**{**STALL, "cut_next": 99})
+        one, other = workers.clients
+        streams = [WorkerStream(client) for client in (one, one, other)]
+        for stream in streams:
+            await stream.begun.wait()
+        (await admin.post("/endpoints/default/b/undrain")).raise_for_status()
+        assert await move(admin) == {"id": "a", "cluster": "default", "moved": 3, "staying": {}}
+        for stream in streams:
+            await stream.task
+            assert text_of(read_events(stream.text)) == expected
 
 
 async def test_the_command_waits_until_the_endpoint_is_free(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,13 @@ def test_of_what_workers_know_of_others_the_worst_is_said() -> None:
     assert merge_answers("/sync", answers)["consistency_ratio"] == 0.5
 
 
+def test_streams_that_moved_or_stay_are_added() -> None:
+    """For any endpoint, a slash in its name included."""
+    answers = [{"id": "a/b", "moved": 2, "staying": {"tools": 1}}, {"id": "a/b", "moved": 1, "staying": {"n": 2}}]
+    merged = {"id": "a/b", "moved": 3, "staying": {"tools": 1, "n": 2}}
+    assert merge_answers("/endpoints/default/a/b/move", answers) == merged
+
+
 def test_a_path_without_a_rule_has_one_answer() -> None:
     """As `/log`: it is the same in all."""
     assert "/log" not in list_rules()
