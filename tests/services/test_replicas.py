@@ -23,6 +23,7 @@ from kvproxy.features.exchange.wire import Origin, decode_deltas
 from tests.cache.support import controller, long_text
 from tests.features.exchange.support import Deciding, deciding, until_synced
 from tests.features.leases.test_proxy import Engine
+from tests.services.install import found
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 from tests.support.until import until, until_says
@@ -47,7 +48,7 @@ class Store:
     @property
     def kind(self) -> str:
         """Setting it goes by: Valkey speaks Redis's protocol."""
-        return "nats" if self.server == SERVERS["nats"] else "redis"
+        return "nats" if Path(self.server).name == SERVERS["nats"] else "redis"
 
     @property
     def program(self) -> list[str]:
@@ -98,13 +99,14 @@ class Store:
 
 @pytest.fixture(params=list(SERVERS))
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    if shutil.which(SERVERS[request.param]) is None:
+    program = found(SERVERS[request.param])
+    if program is None:
         pytest.skip(f"needs {SERVERS[request.param]} (make test-services)")
-    found = Store(SERVERS[request.param], tmp_path)
-    await found.start()
-    yield found
-    found.go_on()
-    await found.kill()
+    server = Store(program, tmp_path)
+    await server.start()
+    yield server
+    server.go_on()
+    await server.kill()
 
 
 class Wire:
