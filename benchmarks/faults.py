@@ -371,16 +371,14 @@ async def file(folder: Path, engine: str) -> AsyncIterator[Setup]:
         config = {"discovery": {"file": {"path": str(path)}}}
         process = await stack.enter_async_context(proxy(folder, "file", config))
         newcomers = Newcomers(stack, process, newcomer)
+        many = {f"e{number}": f"http://10.0.{number >> 8}.{number & 255}" for number in range(20_000)}
         odd = {"self": process.url, "no": "not an ip", "secret": {"url": engine, "api_key": {"file": str(path)}}}
         faults: dict[str, Fault] = {
             "a pipe in place of the file": pipe,
             "half a file": lambda: content('{"engine": "http://127'),
             "the proxy itself, no address, a key from a file": lambda: content(json.dumps({**good, **odd})),
-            "20,000 endpoints": lambda: content(
-                json.dumps(
-                    {**good, **{f"e{number}": f"http://10.0.{number >> 8}.{number & 255}" for number in range(20_000)}}
-                )
-            ),
+            "20,000 endpoints, JSON": lambda: content(json.dumps(many)),
+            "20,000 endpoints, YAML": lambda: content("".join(f"{name}: {url}\n" for name, url in many.items())),
         }
         yield Setup("file", [process], newcomers.noticed, faults, newcomers.come)
 

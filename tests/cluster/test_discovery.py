@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from kvproxy.base.background_task import TaskSet
-from kvproxy.base.errors import BadResponse, DiscoveryError
+from kvproxy.base.errors import BadResponse, DiscoveryError, Problem
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.yaml_text import parse_yaml
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
 from kvproxy.cluster.settings import (
@@ -26,6 +27,7 @@ from kvproxy.cluster.settings import (
     EndpointSettings,
     FileDiscoverySettings,
 )
+from kvproxy.cluster.sources import polled
 from kvproxy.cluster.sources.entries import Answer, LeftOut, split_answer
 from kvproxy.cluster.sources.polled import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
 from tests.cluster.conftest import MakeCluster, configs
@@ -173,6 +175,43 @@ async def test_a_file_is_parsed_when_its_text_changes(tmp_path: Path) -> None:
     assert await discovery.endpoints() is first
     path.write_text(LIST.replace("weight: 2", "weight: 3"))
     assert [e.weight for e in good(await discovery.endpoints())] == [1, 3]
+
+
+async def test_a_bad_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty thousand endpoints would take seconds at each poll; a good text is read at once afterwards."""
+    parsed: list[bytes] = []
+
+    def parse(text: bytes, **how: Any) -> Answer:
+        parsed.append(text)
+        return parse_endpoints(text, **how)
+
+    monkeypatch.setattr(polled, "parse_endpoints", parse)
+    path = tmp_path / "endpoints.json"
+    path.write_text(json.dumps({f"e{number}": "http://127.0.0.1:1" for number in range(20_000)}))
+    discovery = FileDiscovery(path)
+    for _ in range(3):
+        with pytest.raises(DiscoveryError, match="more than 10000 endpoints"):
+            await discovery.endpoints()
+    assert len(parsed) == 1
+    path.write_text(LIST)
+    assert [one.id for one in good(await discovery.endpoints())] == ["a", "b"]
+
+
+def test_json_is_not_read_as_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML's parser takes a hundred times as long; it is for YAML, and for the place where JSON is wrong."""
+    texts: list[str] = []
+
+    def parse(text: str) -> tuple[Any, list[Problem]]:
+        texts.append(text)
+        return parse_yaml(text)
+
+    monkeypatch.setattr(polled, "parse_yaml", parse)
+    good(parse_endpoints(json.dumps({"a": "http://127.0.0.1:1"}).encode()))
+    assert texts == []
+    good(parse_endpoints(LIST.encode()))
+    with pytest.raises(DiscoveryError, match="line 2, column 1: duplicate key 'a'"):
+        parse_endpoints(b'{"a": "http://127.0.0.1:1",\n"a": "http://127.0.0.1:2"}')
+    assert len(texts) == 2
 
 
 async def test_missing_and_huge_files_are_errors(tmp_path: Path) -> None:
