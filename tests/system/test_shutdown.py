@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 from starlette.types import Send
 
 from kvproxy.proxy.listener.server import serve
@@ -73,18 +77,35 @@ async def test_a_second_signal_ends_the_drain() -> None:
         await asyncio.wait_for(engine.calls[0].gone.wait(), 60)
 
 
-async def test_a_taken_port_is_a_clear_error() -> None:
-    """What, where, and exit status 1; no traceback."""
-    server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+async def _silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Take a connection, and send nothing on it."""
+    with contextlib.suppress(OSError):
+        await reader.read()
+    writer.close()
+
+
+@pytest.mark.parametrize("store", ["", "silent", "closed"])
+async def test_a_taken_port_is_a_clear_error(tmp_path: Path, store: str) -> None:
+    """What, where, and exit status 1; no traceback. A library that connects to a store meanwhile and swallows its
+    cancellation does not keep the process."""
+    server = await asyncio.start_server(_silent, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
+    sync: dict[str, Any] = {
+        "": {},
+        "silent": {"redis": f"redis://127.0.0.1:{port}"},
+        "closed": {"redis": "redis://127.0.0.1:1"},
+    }
+    config = {"endpoints": {"a": "http://127.0.0.1:9"}, "listen": f"127.0.0.1:{port}", "admin": {"enabled": False}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "sync": sync[store]}))
+    process = await asyncio.create_subprocess_exec(
+        *_python(), "serve", "-c", str(tmp_path / "config.json"), stderr=asyncio.subprocess.PIPE
+    )
     try:
-        process = await asyncio.create_subprocess_exec(
-            *_python(), "serve", "--endpoint", "a=http://127.0.0.1:9", "--port", str(port), "--no-admin",
-            stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
         _, stderr = await asyncio.wait_for(process.communicate(), 60)
     finally:
         server.close()
+        if process.returncode is None:
+            process.kill()
     text = stderr.decode()
     assert process.returncode == 1
     assert f"127.0.0.1:{port}" in text

@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -27,6 +26,8 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+
+from kvproxy.base.timed_thread import read_file
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")]
 EndpointName = Annotated[
@@ -194,8 +195,7 @@ def read_secret(value: Any) -> Any:
 
 def _secret_from(path: str) -> str:
     try:
-        with Path(path).open("rb") as file:
-            raw = file.read(_MAX_SECRET_BYTES + 1)
+        raw = read_file(path, max_bytes=_MAX_SECRET_BYTES)  # a pipe would hold the event loop
         text = raw.decode()
     except OSError as error:
         raise ValueError(f"cannot read the secret's file {path!r}: {error.strerror}") from None

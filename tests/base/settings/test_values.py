@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,11 @@ def test_a_missing_secret_file() -> None:
     """The file is named, so that it can be found."""
     with pytest.raises(ValidationError, match="'/nowhere/key': No such file"):
         _Holder.model_validate({"key": {"file": "/nowhere/key"}})
+
+
+def test_a_pipe_in_place_of_a_secret_file(tmp_path: Path) -> None:
+    """It would be waited for, in the event loop where a source of endpoints may name files."""
+    pipe = tmp_path / "key"
+    os.mkfifo(pipe)
+    with pytest.raises(ValidationError, match="key': not a regular file"):
+        _Holder.model_validate({"key": {"file": str(pipe)}})
