@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import Any
 from kvproxy.operate.commands.last_resort import _THREADS_S, END_GRACE_S
 from kvproxy.proxy.listener.server import serve
 from tests.real.engines.program import free_ports
+from tests.services.install import found as installed
 from tests.support.fake_kubernetes import SLICES, FakeKubernetes, member, slice_of
 
 DRAIN_S = 1.0
@@ -83,7 +83,7 @@ async def _silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 @asynccontextmanager
-async def program(*command: str, stopped: bool = False) -> AsyncIterator[None]:
+async def program(*command: str, stopped: bool = False) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a server; with `stopped` it is halted once it listens."""
     null = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*command, stdout=null, stderr=null)
@@ -91,10 +91,10 @@ async def program(*command: str, stopped: bool = False) -> AsyncIterator[None]:
         await asyncio.sleep(3)
         if stopped:
             process.send_signal(signal.SIGSTOP)
-        yield
+        yield process
     finally:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
+        with suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
 
 
@@ -108,10 +108,11 @@ async def setups(stack: AsyncExitStack, folder: Path) -> list[Setup]:
     api = await stack.enter_async_context(serve(kubernetes, drain_s=0.1))
     found.append(Setup("Kubernetes", kubernetes_at(api)))
     for name, (command, config) in with_programs(folder).items():
-        if shutil.which(command[0]) is None:
+        server = installed(command[0])
+        if server is None:
             print(f"left out, {command[0]} is not installed: {name}", file=sys.stderr)
             continue
-        await stack.enter_async_context(program(*command, stopped="halted" in name))
+        await stack.enter_async_context(program(server, *command[1:], stopped="halted" in name))
         found.append(Setup(name, config))
     for one in found:
         one.config = {"endpoints": {"a": f"http://127.0.0.1:{silent}"}, **one.config}
@@ -125,8 +126,9 @@ def kubernetes_at(url: str) -> dict[str, Any]:
 
 def with_programs(folder: Path) -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
     """Return stores that are programs of their own: the command and kvproxy's settings for it."""
-    redis, halted, nats, etcd, etcd_peer = free_ports(5)
-    redis_server = ("redis-server", "--save", "", "--dir", str(folder), "--port")
+    redis, halted, valkey, nats, etcd, etcd_peer = free_ports(6)
+    options = ("--save", "", "--dir", str(folder), "--port")
+    redis_server = ("redis-server", *options)
     etcd_url = f"http://127.0.0.1:{etcd}"
     etcd_server: tuple[str, ...] = (
         "etcd",
@@ -139,6 +141,7 @@ def with_programs(folder: Path) -> dict[str, tuple[tuple[str, ...], dict[str, An
     return {
         "Redis": ((*redis_server, str(redis)), {"sync": {"redis": f"redis://127.0.0.1:{redis}"}}),
         "Redis, halted": ((*redis_server, str(halted)), {"sync": {"redis": f"redis://127.0.0.1:{halted}"}}),
+        "Valkey": (("valkey-server", *options, str(valkey)), {"sync": {"redis": f"redis://127.0.0.1:{valkey}"}}),
         "NATS": (("nats-server", "-p", str(nats)), {"sync": {"nats": f"nats://127.0.0.1:{nats}"}}),
         "etcd": (etcd_server, {"discovery": {"etcd": {"urls": [etcd_url], "prefix": "/e/"}}}),
     }

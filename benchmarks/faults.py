@@ -1,10 +1,11 @@
 """Faults of stores, sources of endpoints, files and local processes, planted under load: `python -m benchmarks.faults`.
 
-Four setups of `kvproxy serve` stand in front of engines that answer at once: two replicas on a real Redis, discovery
-from a Kubernetes API, from a file (and from a real etcd, where it is installed), and two workers. Clients send chats
-all the time. Each fault lasts some seconds. It is healed once replicas or workers are synced again, or discovery
-passes on an endpoint that came after the end of the fault. Lost are requests without a 200 until then. A worker whose
-own socket is removed is started again: that takes as long as a start does on this machine.
+Setups of `kvproxy serve` stand in front of engines that answer at once: two replicas on a real Redis and on a real
+Valkey, discovery from a Kubernetes API, from a file and from a real etcd, and two workers. Servers that are not
+installed are left out (`make test-services` installs them). Clients send chats all the time. Each fault lasts some
+seconds. It is healed once replicas or workers are synced again, or discovery passes on an endpoint that came after the
+end of the fault. Lost are requests without a 200 until then. A worker whose own socket is removed is started again,
+which takes as long as a start does on this machine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -37,6 +38,7 @@ from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.wire import Origin
 from kvproxy.proxy.listener.server import serve
 from tests.real.engines.program import free_ports
+from tests.services.install import found as installed
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_kubernetes import SLICES, FakeKubernetes, member, slice_of
 from tests.support.process import kvproxy_serve
@@ -150,23 +152,62 @@ async def all_synced(processes: Sequence[Process]) -> bool:
     return all(state is not None and state["status"] == "synced" for state in states)
 
 
-# Replicas on a Redis
+# Replicas on a store
 
 
 @asynccontextmanager
-async def stores(folder: Path, engine: str) -> AsyncIterator[Setup]:
+async def stores(folder: Path, engine: str, *, server: str = "redis-server") -> AsyncIterator[Setup]:
     """Two replicas, and faults of the store between them."""
     (port,) = free_ports(1)
-    command = ("redis-server", "--save", "", "--dir", str(folder), "--port", str(port))
-    async with program(*command), redis.Redis(port=port) as client, AsyncExitStack() as stack:
+    command = (str(installed(server)), "--save", "", "--dir", str(folder), "--port", str(port))
+    async with AsyncExitStack() as stack:
+        store = Restarted(stack, command)
+        await store.start()
+        client = await stack.enter_async_context(redis.Redis(port=port))
         replicas = []
         for name in ("one", "two"):
             sync = {"redis": f"redis://127.0.0.1:{port}", "replica": name}
             config = {"endpoints": {"a": engine}, "sync": sync}
             replicas.append(await stack.enter_async_context(proxy(folder, name, config)))
         topic, origin = await first_message(client)
-        claims = StoreFaults(client, topic, origin)
-        yield Setup("Redis", replicas, lambda: all_synced(replicas), claims.faults())
+        faults = {**StoreFaults(client, topic, origin).faults(), **store.faults()}
+        yield Setup(server.partition("-")[0].capitalize(), replicas, lambda: all_synced(replicas), faults)
+
+
+@asynccontextmanager
+async def valkey(folder: Path, engine: str) -> AsyncIterator[Setup]:
+    """Yield the same on a Valkey."""
+    async with stores(folder, engine, server="valkey-server") as setup:
+        yield setup
+
+
+@dataclass
+class Restarted:
+    """A server that is halted, or killed and started again."""
+
+    stack: AsyncExitStack
+    command: Sequence[str]
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self.process = await self.stack.enter_async_context(program(*self.command))
+
+    def faults(self) -> dict[str, Fault]:
+        return {"the server halted (SIGSTOP)": self._halted, "the server killed and started again": self._killed}
+
+    @asynccontextmanager
+    async def _halted(self) -> AsyncIterator[None]:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        yield
+        self.process.send_signal(signal.SIGCONT)
+
+    @asynccontextmanager
+    async def _killed(self) -> AsyncIterator[None]:
+        assert self.process is not None
+        self.process.kill()
+        yield
+        await self.start()
 
 
 async def first_message(client: redis.Redis) -> tuple[str, Origin]:
@@ -404,12 +445,14 @@ async def etcd(folder: Path, engine: str) -> AsyncIterator[Setup]:
         await asyncio.to_thread(_etcdctl, url, "del", "/e/file", "")
 
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(program(*command))
+        server = Restarted(stack, command)
+        await server.start()
         await put("engine", engine)
         config = {"discovery": {"etcd": {"urls": [url], "prefix": "/e/"}}}
         process = await stack.enter_async_context(proxy(folder, "etcd", config))
         newcomers = Newcomers(stack, process, put)
-        yield Setup("etcd", [process], newcomers.noticed, {"odd keys, one names a file": odd_keys}, newcomers.come)
+        faults = {"odd keys, one names a file": odd_keys, **server.faults()}
+        yield Setup("etcd", [process], newcomers.noticed, faults, newcomers.come)
 
 
 def _etcdctl(url: str, call: str, key: str, value: str) -> None:
@@ -474,16 +517,16 @@ def _temporary(folder: Path) -> Iterator[None]:
             os.environ["TMPDIR"] = before
 
 
-SETUPS = (stores, kubernetes, file, etcd, workers)
+SETUPS = (stores, valkey, kubernetes, file, etcd, workers)
 #: Programs without which a setup is left out.
-NEEDS = {stores: "redis-server", etcd: "etcd"}
+NEEDS = {stores: "redis-server", valkey: "valkey-server", etcd: "etcd"}
 
 
 async def run(only: str) -> list[Result]:
     """All faults of each setup, one setup after the other."""
     found: list[Result] = []
     for setup in SETUPS:
-        if only not in setup.__name__ or (setup in NEEDS and shutil.which(NEEDS[setup]) is None):
+        if only not in setup.__name__ or (setup in NEEDS and installed(NEEDS[setup]) is None):
             print(f"left out: {setup.__name__}", file=sys.stderr)
             continue
         with tempfile.TemporaryDirectory() as name:

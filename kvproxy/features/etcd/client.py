@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import ssl
-from asyncio import to_thread
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
@@ -13,6 +12,7 @@ import httpx
 import msgspec
 
 from kvproxy.base.errors import BadResponse, ClientUnavailable, DiscoveryError, Refused
+from kvproxy.base.timed_thread import TimedThread
 from kvproxy.cache.clients.line_stream import StreamApi
 from kvproxy.cluster.sources.watched import Changes, Listing, TooOld, check_count
 
@@ -77,6 +77,7 @@ class EtcdPrefix:
         self._urls = urls
         self._prefix = prefix.encode()
         self._ca_file = ca_file
+        self._files = TimedThread("etcd credentials")
         self._user = user
         self._password = password
         self._turn = 0  # next member, by the number of failures
@@ -133,9 +134,11 @@ class EtcdPrefix:
     async def _connect(self) -> AsyncIterator[StreamApi]:
         url = self._urls[self._turn % len(self._urls)]
         try:
-            verify = await to_thread(self._tls) if url.startswith("https:") else False
+            secured = url.startswith("https:")
+            verify = await self._files.call(self._tls, timeout_s=_TIMEOUT_S) if secured else False
         except (OSError, ssl.SSLError) as error:
-            raise DiscoveryError(f"the authority of etcd's certificate cannot be read: {error}") from error
+            why = str(error) or f"no answer within {_TIMEOUT_S:g} s"
+            raise DiscoveryError(f"the authority of etcd's certificate cannot be read: {why}") from error
         try:
             async with httpx.AsyncClient(verify=verify, trust_env=False) as http:
                 token = await self._authenticate(http, url) if self._user else None

@@ -6,10 +6,9 @@ Two GETs on httpx, because a library would bring a second HTTP stack (kubernetes
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -19,6 +18,7 @@ import httpx
 import msgspec
 
 from kvproxy.base.errors import BadResponse, ClientError, ClientUnavailable, DiscoveryError, Refused
+from kvproxy.base.timed_thread import TimedThread
 from kvproxy.cache.clients.api import query_string
 from kvproxy.cache.clients.line_stream import StreamApi
 from kvproxy.cluster.sources.entries import LeftOut
@@ -35,6 +35,8 @@ _MAX_PAGE_VALUES = 200_000
 #: The API server stores no object over 1.5 MiB.
 _MAX_LINE_BYTES = 4 << 20
 _LIST_TIMEOUT_S = 8.0
+#: Bound on reading files of a pod's credentials.
+FILES_S = 5.0
 #: A watch is restarted after about this long, to notice a connection whose other end vanished.
 _WATCH_S = (45, 75)
 _IDLE_S = 90.0
@@ -105,12 +107,13 @@ class KubernetesAccess:
         return cls(f"https://{host}:{port}", str(folder / "token"), str(folder / "ca.crt"))
 
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator[StreamApi]:
+    async def connect(self, thread: TimedThread) -> AsyncIterator[StreamApi]:
         """Yield a connection of its own; the files are read again for each, since tokens are replaced every hour."""
         try:
-            token, verify = await asyncio.to_thread(self._read)
+            token, verify = await thread.call(self._read, timeout_s=FILES_S)
         except (OSError, ssl.SSLError) as error:
-            raise DiscoveryError(f"the credentials for the Kubernetes API cannot be read: {error}") from error
+            why = str(error) or f"no answer within {FILES_S:g} s"
+            raise DiscoveryError(f"the credentials for the Kubernetes API cannot be read: {why}") from error
         async with httpx.AsyncClient(verify=verify, trust_env=False) as http:
             authorization = f"Bearer {token}" if token else None
             yield StreamApi(http, self.url, service="the Kubernetes API", authorization=authorization)
@@ -143,12 +146,13 @@ class Collection(Generic[ObjectT]):
         self._decoder = msgspec.json.Decoder(kind)
         self._selector = selector
         self._rng = rng
+        self._files = TimedThread("Kubernetes credentials")
 
     async def list_all(self) -> Listing[ObjectT | LeftOut]:
         """All of them, page by page."""
         found: dict[str, ObjectT | LeftOut] = {}
         page = _Page(Metadata(), [])
-        async with self._access.connect() as api:
+        async with self._access.connect(self._files) as api:
             for _ in range(_MAX_PAGES):
                 page = await self._page(api, page.metadata.continued)
                 found.update(map(self._read, page.items))
@@ -168,7 +172,7 @@ class Collection(Generic[ObjectT]):
                 "timeoutSeconds": self._rng.randint(*_WATCH_S),
             }
         )
-        async with self._access.connect() as api:
+        async with self._access.connect(self._files) as api:
             stream = api.stream_lines(
                 "GET", self._path + query, timeout_s=_LIST_TIMEOUT_S, idle_s=_IDLE_S, max_line_bytes=_MAX_LINE_BYTES
             )
@@ -208,6 +212,8 @@ class Collection(Generic[ObjectT]):
         for line in lines:
             event = self._event(line)
             name, one = self._read(event.object)
+            if isinstance(one, LeftOut) and not name:
+                raise BadResponse(one.why)
             version = (not isinstance(one, LeftOut) and one.metadata.resource_version) or version
             if event.type != "BOOKMARK":
                 changed[name] = None if event.type == "DELETED" else one
@@ -226,17 +232,14 @@ class Collection(Generic[ObjectT]):
         raise ClientUnavailable(f"the watch of {self._resource} ended with {status.code}: {status.message[:200]}")
 
     def _read(self, raw: msgspec.Raw) -> tuple[str, ObjectT | LeftOut]:
-        """Return an object with its name; one that cannot be read is left out alone. BadResponse without a name."""
+        """Return an object with its name; one that cannot be read is left out alone, and may have none."""
         try:
             one = self._decode(raw)
         except BadResponse as error:
-            try:
+            name = ""
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 name = msgspec.json.decode(raw, type=_Object).metadata.name
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                name = ""
-            if not name:
-                raise
-            return name, LeftOut(f"{self._resource} {name}", str(error))
+            return name, LeftOut(f"{self._resource} {name or 'without a name'}", str(error))
         return one.metadata.name, one
 
     def _decode(self, raw: msgspec.Raw) -> ObjectT:

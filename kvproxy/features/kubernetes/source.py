@@ -9,11 +9,12 @@ from random import Random
 from typing import Any
 
 from kvproxy.base.errors import DiscoveryError
+from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.entries import Answer, LeftOut
 from kvproxy.cluster.sources.mirror import Mirror
-from kvproxy.features.kubernetes.client import SERVICE_ACCOUNT, Collection, KubernetesAccess, ObjectT
+from kvproxy.features.kubernetes.client import FILES_S, SERVICE_ACCOUNT, Collection, KubernetesAccess, ObjectT
 from kvproxy.features.kubernetes.objects import (
     SERVICE_LABEL,
     EndpointSlice,
@@ -91,7 +92,7 @@ class KubernetesDiscovery:
         if self._slices is None and self._pods is None:
             settings = self._settings
             access = self._access()
-            namespace = settings.namespace or await asyncio.to_thread(_own_namespace)
+            namespace = settings.namespace or await TimedThread("namespace").call(_own_namespace, timeout_s=FILES_S)
             if settings.service:
                 selector = f"{SERVICE_LABEL}={settings.service}"
                 self._slices = self._mirror(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 import random
 import shutil
 from collections.abc import AsyncIterator, Sequence
@@ -523,6 +525,45 @@ async def test_an_api_whose_tls_is_refused_is_followed_once_it_is_right(follow: 
         await until(lambda: one.cluster.poller.complaints)
         assert "ConnectError: [SSL: CERTIFICATE_VERIFY_FAILED]" in one.cluster.poller.complaints["kubernetes"]
         shutil.copy(made.certificate, authority)
+        await until(lambda: one.conditions == {"a": "up"})
+
+
+@pytest.mark.parametrize("bad", [{}, {"metadata": {}}, {"metadata": {"name": 7}}, 7, None, "pod", [[]]])
+async def test_an_object_without_a_name_stops_no_other(follow: Follow, api: Api, bad: object) -> None:
+    """No API server sends one; what stands in for one in tests of others may."""
+    fake, where = api
+    items = [bad, pod("a", "10.0.0.1"), bad]
+    fake.raw_list = json.dumps({"metadata": {"resourceVersion": "100"}, "items": items}).encode()
+    async with follow(**pods(where)) as one:
+        assert one.urls == {"a": "http://10.0.0.1:8000"}
+        (left_out,) = one.cluster.poller.left_out["kubernetes"]
+        assert left_out.name == "pods without a name"
+        await until(lambda: fake.watching)
+        fake.send(json.dumps({"type": "ADDED", "object": bad}).encode() + b"\n")
+        fake.raw_list = None
+        fake.put(PODS, pod("b", "10.0.0.2"))
+        await until(lambda: set(one.urls) == {"b"})
+
+
+async def test_credentials_that_hang_are_given_up_and_read_again(
+    follow: Follow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a dead mount, for which a pipe stands here: no thread of others is taken, and what comes back is used."""
+    monkeypatch.setattr("kvproxy.features.kubernetes.client.FILES_S", 0.05)
+    fake = FakeKubernetes()
+    fake.put(SLICES, slice_of("s1", member("a", "10.0.0.1")))
+    made = make_certificate(tmp_path, "127.0.0.1")
+    authority = tmp_path / "ca.crt"
+    os.mkfifo(authority)
+    tls = ListenerTls(certificate=str(made.certificate), private_key=str(made.private_key))
+    async with serve(fake, tls=tls) as url, follow(**service({"url": url, "ca_file": str(authority)})) as one:
+        complaints = one.cluster.poller.complaints
+        await until(lambda: "cannot be read: no answer within 0.05 s" in complaints["kubernetes"])
+        await until(lambda: "an earlier call still hangs" in complaints["kubernetes"])
+        with authority.open("wb") as pipe:
+            authority.unlink()
+            shutil.copy(made.certificate, authority)
+            pipe.write(made.certificate.read_bytes())
         await until(lambda: one.conditions == {"a": "up"})
 
 
