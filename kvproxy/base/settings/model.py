@@ -27,8 +27,6 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from kvproxy.base.timed_thread import read_file
-
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")]
 EndpointName = Annotated[
     str, StringConstraints(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")
@@ -194,6 +192,8 @@ def read_secret(value: Any) -> Any:
 
 
 def _secret_from(path: str) -> str:
+    from kvproxy.base.timed_thread import read_file
+
     try:
         raw = read_file(path, max_bytes=_MAX_SECRET_BYTES)  # a pipe would hold the event loop
         text = raw.decode()
