@@ -30,4 +30,5 @@ SHIPPED = (
     "disaggregation",
     "resume",
     "rollouts",
+    "engine_sleep",
 )

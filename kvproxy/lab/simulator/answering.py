@@ -33,6 +33,7 @@ class FaultValues:
     stall_mid_stream_s: float = 0.0
     stall_mid_stream_after_chunks: int = 1
     slow_tokenize_s: float = 0.0
+    slow_wake_s: float = 0.0
     fail_next: int = 0
     fail_status: int = 500
     busy_next: int = 0

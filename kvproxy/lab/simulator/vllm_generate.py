@@ -54,6 +54,7 @@ async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRou
     state.planner.check_model(body)
     plan_id = call.headers.get("x-request-id") or body.get("request_id") or state.make_id()
     plan = state.planner.plan(body, route.prompts(state, body), str(plan_id))
+    await state.awake.wait()
     _admit(state)
     params = body.get(PARAMS) or {}
     if state.nixl is not None and params.get("do_remote_prefill") and state.faults.values.kv_fault != "ignored":
@@ -77,6 +78,7 @@ async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRou
         await serving.answer(call, plan, route.shape(state), record)
     finally:
         state.in_flight -= 1
+        state.ended.set()
         for request in plan.requests:
             state.metrics.forget_request(request.id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from typing import Any
+from urllib.parse import parse_qsl
 
 import xxhash
 
@@ -106,6 +107,32 @@ def describe_event_source(state: VllmState) -> dict[str, Any] | None:
 async def answer_reset_prefix_cache(state: VllmState, call: HttpCall) -> None:
     """Forgets the prefixes unless something runs."""
     await call.reply_json({"success": state.runner.engine.reset_prefix_cache()})
+
+
+async def answer_sleep(state: VllmState, call: HttpCall) -> None:
+    """Pause, and give the cache up from level 1 on. Requests under way end first, as with `mode=wait`."""
+    level = int(dict(parse_qsl(call.query.decode())).get("level", "1"))
+    state.awake.clear()
+    while state.in_flight:
+        state.ended.clear()
+        await state.ended.wait()
+    if level:
+        state.runner.engine.reset_prefix_cache()
+    state.metrics.sleep_level = level
+    await call.reply_json({"status": "sleeping", "level": level})
+
+
+async def answer_wake_up(state: VllmState, call: HttpCall) -> None:
+    """Go on with requests that came meanwhile."""
+    await state.faults.stall(state.faults.values.slow_wake_s)
+    state.metrics.sleep_level = None
+    state.awake.set()
+    await call.reply_json({"status": "awake", "tags": None})
+
+
+async def answer_is_sleeping(state: VllmState, call: HttpCall) -> None:
+    """Answer whether it sleeps, at any level."""
+    await call.reply_json({"is_sleeping": not state.awake.is_set()})
 
 
 async def answer_count_tokens(state: VllmState, call: HttpCall) -> None:

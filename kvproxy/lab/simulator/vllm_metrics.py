@@ -120,6 +120,7 @@ class VllmMetrics:
 
     def __init__(self, settings: VllmSettings, engine: Engine, *, started_at: float) -> None:
         self.started_at = started_at  # of the process, seconds since the epoch
+        self.sleep_level: int | None = None  # None: it is awake
         self._has_adapters = bool(settings.loras)
         self._engine = engine
         self._registry = CollectorRegistry()
@@ -179,6 +180,8 @@ class VllmMetrics:
         self._set("num_requests_waiting", load.waiting)
         self._set("num_requests_waiting_by_reason", load.waiting, "capacity")
         self._set("kv_cache_usage_perc", load.kv_usage)
+        for level, state in ((None, "awake"), (1, "weights_offloaded"), (2, "discard_all")):
+            self._set("engine_sleep_state", self.sleep_level == level, state)
         hits = totals.prefix_cache_hits
         read = totals.external_prefix_cache_hits
         self._count("prefix_cache_queries", totals.prefix_cache_queries)
@@ -219,7 +222,6 @@ class VllmMetrics:
                     metrics[name].labels(**self._labels, **extra)
         for reason in REJECTION_REASONS:
             self._rejections.labels(self._labels["model_name"], reason)
-        self._set("engine_sleep_state", 1, "awake")
         self._describe_cache(settings)
 
     def _describe_cache(self, settings: VllmSettings) -> None:

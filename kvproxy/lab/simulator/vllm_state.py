@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -51,8 +52,13 @@ class VllmState:
     started_at: float
     calls: Counter[str] = field(default_factory=Counter)
     in_flight: int = 0
+    awake: asyncio.Event = field(default_factory=asyncio.Event)  # what generates waits for it
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set by each end of a generation
     nixl: NixlSide | None = None
     requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_REQUESTS))
+
+    def __post_init__(self) -> None:
+        self.awake.set()
 
     def make_id(self) -> str:
         """Sixteen hexadecimal digits, as vLLM's ids have."""

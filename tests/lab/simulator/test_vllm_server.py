@@ -10,10 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from kvproxy.cache.clients.engine_metrics import parse_engine_metrics
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import Prefilled
 from tests.lab.simulator.support import FAST, TINY, Running, engine, slow, sse_events
+from tests.support.until import until
 
 LONG = {"messages": [{"role": "user", "content": "word " * 150}], "max_tokens": 2}
 
@@ -517,3 +519,35 @@ async def test_caching_that_is_off_shows_in_metrics() -> None:
             usage = (await running.client.post("/v1/completions", json=body)).json()["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] == 0
         assert 'enable_prefix_caching="False"' in (await running.client.get("/metrics")).text
+
+
+async def test_a_sleeping_engine_answers_once_it_is_woken() -> None:
+    """Its metrics show the level, its cache is gone, and a request that came meanwhile waits."""
+    async with engine() as running:
+        await running.client.post("/v1/completions", json={"model": "tiny", "prompt": "word " * 100, "max_tokens": 1})
+        assert (await running.client.post("/sleep?level=1")).json() == {"status": "sleeping", "level": 1}
+        assert (await running.client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        metrics = parse_engine_metrics((await running.client.get("/metrics")).content)
+        assert (metrics.asleep, metrics.gave_up_cache) == (True, True)
+        body = {"model": "tiny", "prompt": "word " * 100, "max_tokens": 1}
+        asked = asyncio.create_task(running.client.post("/v1/completions", json=body))
+        await until(lambda: running.app.state.calls["POST /v1/completions"] == 2)
+        assert not asked.done()
+        assert (await running.client.post("/wake_up")).json()["status"] == "awake"
+        assert (await asked).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert not parse_engine_metrics((await running.client.get("/metrics")).content).asleep
+
+
+async def test_a_request_under_way_ends_before_its_engine_sleeps() -> None:
+    """As with `mode=wait`."""
+    async with engine() as running:
+        await running.faults(stall_first_byte_s=1000.0)
+        body = {"model": "tiny", "prompt": "word", "max_tokens": 1}
+        asked = asyncio.create_task(running.client.post("/v1/completions", json=body))
+        await until(lambda: running.app.state.in_flight)
+        slept = asyncio.create_task(running.client.post("/sleep"))
+        await until(lambda: not running.app.state.awake.is_set())
+        assert not slept.done()
+        await running.faults(reset=True)
+        assert (await asked).status_code == 200
+        assert (await slept).status_code == 200

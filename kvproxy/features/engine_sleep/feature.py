@@ -1,0 +1,58 @@
+"""The feature, as the core meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvproxy.base.settings.compose import part_of
+from kvproxy.base.settings.paths import Finding, error_at
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.features.engine_sleep.settings import SleepPlace
+from kvproxy.operate.feature import Feature
+
+if TYPE_CHECKING:
+    from kvproxy.cache.feature import CacheObserver, CacheParts
+    from kvproxy.operate.config.schema import Config
+    from kvproxy.proxy.filters.chain import FilterType
+
+
+class EngineSleepFeature(Feature):
+    """Wakes engines for requests, and puts idle ones to sleep."""
+
+    name = "engine_sleep"
+    metric_group = "SleepMetrics"
+    settings = {ClusterSettings: (SleepPlace,)}
+
+    def verify(self, config: Config) -> Iterator[Finding]:
+        """Refuse what could neither see that engines sleep nor wake them again."""
+        kvcache = next((one.settings for one in config.filters if isinstance(one.settings, KvCacheSettings)), None)
+        reads = kvcache is not None and kvcache.enabled and kvcache.engine_metrics_interval > 0
+        for name, cluster in config.clusters.items():
+            own = part_of(cluster, SleepPlace)
+            where = ("clusters", name)
+            if own.sleep_after and not own.wake_within:
+                yield error_at((*where, "sleep_after"), "needs wake_within, or nothing would wake the engines again")
+            if own.wake_within and not reads:
+                why = "needs the kvcache filter with engine_metrics_interval above 0, which reads that engines sleep"
+                yield error_at((*where, "wake_within"), why)
+
+    def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
+        """None where no cluster asks for it."""
+        from kvproxy.features.engine_sleep.engines import EngineSleep
+
+        return EngineSleep(parts) if any(_is_on(one.settings) for one in parts.clusters.values()) else None
+
+    def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
+        """Return the filter that holds requests, where a cluster asks for it."""
+        from kvproxy.features.engine_sleep.filter import FILTER
+
+        return (("engine_sleep", FILTER),) if any(map(_is_on, config.clusters.values())) else ()
+
+
+def _is_on(settings: ClusterSettings) -> bool:
+    return part_of(settings, SleepPlace).wake_within > 0
+
+
+FEATURE = EngineSleepFeature()
