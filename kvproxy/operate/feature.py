@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kvproxy.base.errors import Problem
     from kvproxy.base.settings.model import Model
     from kvproxy.base.settings.paths import Finding, Path
+    from kvproxy.cluster.cluster import Cluster
+    from kvproxy.cluster.endpoint import Endpoint
+    from kvproxy.cluster.routing.selector import Decision
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.companion import Companion, Siblings
@@ -106,8 +109,12 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         return None
 
     def explain(self, receipt: Receipt) -> Iterable[str]:
-        """Lines of `kvproxy explain` about its note, which `note_of` reads."""
+        """Lines of `kvproxy explain` and of the live page about its note, which `note_of` reads."""
         return ()
+
+    def describe_pick(self, decision: Decision[Endpoint], cluster: Cluster) -> Mapping[str, object]:
+        """Keys that it adds to an answer of `/pick`, before the request is counted in."""
+        return {}
 
     def share_settings(self, config: Config, index: int, part: Callable[[int], int]) -> Mapping[str, object]:
         """Keys of the top level as process `index` of several gets them: bounds in parts, files of its own."""

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import Metrics
     from kvproxy.base.types import Clock
     from kvproxy.cluster.cluster import Cluster
+    from kvproxy.cluster.endpoint import Endpoint
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
+    from kvproxy.cluster.routing.selector import Decision
     from kvproxy.operate.admin.findings import Trouble
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.companion import Companion, Siblings
@@ -90,6 +92,13 @@ class Disaggregation(Feature):
 
         if (legs := note_of(receipt, NOTE, Legs)) is not None:
             yield explain(legs)
+
+    def describe_pick(self, decision: Decision[Endpoint], cluster: Cluster) -> Mapping[str, object]:
+        """Return the endpoint that prefills, where one does."""
+        from kvproxy.features.disaggregation.splitting import describe_prefill
+
+        prefill = describe_prefill(decision, cluster)
+        return {} if prefill is None else {"prefill": prefill}
 
     def find_troubles(self, operated: AdminTarget) -> Iterable[Trouble]:
         """Return the pairs that are out."""

@@ -7,13 +7,14 @@ from collections.abc import Coroutine, Sequence
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
+from kvproxy.cluster.routing.costs import wait_s
 from kvproxy.cluster.routing.kv_aware import CostWeights
-from kvproxy.cluster.routing.selector import PANIC
+from kvproxy.cluster.routing.selector import PANIC, Decision
 from kvproxy.features.disaggregation.bodies import read_body
 from kvproxy.features.disaggregation.legs import NoPrefill, Splitting, TwoLegs
 from kvproxy.features.disaggregation.note import FAILED, NOTE, REFUSED, Legs
 from kvproxy.features.disaggregation.plan import Plan, choose_plan, wait_before
-from kvproxy.features.disaggregation.watch import Disaggregated
+from kvproxy.features.disaggregation.watch import Disaggregated, find_all
 from kvproxy.proxy.forward.asking import Answer, EngineRequest
 
 
@@ -39,7 +40,10 @@ class Splitter:
         failed = isinstance(earlier, Legs) and earlier.result in (FAILED, REFUSED)
         if alone and (failed or pick.decision.reason == PANIC):
             return None
-        plans = self._list_plans(pick, exchange.barred, state.tools.clock(), all_requests=not alone)
+        now = state.tools.clock()
+        speeds = self._cluster.speeds
+        waits_s = 0.0 if speeds is None else wait_before(pick.reservation, pick.endpoint, speeds, now)
+        plans = self.list_plans(pick.decision, waits_s, now, barred=exchange.barred, all_requests=not alone)
         if (alone and not plans) or (names := read_body(body, inference.kind)) is None:
             return None
         if not plans:
@@ -62,12 +66,19 @@ class Splitter:
         two.reserve(best.prefill)
         return two.run()
 
-    def _list_plans(
-        self, pick: Pick, barred: frozenset[str], now: float, *, all_requests: bool = False
+    def list_plans(
+        self,
+        decision: Decision[Endpoint],
+        waits_s: float,
+        now: float,
+        *,
+        barred: frozenset[str] = frozenset(),
+        all_requests: bool,
     ) -> Sequence[Plan[Endpoint]]:
-        """Return the plans that are cheaper than the decoder alone, or all, the cheapest first."""
-        asked = pick.decision.request
-        decode = pick.endpoint
+        """Return the plans that are cheaper than the decoder alone, or all, the cheapest first. `waits_s` is the wait
+        for the decoder without this request."""
+        asked = decision.request
+        decode = decision.endpoint
         settings = self._state.settings
         facts = asked.facts
         if not all_requests and facts.prompt_tokens - facts.matched_tokens(decode.id) < settings.min_tokens:
@@ -83,7 +94,6 @@ class Splitter:
             able = [one for one in able if not pairs.is_out(one, decode)]
         elif settings.canary:
             able = [one for one in able if pairs.may_carry(one, decode, asked.model)]
-        waits_s = 0.0 if speeds is None else wait_before(pick.reservation, decode, speeds, now)
         stall = CostWeights().stall
         return choose_plan(
             facts,
@@ -96,6 +106,28 @@ class Splitter:
             price=self._state.price,
             all_requests=all_requests,
         )
+
+
+def describe_prefill(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object] | None:
+    """Return the first leg of a request that another program is to carry; None: it goes to one endpoint."""
+    state = next(find_all([cluster]), None)
+    if state is None or (connector := state.connector) is None or decision.reason == PANIC:
+        return None
+    now = state.tools.clock()
+    waits_s = 0.0 if cluster.speeds is None else wait_s(decision.endpoint, cluster.speeds, now)
+    alone = connector.computes_alone
+    plans = Splitter(cluster, state).list_plans(decision, waits_s, now, all_requests=not alone)
+    if not plans:
+        return None
+    best = plans[0]
+    return {
+        "endpoint": best.prefill.id,
+        "url": str(best.prefill.origin),
+        "connector": state.settings.connector.value,
+        "tokens": best.pulled_tokens,
+        "expected_s": best.expected_s,
+        "alone_s": best.local_s,
+    }
 
 
 async def _fail(pick: Pick) -> Answer:

@@ -238,9 +238,10 @@ async def run_demo(demo: DemoOptions, out: TextIO) -> int:
         if demo.tiers:
             print_later_turns(results, out)
         if demo.disaggregated:
+            roles = ", ".join(f"{one['id']} {one['role']}" for one in fleet.list_endpoints())
             print(
-                f"{after}: {place.count_legs():.0f} of {mix.requests} prompts were computed at another engine, where "
-                "the first token was\nexpected earlier by it. Fewer engines answer than together.",
+                f"{after}: {roles}. {place.count_legs():.0f} of {mix.requests} prompts were computed at\n"
+                "another engine, where the first token was expected earlier by it. Fewer engines answer than together.",
                 file=out,
             )
             print_pauses(results, out)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.base.errors import Problem
+from kvproxy.base.installed import installed
 from kvproxy.base.json_scan import MAX_DECODED_BYTES, Edit, Unreadable, apply_edits, find_members, run_in_turns
 from kvproxy.base.settings.paths import spelling_hint
 from kvproxy.base.types import InferenceRequest
@@ -24,6 +25,7 @@ from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import RequestRefused, read_json_object, receive_body, reply_json
+from kvproxy.operate.feature import Feature
 from kvproxy.operate.placing.external import ExternalPlacement, engine_headers
 from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
@@ -168,10 +170,10 @@ class PickRoutes:
         placement = self._placement(exchange, question, facts, target)
         now = operated.clock()
         decision = placement.decide(now)
+        shown = {} if isinstance(decision, Refusal) else _shown(decision, target.cluster, exchange)
         pick = placement.take(decision, now) if question.reserve else None
         if isinstance(decision, Refusal):
             raise _refused(decision)
-        shown = _shown(decision, target.cluster, exchange)
         if pick is None:
             return reply_json(shown)
         service = operated.kvcache
@@ -263,6 +265,7 @@ def _shown(decision: Decision[Endpoint], cluster: Cluster, exchange: Exchange) -
             _candidate(each, facts, costs[index] if costs else None) for index, each in enumerate(decision.candidates)
         ],
         "reservation": None,
+        **{key: value for one in installed(Feature) for key, value in one.describe_pick(decision, cluster).items()},
     }
 
 

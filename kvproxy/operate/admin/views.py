@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from itertools import islice
 from operator import itemgetter
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +24,8 @@ from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, pins
 from kvproxy.operate.admin.history import count_by_label
 from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_number, reply_json
+from kvproxy.operate.receipts.explain import explain_notes
+from kvproxy.operate.receipts.receipt import receipt_type
 from kvproxy.proxy.request.exchange import RESULTS
 from kvproxy.proxy.request.observer import RecentRequest
 
@@ -96,6 +99,12 @@ def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
     return [row for _, row in sorted(rows, key=itemgetter(0))]
 
 
+def _notes(decision: RecentRequest) -> list[str]:
+    """Return what features have to add, as `kvproxy explain` has it of a receipt."""
+    notes: dict[str, Any] = decision.outcome.notes
+    return explain_notes(receipt_type()("", decision.request_id, decision.outcome.end, decision.duration_s, **notes))
+
+
 class DecisionRoutes:
     """`/decisions?limit=&result=&request_id=`, and `/decisions/NUMBER`: one with its candidates."""
 
@@ -123,7 +132,8 @@ class DecisionRoutes:
         if decision is None:
             fix = f"the last {MAX_LIMIT} are kept; receipts keep more (docs/operations.md)"
             raise RequestRefused(404, Problem("number", "this decision is not kept any more", fix))
-        return reply_json({**_shown(self._operated, decision), "candidates": _candidates(decision)})
+        shown = {**_shown(self._operated, decision), "candidates": _candidates(decision), "notes": _notes(decision)}
+        return reply_json(shown)
 
 
 class CacheRoutes:

@@ -23,8 +23,13 @@ _HEADER = ("", "endpoint", "cost", "wait", "prefill", "cached", "known from", "i
 
 def explain_receipt(receipt: Receipt) -> str:
     """Several lines for a terminal."""
-    notes = (f"  {line}" for feature in installed(Feature) for line in feature.explain(receipt))
+    notes = (f"  {line}" for line in explain_notes(receipt))
     return "\n".join([*_heading(receipt), *_decisions(receipt), "", *_outcome(receipt), *notes])
+
+
+def explain_notes(receipt: Receipt) -> list[str]:
+    """Return the lines of all features about their notes."""
+    return [line for feature in installed(Feature) for line in feature.explain(receipt)]
 
 
 def explain_decision(decision: Mapping[str, Any]) -> str:
@@ -57,6 +62,7 @@ def explain_decision(decision: Mapping[str, Any]) -> str:
         lines.append(
             f"  cached by the engine's count: {said['cached_tokens']} of {said.get('prompt_tokens', '?')} tokens"
         )
+    lines += [f"  {line}" for line in decision.get("notes", ())]
     lines += [
         "",
         "Loads and waits of each endpoint are in receipts alone: `receipts: {path: receipts.jsonl}` keeps them.",

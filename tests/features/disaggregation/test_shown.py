@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.types import EndpointId
 from kvproxy.features.disaggregation.feature import FEATURE
 from kvproxy.features.disaggregation.note import NOTE, Legs
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.doctor.report import Severity
-from kvproxy.operate.receipts.explain import explain_receipt
+from kvproxy.operate.receipts.explain import explain_decision, explain_receipt
 from kvproxy.operate.receipts.receipt import decode_receipt, note_of
-from tests.features.disaggregation.support import running_fleet, separated, words
+from tests.features.disaggregation.support import Separated, prompt, running_fleet, separated, words
+from tests.operate.admin.support import admin_of
 from tests.operate.doctor.setup import visit
 
 P = {"id": "p", "url": "http://127.0.0.1:1", "role": "prefill"}
+PATH = "/v1/completions"
 D = {"id": "d", "url": "http://127.0.0.1:2", "role": "decode"}
 
 
@@ -33,10 +36,7 @@ async def test_receipts_have_both_legs(tmp_path: Path, fault: str, result: str, 
     path = tmp_path / "receipts.jsonl"
     async with separated("p", "d", policy="kv_aware", receipts={"path": str(path)}) as two:
         two.fleet.fault("p", kv_fault=fault)
-        for endpoint in two.proxy.proxy.clusters["default"].endpoints:
-            if endpoint.id == "d":  # answers that a prefill would stall
-                for _ in range(40):
-                    endpoint.load.first_token(endpoint.load.reserve(1, 0, 0.0), 0.0)
+        make_busy(two)
         await two.ask(words("x", 600))
     (receipt,) = map(decode_receipt, path.read_bytes().splitlines())
     legs = note_of(receipt, NOTE, Legs)
@@ -44,6 +44,54 @@ async def test_receipts_have_both_legs(tmp_path: Path, fault: str, result: str, 
     assert (legs.prefill, legs.result, legs.prefills) == ("p", result, 1)
     assert 0.0 < legs.expected_s < legs.local_s
     assert said in explain_receipt(receipt)
+
+
+def make_busy(two: Separated, name: str = "d") -> None:
+    """Give an endpoint many answers under way, which a prefill would stall."""
+    endpoint = two.proxy.proxy.clusters["default"].find_endpoint(EndpointId(name))
+    assert endpoint is not None
+    for _ in range(40):
+        endpoint.load.first_token(endpoint.load.reserve(1, 0, 0.0), 0.0)
+
+
+async def test_the_live_page_has_both_legs_of_a_decision() -> None:
+    """In the words of `kvproxy explain`, which has them without receipts, too."""
+    async with separated("p", "d", policy="kv_aware") as two, admin_of(two.proxy.proxy) as admin:
+        make_busy(two)
+        await two.ask(words("x", 600))
+        (number,) = (one["number"] for one in (await admin.get("/decisions")).json()["decisions"])
+        decision = (await admin.get(f"/decisions/{number}")).json()
+        (note,) = decision["notes"]
+        assert "were computed at p, and its KV pulled from there" in note
+        assert f"  {note}" in explain_decision(decision).splitlines()
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+async def test_a_program_that_picks_learns_of_the_first_leg(reserve: bool) -> None:
+    """With the plan's seconds, as for a request without a reservation; a short prompt has one leg."""
+    async with separated("p", "d", policy="kv_aware") as two, admin_of(two.proxy.proxy) as admin:
+
+        async def pick(text: str) -> dict[str, Any]:
+            answer = await admin.post("/pick", json={"request": prompt(text), "path": PATH, "reserve": reserve})
+            found: dict[str, Any] = answer.json()
+            return found
+
+        make_busy(two)
+        long = await pick(words("x", 600))
+        assert long["endpoint"] == "d"
+        leg = long["prefill"]
+        assert (leg["endpoint"], leg["url"], leg["connector"]) == ("p", two.fleet.urls["p"], "nixl")
+        assert leg["tokens"] == long["prompt_tokens"]
+        assert 0.0 < leg["expected_s"] < leg["alone_s"]
+        assert "prefill" not in await pick("short")
+
+
+async def test_a_cluster_that_separates_nothing_picks_no_first_leg() -> None:
+    async with separated("p", "d", disaggregation={"connector": "off"}, roles={"p": "both", "d": "both"}) as two:
+        async with admin_of(two.proxy.proxy) as admin:
+            answer = (await admin.post("/pick", json={"request": prompt(words("x", 600)), "path": PATH})).json()
+        assert answer["endpoint"]
+        assert "prefill" not in answer
 
 
 def test_roles_without_a_connector_are_doubted() -> None:

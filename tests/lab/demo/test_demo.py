@@ -80,7 +80,7 @@ def test_prefill_apart_from_decode(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "2 simulated vLLM engines with NIXL" in said
     assert re.search(r"^apart +sim-1:6 ", said, re.MULTILINE)
-    assert re.search(r"^apart: [1-6] of 6 prompts were computed at another engine", said, re.MULTILINE)
+    assert re.search(r"^apart: sim-0 prefill, sim-1 decode\. [1-6] of 6 prompts were computed at$", said, re.MULTILINE)
     pauses = re.findall(
         r"^(together|apart): longest pause within an answer: p50 (\d+) ms, p99 (\d+) ms$", said, re.MULTILINE
     )

@@ -116,7 +116,8 @@ function showDetail(cell, detail) {
     detail.streamed ? "streamed" : "not streamed", `over after ${seconds(detail.duration_s)}`,
     known(detail.completion_tokens) && `${count(detail.completion_tokens)} tokens generated`,
   ].filter(Boolean);
-  cell.replaceChildren(id, element("p", "muted", facts.join(" · ")), candidates(detail));
+  const notes = (detail.notes || []).map((line) => element("p", "", line));
+  cell.replaceChildren(id, element("p", "muted", facts.join(" · ")), ...notes, candidates(detail));
 }
 
 function copier(id) {
