@@ -57,7 +57,7 @@ class HostedRequest(msgspec.Struct, eq=False):
     learns: bool = False  # from its end, which did not come yet
     refusal: LocalReply | None = None  # by a guard: no endpoint may get it
     _outcome: AttemptOutcome = AttemptOutcome.CANCELLED  # until an answer arrives
-    _named: str = ""  # from the response's header
+    _named: str = ""  # from the response's header; in the end the endpoint it was sent to
     _first: bytes = b""
     _previous: bytes = b""
     _last: bytes = b""
@@ -174,7 +174,7 @@ class HostedRequest(msgspec.Struct, eq=False):
             return
         self.learns = False
         outcome = exchange.outcome
-        endpoint = self._sent_to()
+        self._named = endpoint = self._sent_to()
         outcome.endpoint = EndpointId(endpoint) if endpoint else None
         usage = read_usage(self._previous[-_TAIL_BYTES:] + self._last, self._first)
         if usage is not None:
@@ -189,10 +189,13 @@ class HostedRequest(msgspec.Struct, eq=False):
 
     def release(self) -> None:
         """Finish, and release the place, once the app has returned; a place still held then counts neither for nor
-        against its endpoint. The exchange is dropped: a cycle would keep the body until the garbage collector runs."""
+        against its endpoint. Exchange and state are dropped: cycles would keep them until the garbage collector
+        runs."""
         self.finish()
         self._settle(AttemptOutcome.CANCELLED)
+        self._named = self._named or self._sent_to()
         self.exchange = None
+        self.state = {}
 
     def _judge(self, name: str, cached_tokens: int | None) -> None:
         pick = self.pick
@@ -214,7 +217,7 @@ class HostedRequest(msgspec.Struct, eq=False):
         return self.state.get(SERVED_KEY) or self._named or (str(chosen.endpoint.id) if chosen is not None else "")
 
     def _find(self, name: str) -> Endpoint | None:
-        return next((one for one in self.cluster.endpoints if one.id == name), None)
+        return self.cluster.find_endpoint(EndpointId(name))
 
     def _answers(self, name: EndpointId) -> bool:
         endpoint = self._find(name)

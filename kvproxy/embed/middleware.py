@@ -8,11 +8,12 @@ import contextvars
 import functools
 import logging
 import random
+import sys
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,7 +26,7 @@ from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.decode import decode_model
 from kvproxy.base.settings.model import Model, parse_size_bytes
 from kvproxy.base.settings.paths import dotted_path
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, RequestKind
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
@@ -41,7 +42,6 @@ from kvproxy.operate.feature import Feature
 from kvproxy.operate.runtime.generation import StateStore
 from kvproxy.proxy.filters.chain import FilterContext, RequestGuard, Services
 from kvproxy.proxy.filters.kvcache import NAME, STATE_KEY, KvCacheFilter, announce
-from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import LocalReply
@@ -59,6 +59,8 @@ HOSTED_KEY = "kvproxy_request"
 _OUTER = "kvproxy.outer"
 _CLUSTER = "default"
 _OWN_KEYS = (SERVED_KEY, STATE_KEY, HOSTED_KEY)
+#: Hooks of observers that see the answer.
+_OF_ANSWERS = frozenset({"response_started", "body_piece", "ended"})
 #: Time after a failed start in which requests pass without facts.
 RETRY_S = 60.0
 
@@ -186,6 +188,7 @@ class KVCacheMiddleware:
         for make in reversed(filters):
             inner = make(inner)
         self._behind = inner
+        self._filtered = bool(filters)
         self._lives: dict[asyncio.AbstractEventLoop, _Life] = {}
         self._started = False  # the service above cannot be started again
         self._retry_at = float("-inf")
@@ -237,7 +240,8 @@ class KVCacheMiddleware:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the app serve a request, with facts if it is an inference request and the service runs."""
-        if self._paths.kind_of(scope) is None:
+        kind = self._paths.kind_of(scope)
+        if kind is None:
             await self._app(scope, receive, send)
             return
         filters = None
@@ -251,9 +255,40 @@ class KVCacheMiddleware:
                 await self._app(scope, receive, send)
             else:
                 state[SERVED_KEY] = None
-                await filters({**scope, SCOPE_KEY: None, _OUTER: scope}, receive, send)
+                await self._serve_with_facts(filters, kind, scope, receive, send)
         finally:
             hosted.release()
+
+    async def _serve_with_facts(
+        self, filters: _Filters, kind: RequestKind, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Call the filters' hooks in turn. (By itself each would be an app around the next, which costs more than their
+        work.)"""
+        exchange = Exchange(received_at=self._clock(), followed=True)
+        inner = {**scope, SCOPE_KEY: exchange, _OUTER: scope}
+        downstream = Downstream(exchange, inner, receive, send, (), None, True)
+        try:
+            waits = filters.reading.read_ahead(exchange, downstream, kind)
+            if waits is not None:
+                await waits
+            await self._inform(filters, exchange, downstream)
+            watched = self._filtered or not exchange.hooks.isdisjoint(_OF_ANSWERS)
+            await self._behind(inner, downstream.receive, downstream.send if watched else send)
+        finally:
+            if exchange.held_bytes and exchange.release is not None:
+                exchange.release(exchange.held_bytes)
+            if "ended" in exchange.hooks:
+                error = sys.exception()
+                downstream.end(type(error).__name__ if isinstance(error, Exception) else "")
+
+    async def _inform(self, filters: _Filters, exchange: Exchange, downstream: Downstream) -> None:
+        """Gather what is known of a request whose body was read, for the app and for the end of its answer."""
+        waits = filters.facts.before(exchange, downstream)
+        if waits is not None:
+            await waits
+        if self._guards and exchange.body is not None:
+            await self._examine(exchange, downstream.scope)
+        self._note(exchange, downstream.scope)
 
     def _without_others(self, scope: Scope) -> Scope:
         """Take away what a client may have set as its preference, and ids that another request, or another middleware
@@ -264,10 +299,6 @@ class KVCacheMiddleware:
         if self._header and any(name == self._header for name, _ in scope["headers"]):
             scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != self._header]}
         return scope
-
-    async def _behind_the_filters(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._note(scope[SCOPE_KEY], scope)
-        await self._behind(scope, receive, send)
 
     def _note(self, exchange: Exchange, scope: Scope) -> None:
         """Note the end of reading: follow the answer to a request with facts."""
@@ -314,7 +345,7 @@ class KVCacheMiddleware:
             life = self._lives[loop] = _Life()
         return life
 
-    async def _started_filters(self, life: _Life) -> ASGIApp | None:
+    async def _started_filters(self, life: _Life) -> _Filters | None:
         """Return the filters; None if the service does not run here. Without lifespan events the first request
         starts it."""
         if not life.ended:
@@ -368,7 +399,7 @@ class KVCacheMiddleware:
             life.running = starting.pop_all()
         service.bind_gauges()
         self.service = service
-        life.filters = self._filters(service, self._guards)
+        life.filters = self._make_filters(service)
         loop = asyncio.get_running_loop()
         same = [other for other in _running if other is not self and other.runs_in(loop) and other.urls == self.urls]
         if same:
@@ -416,35 +447,37 @@ class KVCacheMiddleware:
         _running.discard(self)
         await life.running.aclose()
 
-    def _filters(self, service: KvCache, guards: Sequence[RequestGuard]) -> ASGIApp:
-        """Those around the app, made again for each event loop: their locks and timers belong to it."""
-        guarded = _GuardStep(self._behind_the_filters, guards, metrics=self.metrics, clock=self._clock)
-        filtered = KvCacheFilter(
-            guarded if guards else self._behind_the_filters,
-            service,
-            routes=_OneCluster(self._cluster),
-            prefer={self._cluster.name: False},
-            metrics=self.metrics,
-            clock=self._clock,
-        )
-
-        async def on_late_body(exchange: Exchange, downstream: Downstream) -> None:
-            waits: Awaitable[None] | None = filtered.before(exchange, downstream)
-            if waits is not None:
-                await waits
-            await guarded.examine(exchange, downstream.scope)
-            self._note(exchange, downstream.scope)
-
-        return ReadAhead(
-            filtered,
-            kind_of=self._paths.kind_of,
-            on_late_body=on_late_body,
+    def _make_filters(self, service: KvCache) -> _Filters:
+        """Return those of one event loop, to which their locks and timers belong."""
+        reading = ReadAhead(
+            self._host,
             session_header=self._session_header,
             held=self._held,
             limit_bytes=self._limit_bytes,
             metrics=self.metrics,
             clock=self._clock,
         )
+        facts = KvCacheFilter(
+            self._host,
+            service,
+            routes=_OneCluster(self._cluster),
+            prefer={self._cluster.name: False},
+            metrics=self.metrics,
+            clock=self._clock,
+        )
+        filters = _Filters(reading, facts)
+        reading.on_late_body = functools.partial(self._inform, filters)
+        return filters
+
+    async def _examine(self, exchange: Exchange, scope: Scope) -> None:
+        """Examine a body before anything names an endpoint for it, and keep a guard's refusal for the app's question:
+        the app decides what a refused client gets."""
+        try:
+            for guard in self._guards:
+                await guard.examine(exchange, scope["path"], scope["headers"], exchange.body)
+        except LocalReply as why:
+            hosted: HostedRequest = scope["state"][HOSTED_KEY]
+            hosted.refusal = why
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Start when the app has started, end when it has ended. The app's messages go on, whatever becomes of it."""
@@ -470,31 +503,16 @@ class _Life:
     def __init__(self) -> None:
         self.changing = asyncio.Lock()  # held while it starts or ends
         self.running = contextlib.AsyncExitStack()  # the service and its guards
-        self.filters: ASGIApp | None = None
+        self.filters: _Filters | None = None
         self.holders = 0  # lifespans and `async with` blocks; it ends with the last
         self.ended = False  # ended on purpose: a late request does not start it again
 
 
-class _GuardStep(Step):
-    """Examines bodies before anything names an endpoint for them; the app decides what a refused client gets."""
+class _Filters(NamedTuple):
+    """Those of the proxy that requests pass here."""
 
-    reads_state = False
-
-    def __init__(self, app: ASGIApp, guards: Sequence[RequestGuard], *, metrics: Metrics, clock: Clock) -> None:
-        super().__init__(app, metrics=metrics, clock=clock)
-        self._guards = guards
-
-    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
-        return None if exchange.body is None else self.examine(exchange, downstream.scope)
-
-    async def examine(self, exchange: Exchange, scope: Scope) -> None:
-        """Keep the refusal of a guard for the app's question."""
-        try:
-            for guard in self._guards:
-                await guard.examine(exchange, scope["path"], scope["headers"], exchange.body)
-        except LocalReply as why:
-            hosted: HostedRequest = scope["state"][HOSTED_KEY]
-            hosted.refusal = why
+    reading: ReadAhead
+    facts: KvCacheFilter
 
 
 def _checked(

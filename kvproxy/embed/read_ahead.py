@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope
+from starlette.types import ASGIApp, Message, Receive
 
 from kvproxy.base.types import RequestKind
 from kvproxy.proxy.filters.inference_request import InferenceRequestFilter
@@ -38,43 +38,29 @@ class ReadAhead(InferenceRequestFilter):
     awaited then. A body that is encoded or over a limit passes unparsed.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        kind_of: Callable[[Scope], RequestKind | None],
-        on_late_body: OnLateBody,
-        held: HeldBodies,
-        limit_bytes: int,
-        **options: Any,
-    ) -> None:
+    on_late_body: OnLateBody
+
+    def __init__(self, app: ASGIApp, *, held: HeldBodies, limit_bytes: int, **options: Any) -> None:
         reader = BodyReader(limit_bytes=limit_bytes, timeout_s=READ_AHEAD_S, held=held)
         super().__init__(app, reader=reader, **options)
         self._held = held
-        self._kind_of = kind_of
-        self._on_late_body = on_late_body
 
-    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
+    def read_ahead(self, exchange: Exchange, downstream: Downstream, kind: RequestKind) -> Awaitable[None] | None:
+        """Wait for a body that may be read."""
         headers = downstream.scope["headers"]
         length, encoded, caller = self._headers(headers)
         if encoded or length > self._reader.limit_bytes:
             return None
-        kind = self._kind_of(downstream.scope)
-        if any(name == b"expect" for name, _ in headers):
-            self._follow(exchange, downstream, kind, caller, ())
-            return None
+        for name, _ in headers:
+            if name == b"expect":
+                self._follow(exchange, downstream, kind, caller, ())
+                return None
         return self._read(exchange, downstream, kind, caller)
 
     async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, caller: Caller) -> None:
         seen: list[Message] = []
-
-        async def receive() -> Message:
-            message = await downstream.receive()
-            seen.append(message)
-            return message
-
         try:
-            body = await self._reader.read(receive)
+            body = await self._reader.read(downstream.receive, seen)
         except BodyTooSlow:
             self._follow(exchange, downstream, kind, caller, seen)
             return
@@ -84,7 +70,6 @@ class ReadAhead(InferenceRequestFilter):
                 for message in seen:
                     self._hold(exchange, message)
             return
-        seen.clear()
         waits = self._parse(exchange, downstream, body, kind, caller)
         if waits is not None:
             await waits
@@ -105,7 +90,7 @@ class ReadAhead(InferenceRequestFilter):
             exchange.held_bytes -= len(body)  # counted as it arrived
             if waits is not None:
                 await waits
-            await self._on_late_body(exchange, downstream)
+            await self.on_late_body(exchange, downstream)
 
         collected = _Collected(self._reader.limit_bytes, functools.partial(self._hold, exchange), complete)
         downstream.wrap_receive(lambda receive: _Following(receive, deque(seen), collected).receive)

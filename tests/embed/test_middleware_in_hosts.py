@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import logging
 import time
+import weakref
 from typing import Any
 
 import httpx
@@ -20,8 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kvproxy
 from kvproxy import ConfigError, KVCacheMiddleware
+from kvproxy.base.types import Headers
 from kvproxy.embed.paths import kind_of_end
-from kvproxy.proxy.request.exchange import SCOPE_KEY
+from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.proxy.request.observer import RequestObserver
 from tests.cache.support import NOWHERE, long_text
 from tests.support.until import until
 
@@ -132,6 +136,59 @@ async def test_filters_of_its_own_see_what_is_known() -> None:
     await ask_twice(KVCacheMiddleware(app, endpoints=ENGINES, filters=[counting]), CHAT)
     assert len(tokens) == 2
     assert all(tokens)
+
+
+async def test_observers_of_filters_see_the_answer() -> None:
+    seen: list[str] = []
+
+    class Watching(RequestObserver):
+        def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+            seen.append(f"head {status}")
+
+        def body_piece(self, exchange: Exchange, piece: bytes) -> None:
+            seen.append("piece")
+
+        def ended(self, exchange: Exchange, status: int, crash: str) -> None:
+            seen.append(f"end {status} {crash}")
+
+    def watching(inner: ASGIApp) -> ASGIApp:
+        async def filtered(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[SCOPE_KEY].attach(Watching())
+            await inner(scope, receive, send)
+
+        return filtered
+
+    async def fails(request: Request) -> JSONResponse:
+        raise KeyError
+
+    routes = [Route(CHAT, answer, methods=["POST"]), Route("/v1/completions", fails, methods=["POST"])]
+    async with client(KVCacheMiddleware(Starlette(routes=routes), endpoints=ENGINES, filters=[watching])) as http:
+        await http.post(CHAT, json=TURN)
+        with pytest.raises(KeyError):
+            await http.post("/v1/completions", json={"model": "m", "prompt": "x"})
+    assert seen == ["head 200", "piece", "end 200 ", "head 500", "piece", "end 500 KeyError"]
+
+
+async def test_of_a_request_that_is_over_nothing_waits_for_the_garbage_collector() -> None:
+    class Kept:
+        pass
+
+    left: list[weakref.ref[Kept]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        scope["state"]["kept"] = kept = Kept()
+        left.append(weakref.ref(kept))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    gc.disable()
+    try:
+        async with client(KVCacheMiddleware(app, endpoints=ENGINES)) as http:
+            await http.post(CHAT, json=TURN)
+    finally:
+        gc.enable()
+    assert [one() for one in left] == [None]
 
 
 async def test_status_tells_why_nothing_was_preferred() -> None:

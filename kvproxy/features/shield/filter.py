@@ -113,7 +113,7 @@ class ShieldFilter(Step):
         if Rule.CLIENT_REQUEST_ID in rules and _is_scoring(path):
             exchange.upstream_id = self._make_id()
             self._counts.requests.labels(Rule.CLIENT_REQUEST_ID.value, "rewritten").inc()
-        if body and not rules <= _BY_HEADER and not _is_form(headers) and not _is_harmless(body, exchange):
+        if body and not rules <= _BY_HEADER and not _is_harmless(body, exchange) and not _is_form(headers):
             await self._examine(exchange, path, body, rules)
 
     async def _read(self, exchange: Exchange, downstream: Downstream, rules: frozenset[Rule]) -> None:

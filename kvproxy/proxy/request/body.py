@@ -104,8 +104,9 @@ class BodyReader:
             raise BodyTooLarge(self.limit_bytes)
         self._held.hold_bytes(size)
 
-    async def read(self, receive: Receive) -> bytes:
-        """Return the whole body, to be given back with `release`. Raises BodyRefused's kinds or ClientLeft."""
+    async def read(self, receive: Receive, seen: list[Message] | None = None) -> bytes:
+        """Return the whole body, to be given back with `release`; messages are put into `seen`. Raises BodyRefused's
+        kinds or ClientLeft."""
         task = asyncio.current_task()
         assert task is not None
         self._reading.add(task)
@@ -114,6 +115,8 @@ class BodyReader:
         try:
             while True:
                 message = await receive()
+                if seen is not None:
+                    seen.append(message)
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 piece: bytes = message.get("body", b"")
