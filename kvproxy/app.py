@@ -136,8 +136,9 @@ class Proxy:
         self._history = History(self)
         self._running = AsyncExitStack()
         self._runs = False
+        self._entered = False  # False while it runs: a request started it
         self._loop: asyncio.AbstractEventLoop | None = None  # of the latest start
-        self._beginning: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._starting: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     @cached_property
     def admin(self) -> AccessControl:
@@ -238,8 +239,22 @@ class Proxy:
 
     async def __aenter__(self) -> Proxy:
         loop = find_loop()
+        async with self._start_lock(loop):
+            if not self._runs or self._loop is not loop:
+                await self._start(loop)
+            elif self._entered:
+                raise RuntimeError("this Proxy was entered already: do it once, by `async with` or a server's lifespan")
+            self._entered = True
+        return self
+
+    def _start_lock(self, loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
+        if self._starting is None or self._starting[0] is not loop:
+            self._starting = loop, asyncio.Lock()
+        return self._starting[1]
+
+    async def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._runs and self._loop is not None and not self._loop.is_closed():
-            raise RuntimeError("this Proxy runs already; make one for each event loop")
+            raise RuntimeError("this Proxy runs in another event loop; make one for each loop")
         async with AsyncExitStack() as starting:  # a part that cannot start ends those before it
             await starting.enter_async_context(LoopLag(self.metrics.group(ProcessMetrics).loop_lag, clock=self.clock))
             for part in (self.certificates, self._pool, self._probes, *self._written, self.generations):
@@ -248,8 +263,8 @@ class Proxy:
                 await starting.enter_async_context(self._history)
             self._running = starting.pop_all()
         self._runs = True
+        self._entered = False
         self._loop = loop
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self._runs = False
@@ -284,13 +299,12 @@ class Proxy:
         return scope
 
     async def _begin(self) -> None:
-        """Start with the first request, under a server that sends no lifespan events. Nothing ends it then."""
+        """Start with the first request, under a server that sends no lifespan events. Nothing ends it then, unless it
+        is entered later."""
         loop = find_loop()
-        if self._beginning is None or self._beginning[0] is not loop:
-            self._beginning = loop, asyncio.Lock()
-        async with self._beginning[1]:
+        async with self._start_lock(loop):
             if self._loop is not loop:
-                await self.__aenter__()
+                await self._start(loop)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         """Start and end by the server's events. A start that fails is answered: a server that only sees an error out of

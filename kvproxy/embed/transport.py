@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import httpx
 import msgspec
@@ -89,6 +89,11 @@ class AsyncTransport(_AsyncBase):
         stream = _stream_type(_Answer, library.AsyncByteStream)(call, _read_limit(request))
         return library.Response(call.status, headers=call.headers, stream=stream)
 
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError("AsyncTransport is for an AsyncClient; give a Client kvproxy.Transport")
+
+    __enter__ = __exit__ = close = handle_request = _refuse
+
 
 class _Answer:
     def __init__(self, call: Call, read_s: float | None) -> None:
@@ -122,6 +127,11 @@ class Transport(_Base):
         call = there.run(self._ask(request, body))
         stream = _stream_type(_SyncAnswer, library.SyncByteStream)(call, read_s, there)
         return library.Response(call.status, headers=call.headers, stream=stream)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError("Transport is for a Client; give an AsyncClient kvproxy.AsyncTransport")
+
+    __aenter__ = __aexit__ = aclose = handle_async_request = _refuse
 
     async def _ask(self, request: Any, body: bytes) -> Call:
         life = self._lives.of_running_loop()

@@ -292,7 +292,30 @@ async def test_a_start_that_failed_may_be_tried_again(engine: str, monkeypatch: 
         assert (await chat_in(proxy)).status_code == 200
 
 
-async def test_it_runs_once_at_a_time() -> None:
+async def test_it_is_entered_once() -> None:
     async with Proxy({"endpoints": NOWHERE}) as proxy:
-        with pytest.raises(RuntimeError, match="runs already"):
+        with pytest.raises(RuntimeError, match="entered already"):
             await proxy.__aenter__()
+
+
+async def test_one_that_a_request_started_may_be_entered_and_ends_then(engine: str) -> None:
+    proxy = Proxy({"endpoints": {"a": engine}})
+    assert (await chat_in(proxy)).status_code == 200
+    async with proxy:
+        assert (await chat_in(proxy)).status_code == 200
+    assert not proxy.status()["running"]
+
+
+async def test_a_request_that_starts_it_while_it_is_entered_waits(engine: str) -> None:
+    proxy = Proxy({"endpoints": {"a": engine}})
+    answer, _ = await asyncio.gather(chat_in(proxy), proxy.__aenter__())
+    assert answer.status_code == 200
+    await proxy.__aexit__()
+    assert not proxy.status()["running"]
+
+
+async def test_in_a_loop_beside_its_own_the_error_names_the_way_out(engine: str) -> None:
+    async with Proxy({"endpoints": {"a": engine}}) as proxy:
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, chat_in(proxy))
+        assert (await chat_in(proxy)).status_code == 200

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import httpx
 import httpx2
@@ -255,6 +256,24 @@ async def test_a_start_that_fails_is_raised_and_tried_again(monkeypatch: pytest.
             await client.post(CHAT, json=BODY)
         assert (await client.post(CHAT, json=BODY)).status_code == 200
         await client.aclose()
+
+
+def test_a_client_of_the_other_kind_is_a_clear_error() -> None:
+    transport: Any = AsyncTransport(endpoints={"a": "http://127.0.0.1:9"})
+    client = httpx.Client(transport=transport)
+    with pytest.raises(TypeError, match=r"give a Client kvproxy\.Transport"):
+        client.get(CHAT)
+    with pytest.raises(TypeError, match=r"give a Client kvproxy\.Transport"), httpx.Client(transport=transport):
+        pass
+
+
+async def test_an_asynchronous_client_of_the_other_kind_is_a_clear_error() -> None:
+    transport: Any = Transport(endpoints={"a": "http://127.0.0.1:9"})
+    client = httpx.AsyncClient(transport=transport)
+    with pytest.raises(TypeError, match=r"give an AsyncClient kvproxy\.AsyncTransport"):
+        await client.get(CHAT)
+    with pytest.raises(TypeError, match=r"give an AsyncClient kvproxy\.AsyncTransport"):
+        await httpx.AsyncClient(transport=transport).__aenter__()
 
 
 def test_wrong_arguments_are_refused_at_once() -> None:
