@@ -46,7 +46,7 @@ from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.operate.runtime.generation import Generations, Shared
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, RequestGuard, WallClock
-from kvproxy.proxy.filters.registry import discover
+from kvproxy.proxy.filters.plugins import discover
 from kvproxy.proxy.forward.public import NO_WEBSOCKET
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.error_reply import error_body

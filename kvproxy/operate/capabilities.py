@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvproxy.base.installed import installed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.settings import AUTO, ClusterSettings
-from kvproxy.operate.admin.operated import AdminTarget
-from kvproxy.operate.config.schema import Config
-from kvproxy.operate.doctor.deployment import find_kvcache_settings
+from kvproxy.operate.config.schema import Config, find_kvcache_settings
 from kvproxy.operate.feature import OFF, ON, Capability, Feature
+
+if TYPE_CHECKING:  # a running proxy, all of whose parts it knows
+    from kvproxy.operate.admin.operated import AdminTarget
 
 _NO_FILTER = "the kvcache filter is not in use"
 _QUEUE = "`queue: {}` holds requests while every endpoint is busy"

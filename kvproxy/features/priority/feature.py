@@ -49,7 +49,7 @@ class PriorityFeature(Feature):
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""
-        from kvproxy.features.priority.findings import describe_capability
+        from kvproxy.features.priority.capability import describe_capability
 
         return (describe_capability(config, operated),)
 

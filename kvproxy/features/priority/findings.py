@@ -1,4 +1,4 @@
-"""Texts for people: whether it is on, and engines that get a priority and ignore it."""
+"""Engines that get a priority and ignore it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.settings import EnginePriorityMode
 from kvproxy.features.priority.engine_priority import PriorityState, priority_of
 from kvproxy.operate.admin.findings import Rank, Trouble, list_names
-from kvproxy.operate.admin.operated import AdminTarget
-from kvproxy.operate.config.schema import Config
-from kvproxy.operate.feature import OFF, ON, Capability
-
-_GAIN = "`engine_priority: auto` has busy engines start the shortest prefill first"
-_NAME = "engine priority"
 
 _UNHEEDED = {
     PriorityState.IGNORES: "the order in which engines admit does not show it",
@@ -36,20 +30,3 @@ def find_unheeded(clusters: Mapping[str, Cluster]) -> Iterator[Trouble]:
 def _is_told_in_vain(endpoint: Endpoint, state: PriorityState) -> bool:
     told = priority_of(endpoint)
     return told is not None and told.mode is EnginePriorityMode.ON and told.state is state
-
-
-def describe_capability(config: Config, operated: AdminTarget | None) -> Capability:
-    """Return whether any engine may get a priority, and how many get one now."""
-    clusters = config.clusters.values()
-    own = (one.engine_priority for cluster in clusters for one in cluster.endpoints)
-    modes = {*(cluster.engine_priority for cluster in clusters), *(one for one in own if one is not None)}
-    modes.discard(EnginePriorityMode.OFF)
-    if not modes:
-        return Capability(_NAME, OFF, "`engine_priority: off`, the default", _GAIN)
-    reason = f"`engine_priority: {'/'.join(sorted(modes))}`"
-    if operated is None:
-        return Capability(_NAME, ON, reason)
-    endpoints = [endpoint for cluster in operated.clusters.values() for endpoint in cluster.endpoints]
-    now = operated.clock()
-    sent = sum(told is not None and told.sends(now) for told in map(priority_of, endpoints))
-    return Capability(_NAME, ON, f"{reason}, sent to {sent} of {len(endpoints)} endpoints now")

@@ -14,11 +14,8 @@ from kvproxy.features.residents.admission import SessionAdmission
 from kvproxy.features.residents.metrics import SessionMetrics
 from kvproxy.features.residents.settings import SessionsPlace
 from kvproxy.operate.commands.status import plain
-from kvproxy.operate.config.schema import Config
-from kvproxy.operate.feature import OFF, ON, Capability, StatusPart
+from kvproxy.operate.feature import StatusPart
 from kvproxy.operate.merge import each, fields, largest, total
-
-_NAME = "sessions admitted by memory"
 
 
 class ClusterSessions(ClusterObserver):
@@ -107,23 +104,6 @@ def show_sessions(metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> 
         lambda: by_endpoint(lambda rule, residents: float(residents.tokens(rule.habits.growth_tokens)))
     )
     group.entries.set_source(entries)
-
-
-def describe_capability(config: Config, clusters: Iterable[ObservedCluster] | None) -> Capability:
-    """Return whether sessions are admitted, and why that has no effect where the memory is not known."""
-    queued = [one for one in config.clusters.values() if one.queues]
-    if not any(part_of(one, SessionsPlace).admit_sessions for one in queued):
-        if not queued:
-            return Capability(_NAME, OFF, "the router queue is off")
-        gain = "`admit_sessions: true` keeps agents beyond the engines' memory fast"
-        return Capability(_NAME, OFF, "`admit_sessions: false`", gain)
-    if clusters is None:
-        return Capability(_NAME, ON, "the default; no effect while all sessions fit")
-    shown = [one.describe() for one in find_sessions(clusters)]
-    if not any(one["memory_known"] for one in shown):
-        return Capability(_NAME, ON, "no effect: no engine reports its KV memory (`engine_metrics_interval`)")
-    total = {key: sum(int(str(one[key])) for one in shown) for key in ("residents", "waiting")}
-    return Capability(_NAME, ON, f"{total['residents']} resident now, {total['waiting']} wait for room")
 
 
 def show_status(live: Mapping[str, Any]) -> StatusPart:

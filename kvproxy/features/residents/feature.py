@@ -88,7 +88,7 @@ class Sessions(Feature):
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""
-        from kvproxy.features.residents.cluster_sessions import describe_capability
+        from kvproxy.features.residents.capability import describe_capability
 
         return (describe_capability(config, None if operated is None else operated.clusters.values()),)
 

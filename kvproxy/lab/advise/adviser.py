@@ -19,8 +19,7 @@ from kvproxy.lab.advise.known import KnownFacts, advise_from_facts, much_waits, 
 from kvproxy.lab.advise.simulate import MIN_REQUESTS, MIN_SPAN_S, Expectation, Simulation
 from kvproxy.lab.advise.today import NoModel, Today, model_today
 from kvproxy.lab.advise.traffic import Traffic, measure_occupancy, read_traffic
-from kvproxy.operate.config.schema import Config
-from kvproxy.operate.doctor.deployment import find_kvcache_settings
+from kvproxy.operate.config.schema import Config, find_kvcache_settings
 from kvproxy.operate.doctor.flags import Setting
 from kvproxy.operate.receipts.files import ReceiptReader
 

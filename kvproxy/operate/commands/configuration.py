@@ -13,11 +13,9 @@ from typing import TextIO
 
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.operate.capabilities import format_capabilities, list_capabilities
-from kvproxy.operate.commands.survey import survey_engines
 from kvproxy.operate.config.load import check_config
-from kvproxy.operate.config.reference import file_schema
 from kvproxy.operate.config.schema import Config
-from kvproxy.proxy.filters.registry import discover
+from kvproxy.proxy.filters.plugins import discover
 
 #: Environment variable with the configuration file, used if the command line names none.
 CONFIG_VARIABLE = "KVPROXY_CONFIG"
@@ -89,6 +87,8 @@ class ConfigSource:
         host = self.host or _DEFAULT_HOST
         port = _DEFAULT_PORT if self.port is None else self.port
         listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        from kvproxy.operate.commands.survey import survey_engines  # slow to import
+
         return survey_engines(self.endpoints, listen=listen, policy=self.policy or "kv_aware")
 
 
@@ -130,5 +130,7 @@ def format_problem(problem: Problem, *, colour: bool = False) -> str:
 
 def print_schema(out: TextIO) -> int:
     """Print the JSON Schema of the native dialect, for editors."""
+    from kvproxy.operate.config.reference import file_schema  # slow to import
+
     print(json.dumps(file_schema(), indent=2), file=out)
     return 0

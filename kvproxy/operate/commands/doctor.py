@@ -25,7 +25,7 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.report import DoctorReport, print_json, print_table
 from kvproxy.operate.doctor.tools import Tools, VisitTimeouts
 from kvproxy.operate.doctor.visit import diagnose_setup
-from kvproxy.proxy.filters.registry import discover
+from kvproxy.proxy.filters.plugins import discover
 
 
 @dataclass(frozen=True, slots=True)

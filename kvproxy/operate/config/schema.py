@@ -7,6 +7,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Fraction, Model, Size
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.proxy.settings import AdminSettings, ListenerSettings, ServingSettings
 
 
@@ -50,3 +51,14 @@ class Config(ServingSettings):
     """Hot reload."""
     receipts: ReceiptSettings = ReceiptSettings()
     """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""
+
+
+def find_kvcache_settings(config: Config) -> KvCacheSettings | None:
+    """Return the settings of the kvcache filter; None when the chain has none, or it is switched off."""
+    if not config.filters:
+        return KvCacheSettings()
+    for spec in config.filters:
+        if spec.name == "kvcache":
+            settings = spec.settings if isinstance(spec.settings, KvCacheSettings) else KvCacheSettings()
+            return settings if settings.enabled else None
+    return None

@@ -14,7 +14,7 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.discovery import Source, sources_of
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EventSources
 from kvproxy.cluster.sources.entries import split_answer
-from kvproxy.operate.config.schema import Config
+from kvproxy.operate.config.schema import Config, find_kvcache_settings
 from kvproxy.operate.doctor.engine import EngineFacts
 from kvproxy.operate.doctor.lmcache import LmcacheFacts
 from kvproxy.operate.doctor.report import Finding, problem, warning
@@ -91,17 +91,6 @@ async def survey_deployment(config: Config, *, tools: Tools, open_files: int | N
         tuple(undiscovered),
         resource.getrlimit(resource.RLIMIT_NOFILE)[0] if open_files is None else open_files,
     )
-
-
-def find_kvcache_settings(config: Config) -> KvCacheSettings | None:
-    """Return the settings of the kvcache filter; None when the chain has none, or it is switched off."""
-    if not config.filters:
-        return KvCacheSettings()
-    for spec in config.filters:
-        if spec.name == "kvcache":
-            settings = spec.settings if isinstance(spec.settings, KvCacheSettings) else KvCacheSettings()
-            return settings if settings.enabled else None
-    return None
 
 
 def list_routed_models(config: Config, cluster: str) -> list[str]:

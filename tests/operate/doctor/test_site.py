@@ -12,8 +12,9 @@ import yaml
 from kvproxy.base.settings.compose import composed
 from kvproxy.base.types import utc_seconds
 from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.operate.config.schema import find_kvcache_settings
 from kvproxy.operate.doctor.check_configuration import CertificatesCheck, PublicCheck
-from kvproxy.operate.doctor.deployment import find_kvcache_settings, survey_deployment
+from kvproxy.operate.doctor.deployment import survey_deployment
 from kvproxy.operate.doctor.report import Severity
 from kvproxy.operate.doctor.tools import Tools
 from kvproxy.operate.doctor.visit import diagnose_setup

@@ -12,7 +12,8 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.model import Model
 from kvproxy.proxy.filter_settings import FILTER_SETTINGS
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, build_chain
-from kvproxy.proxy.filters.registry import FILTERS, GROUP, discover
+from kvproxy.proxy.filters.plugins import GROUP, discover
+from kvproxy.proxy.filters.registry import FILTERS
 from kvproxy.proxy.settings import FilterSpec
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import filter_context
