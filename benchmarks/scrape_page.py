@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from prometheus_client import generate_latest
 
 from kvproxy.app import Proxy
-from kvproxy.base.metrics.exposition import render_exposition
 from kvproxy.operate.config.load import load_config
+from kvproxy.operate.metrics.page import render_exposition
 
 MODELS = tuple(f"model-{number}" for number in range(4))
 STATUSES = (200, 400, 404, 429, 500, 502, 503)

@@ -45,6 +45,7 @@ from kvproxy.cluster.routing.policy import Choice, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.features.autoscaling.scaling import Autoscaling
 from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
+from kvproxy.operate.admin.recent import RecentDecisions
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.forward import relay
@@ -53,7 +54,6 @@ from kvproxy.proxy.forward.headers import RequestHeaders
 from kvproxy.proxy.forward.metrics import RouteMetrics
 from kvproxy.proxy.listener.parser import ListenerLimits
 from kvproxy.proxy.listener.protocol import ClientProtocol
-from kvproxy.proxy.request.observer import RecentDecisions
 
 NOTES = Path(__file__).with_name("turn_parts_notes.md")
 CHAIN = ("request_id", "access_log", "inference_request", "kvcache", "router")

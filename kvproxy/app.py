@@ -21,7 +21,6 @@ from kvproxy.base.background_task import find_loop
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.metrics.present import LoopLag
 from kvproxy.base.mounted import without_root
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.decode import decode_model
@@ -31,15 +30,18 @@ from kvproxy.base.types import Clock, EndpointId
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.routes import Routes, show_learned
+from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.operate.admin.recent import RecentDecisions
 from kvproxy.operate.companion import Companion, Siblings
 from kvproxy.operate.config.load import check_config, usable
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.metrics.catalog import make_metrics
+from kvproxy.operate.metrics.learned import show_learned
+from kvproxy.operate.metrics.loop_lag import LoopLag
 from kvproxy.operate.metrics.process import ProcessMetrics
 from kvproxy.operate.receipts.recorder import make_recorder
 from kvproxy.operate.receipts.writer import WritingObserver
@@ -51,7 +53,6 @@ from kvproxy.proxy.forward.public import NO_WEBSOCKET
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.error_reply import error_body
 from kvproxy.proxy.request.exchange import Exchange
-from kvproxy.proxy.request.observer import RecentDecisions
 
 if TYPE_CHECKING:
     from kvproxy.operate.admin.app import AccessControl

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from kvproxy.base.settings.model import Duration, Fraction, Model, Name, Port, Secret, Size
+from kvproxy.base.settings.model import Duration, Fraction, Model, Name, Port, Size
 from kvproxy.cluster.settings import ClusterSettings, RouteSettings
 
 if TYPE_CHECKING:
@@ -174,16 +174,3 @@ class ListenerSettings(Model):
     reuse_port: bool = False
     """Listen beside another kvproxy at the same port: start the new process, then end the old one. A port that is taken
     by mistake is no error then."""
-
-
-class AdminSettings(Model):
-    """The operator's listener: metrics, health, status. Never on the public one."""
-
-    enabled: bool = True
-    """Turn the admin listener off altogether."""
-    host: str = "127.0.0.1"
-    """Address to bind; anything but loopback requires `token`."""
-    port: Port = 8889
-    """TCP port; 0 takes a free one and prints it."""
-    token: Secret | None = None
-    """Bearer token every admin request must carry."""

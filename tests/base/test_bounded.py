@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.base.bounded import BoundedMapping, BoundedQueue
+from kvproxy.base.bounded import BoundedMapping
 
 
 def test_the_least_recently_used_leaves_first() -> None:
@@ -82,14 +82,3 @@ def _write(model: OrderedDict[int, bytes], key: int, value: bytes) -> None:
         model.popitem(last=False)
     model[key] = value
     model.move_to_end(key)
-
-
-def test_a_queue_drops_its_oldest() -> None:
-    """As many as the new one needs room; what is larger than the whole bound is not kept either."""
-    queue: BoundedQueue[str] = BoundedQueue(10)
-    assert [queue.append(item, size) for item, size in (("a", 4), ("b", 4), ("c", 2))] == [0, 0, 0]
-    assert queue.append("d", 5) == 2
-    assert (list(queue), queue.held_bytes, queue.next_bytes) == (["c", "d"], 7, 2)
-    assert queue.popleft() == "c"
-    assert queue.append("e", 11) == 2
-    assert (len(queue), queue.held_bytes) == (0, 0)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.proxy.settings import AdminSettings, ListenerSettings
+from kvproxy.operate.config.schema import AdminSettings
+from kvproxy.proxy.settings import ListenerSettings
 
 ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"

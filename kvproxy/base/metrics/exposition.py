@@ -6,18 +6,11 @@ keep the text of a series with places for its values.
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
-
-from kvproxy.base.types import Clock
-
-#: How long a scrape holds the event loop before it yields.
-SLICE_S = 0.0005
 
 
 @runtime_checkable
@@ -49,36 +42,6 @@ def family_head(name: str, kind: str, documentation: str) -> str:
 def label_text(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     """Return the labels of a series without their braces."""
     return ",".join(f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True))
-
-
-async def render_exposition(
-    registry: Registry,
-    *,
-    slice_s: float = SLICE_S,
-    clock: Clock = time.perf_counter,
-    pause: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
-) -> bytes:
-    """Every series of the registry. The values of one series belong together; those of two may be a moment apart."""
-    page: list[bytes] = []
-    piece: list[str] = []
-    end = clock() + slice_s
-    for collector in list(registry.collectors):
-        for text in _texts(collector):
-            piece.append(text)
-            if clock() >= end:
-                page.append("".join(piece).encode())
-                piece.clear()
-                await pause()
-                end = clock() + slice_s
-    page.append("".join(piece).encode())
-    return b"".join(page)
-
-
-def _texts(collector: Collector) -> Iterator[str]:
-    if isinstance(collector, Texts):
-        yield from collector.texts()
-    else:
-        yield generate_latest(collector).decode()
 
 
 def _escaped(value: str) -> str:

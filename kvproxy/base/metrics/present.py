@@ -1,20 +1,12 @@
-"""Figures of the present, worked out here: hit ratios over the last requests, and how late the event loop is."""
+"""Hit ratios over the last requests."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from kvproxy.base.background_task import BackgroundTask
-from kvproxy.base.metrics.collectors import Histogram
-from kvproxy.base.types import Clock, Sleep
-
 #: Number of requests that a ratio covers.
 WINDOW = 1000
-
-#: Interval between two samples of the event loop's delay.
-INTERVAL_S = 0.25
 
 
 class HitWindow:
@@ -77,21 +69,3 @@ class HitWindows:
                 yield (name, "requests"), shown(window.hits / len(window))
             if window.prompt_tokens:
                 yield (name, "tokens"), shown(window.cached_tokens / window.prompt_tokens)
-
-
-class LoopLag(BackgroundTask):
-    """Owns one task that sleeps and observes how much longer that took: what every request waits for when something
-    holds the loop it was entered on."""
-
-    task_name = "event loop lag"
-
-    def __init__(self, lag: Histogram, *, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
-        self._lag = lag
-        self._clock = clock
-        self._sleep = sleep
-
-    async def _run(self) -> None:
-        while True:
-            began = self._clock()
-            await self._sleep(INTERVAL_S)
-            self._lag.observe(max(0.0, self._clock() - began - INTERVAL_S))

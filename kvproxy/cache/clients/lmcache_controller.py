@@ -9,15 +9,13 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from kvproxy.base.errors import NotSupported, Refused, TooManyWaiting
-from kvproxy.cache.clients.api import ServiceClient, query_string
+from kvproxy.cache.clients.api import ServiceClient
 from kvproxy.cache.clients.lmcache_controller_wire import (
     ActionResult,
     Holder,
     KeyStats,
     WireAction,
     WireLookup,
-    WireWorkers,
-    WorkerInfo,
     classify_refusal,
 )
 from kvproxy.cache.clients.tokens import TokenIds, body_with_tokens
@@ -26,7 +24,6 @@ T = TypeVar("T")
 
 #: The only chunk size the controller can look up; a shorter prompt never matches.
 CHUNK_TOKENS = 256
-_MAX_LISTING_BYTES = 1 << 20
 _MAX_LOOKUP_BYTES = 1 << 18
 
 
@@ -101,24 +98,6 @@ class LMCacheControllerClient(ServiceClient):
         """Size of the index, live; also the controller's readiness probe (it has no GET /health)."""
         return await self._api.get("/controller/key-stats", KeyStats, timeout_s=self._lookup_timeout_s)
 
-    async def list_workers(self, *, instance_id: str = "", worker_id: int | None = None) -> tuple[WorkerInfo, ...]:
-        """Return registered workers with their key counts; () when none matches. The unfiltered list is up to 30 s
-        old."""
-        query = query_string({"instance_id": instance_id, "worker_id": "" if worker_id is None else worker_id})
-        path = "/controller/workers"
-        try:
-            raw = await self._api.call(
-                "GET", path + query, timeout_s=self._lookup_timeout_s, max_bytes=_MAX_LISTING_BYTES
-            )
-        except Refused as error:
-            if error.status == 404 and query:
-                return ()
-            raise
-        # A single worker by id comes as a bare object.
-        if worker_id is not None and b'"workers"' not in raw:
-            return (self._api.decode(raw, WorkerInfo, path),)
-        return tuple(self._api.decode(raw, WireWorkers, path).workers)
-
     async def _token_action(
         self, path: str, instance_id: str, tokens: TokenIds, others: Mapping[str, Any]
     ) -> ActionResult:
@@ -127,17 +106,10 @@ class LMCacheControllerClient(ServiceClient):
 
     async def _worker_call(self, path: str, instances: tuple[str, ...], body: Any, answer: type[T]) -> T:
         async with self._serial.hold_keys(*instances):
-            return await self._call(path, body, answer, timeout_s=self._action_timeout_s)
-
-    async def _call(
-        self, path: str, body: Any, answer: type[T], *, timeout_s: float | None = None, max_bytes: int = 1 << 20
-    ) -> T:
-        try:
-            return await self._api.post(
-                path, body, answer, timeout_s=timeout_s or self._lookup_timeout_s, max_bytes=max_bytes
-            )
-        except Refused as error:
-            raise classify_refusal(error, detail=str(error)) from error
+            try:
+                return await self._api.post(path, body, answer, timeout_s=self._action_timeout_s)
+            except Refused as error:
+                raise classify_refusal(error, detail=str(error)) from error
 
 
 def _at(location: str) -> dict[str, Any]:

@@ -42,20 +42,6 @@ class ActionResult:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """A registered worker (one tensor-parallel rank of an instance)."""
-
-    instance_id: str
-    worker_id: int
-    ip: str
-    port: int
-    peer_init_url: str | None = None
-    registration_time: float = 0.0  # the controller's wall clock
-    last_heartbeat_time: float = 0.0
-    key_count: int | None = None  # chunks in the index; only from `workers`
-
-
-@dataclass(frozen=True, slots=True)
 class InstanceKeys:
     """How much of the index belongs to one instance."""
 
@@ -102,12 +88,6 @@ class WireAction(msgspec.Struct):
 
     def read_result(self) -> ActionResult:
         return ActionResult(self.num_tokens, self.success, self.event_id)
-
-
-class WireWorkers(msgspec.Struct):
-    """Rows of the listing."""
-
-    workers: list[WorkerInfo] = []
 
 
 def classify_refusal(error: Refused, *, detail: str) -> Refused:

@@ -93,7 +93,10 @@ class LMCacheCoordinatorClient(ServiceClient):
     async def prefetch(self, instance_id: str, scope: CacheScope, tokens: TokenIds) -> Prefetch:
         """Start loading the prompt's chunks from L2 into one instance's memory."""
         body = _body(scope, tokens, {"instance_id": instance_id})
-        return await self._post("/cache/prefetches", body, Prefetch, timeout_s=self._action_timeout_s)
+        try:
+            return await self._api.post("/cache/prefetches", body, Prefetch, timeout_s=self._action_timeout_s)
+        except Refused as error:
+            raise _classified(error) from error
 
     async def prefetch_status(self, instance_id: str, request_id: str) -> PrefetchStatus:
         """Return the progress of a prefetch; UnknownInstance if instance or job are not (or no longer) known."""
@@ -109,12 +112,6 @@ class LMCacheCoordinatorClient(ServiceClient):
         except Refused as error:
             raise _classified(error) from error
         return self._api.decode(raw, CacheChange, path)
-
-    async def _post(self, path: str, body: bytes, answer: type[T], *, timeout_s: float, max_bytes: int = 1 << 20) -> T:
-        try:
-            return await self._api.post(path, body, answer, timeout_s=timeout_s, max_bytes=max_bytes)
-        except Refused as error:
-            raise _classified(error) from error
 
     async def _get(self, path: str, answer: type[T]) -> T:
         try:

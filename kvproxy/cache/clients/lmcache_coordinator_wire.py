@@ -17,7 +17,6 @@ DEFAULT_CHUNK_TOKENS = 256
 class HeldPrefix:
     """Leading tokens of one prompt that one instance can load, contiguous from the start."""
 
-    l1_tokens: int  # from its own memory, before the first that is elsewhere
     tokens: int  # from memory, its own disk or pool, and pools every instance shares
     disk_tokens: int = 0  # of these, from its own disk or pool alone
     shared_tokens: int = 0  # from shared pools alone
@@ -105,7 +104,7 @@ def _held(chunks: Sequence[_Chunk], name: str, size: int) -> HeldPrefix:
     count = _leading(chunk.shared or name in chunk.own for chunk in chunks)
     disk = sum(name in chunk.own - chunk.l1 for chunk in chunks[:count])
     shared = sum(name not in chunk.own for chunk in chunks[:count])
-    return HeldPrefix(_leading(name in chunk.l1 for chunk in chunks) * size, count * size, disk * size, shared * size)
+    return HeldPrefix(count * size, disk * size, shared * size)
 
 
 def _leading(held: Iterable[bool]) -> int:

@@ -98,13 +98,6 @@ class SessionHashes:
         pieces_bytes = _PIECE_ENTRY_BYTES * len(self._pieces)
         return self._bytes + self._named_bytes + pieces_bytes + _SHAPE_BYTES * len(self._shapes)
 
-    def text_blocks(self, prompt: Prompt, seed: int, keys: Sequence[int]) -> array[int]:
-        """As `hashing.text_blocks`; `keys` is the prompt's `message_chain` of the same seed. The result is not to be
-        changed."""
-        if not keys:
-            return text_blocks(prompt, seed)
-        return self.blocks_of(PromptText.of_prompt(prompt), seed, keys)
-
     def identified(
         self, kind: RequestKind, prompt: Prompt, seed: int, *, drops_header: bool = True
     ) -> tuple[array[int], Sequence[int], int, PromptText | None]:

@@ -182,11 +182,6 @@ class TokenMemory:
         if entry is not None and not entry.grown_into:
             self._drop(key)
 
-    def clear(self) -> None:
-        """Forget everything (a model's template changed)."""
-        self._entries.clear()
-        self._bytes = 0
-
     def _supersede(self, entry: _Entry, keys: Sequence[int]) -> None:
         """Note what the prompt grew from, and forget what that grew from unless other chats did too."""
         for key in reversed(keys):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, Self
 
-from kvproxy.base.bounded import BoundedQueue
+from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.wire import Origin
 from kvproxy.operate.companion import Siblings
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from kvproxy.base.bounded import BoundedQueue
+from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.deltas import Delta
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.wire import Batch, Message, Origin, PeerSnapshot, StateChunk, StateRequest

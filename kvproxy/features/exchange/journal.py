@@ -6,12 +6,13 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from kvproxy.base.bounded import BoundedMapping, BoundedQueue
+from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.overlap.last_served import Served
 from kvproxy.cluster.routing.work import Features
 from kvproxy.features.exchange import deltas
+from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
 from kvproxy.features.exchange.watched import IndexWatch, LedgerWatch, acted, add_to_digest, as_bytes, session_served
 from kvproxy.features.exchange.wire import MAX_BYTES, MAX_DELTAS, MAX_ROWS, Batch, Origin

@@ -11,7 +11,6 @@ import msgspec
 from xxhash import xxh3_64
 
 from kvproxy.base.background_task import TaskSet, run_in_slices
-from kvproxy.base.bounded import BoundedQueue
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.executor import ActionLocks
 from kvproxy.cache.actions.strategies import Action
@@ -20,6 +19,7 @@ from kvproxy.cache.saved_state import Contents, Unusable, decode, pack_checksum
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import deltas
+from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.deltas import Delta
 from kvproxy.features.exchange.heard import PeerApplier
 from kvproxy.features.exchange.journal import Journal, size_of

@@ -18,12 +18,11 @@ from starlette.routing import Route
 
 from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
-from kvproxy.base.metrics.across_workers import Page, add_pages, keep_counts, parse_page, write_page
-from kvproxy.base.metrics.exposition import render_exposition
 from kvproxy.base.types import Clock
 from kvproxy.features.workers.answers import find_rule, merge_answers
 from kvproxy.features.workers.assignment import Change
 from kvproxy.features.workers.control import FROM
+from kvproxy.features.workers.pages import Page, add_pages, keep_counts, parse_page, write_page
 from kvproxy.features.workers.workers import ANSWER_S, Workers
 from kvproxy.operate.admin.app import AccessControl, guard_routes, set_root_level
 from kvproxy.operate.admin.config_file import describe_file, find_refused_file
@@ -35,6 +34,7 @@ from kvproxy.operate.admin.replies import MAX_BODY_BYTES, Audit, RequestRefused,
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.merge import merge_events, merge_findings
 from kvproxy.operate.metrics.catalog import merge_rules
+from kvproxy.operate.metrics.page import render_exposition
 
 _CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 _PASSED_ON = ("content-type", "cache-control", "allow")

@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 from kvproxy.base.installed import installed
-from kvproxy.base.metrics.across_workers import Across, combine_values
+from kvproxy.base.metrics.across_workers import Across
+from kvproxy.features.workers.pages import combine_values
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.merge import (
     Rule,

@@ -19,12 +19,12 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import Policy
-from kvproxy.cluster.routing.registry import ranges, tuned
 from kvproxy.cluster.settings import EndpointSettings, PolicyParameters
 from kvproxy.cluster.sources.entries import CREDENTIALS
 from kvproxy.operate.admin.cache_status import endpoint_index, engine_status
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, reply_json
+from kvproxy.operate.admin.tuning import ranges, tuned
 
 
 def describe_endpoint(operated: AdminTarget, cluster: str, endpoint: Endpoint) -> dict[str, object]:

@@ -11,8 +11,8 @@ from kvproxy.cluster.endpoint import DOWN, TAKING, Condition
 from kvproxy.cluster.routes import clusters_without_endpoint
 from kvproxy.operate.admin.findings import Rank, Trouble
 from kvproxy.operate.admin.operated import AdminTarget
+from kvproxy.operate.admin.recent import FailureTally, Tally
 from kvproxy.proxy.request.exchange import BROKEN_OFF, ENGINE_5XX, FAILED, QUEUE_FULL
-from kvproxy.proxy.request.observer import FailureTally, Tally
 
 #: Share of failed requests (and their number) from which a finding appears, and from which it is a problem. The alert
 #: KvproxyErrors uses the first share too.

@@ -17,8 +17,8 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cluster.metrics import EndpointRequestMetrics
+from kvproxy.operate.admin.recent import FailureTally, RecentDecisions, Tally
 from kvproxy.proxy.metrics import CacheUseMetrics, RequestMetrics
-from kvproxy.proxy.request.observer import FailureTally, RecentDecisions, Tally
 
 log = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)

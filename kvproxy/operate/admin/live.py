@@ -25,13 +25,13 @@ from kvproxy.operate.admin.findings import Trouble
 from kvproxy.operate.admin.history import History, HistorySample, add_tallies, list_quantiles
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.process import check_readiness
+from kvproxy.operate.admin.recent import Tally
 from kvproxy.operate.admin.replies import RequestRefused
 from kvproxy.operate.admin.troubles import Troubles
 from kvproxy.operate.admin.views import list_decisions
 from kvproxy.operate.capabilities import SeenEngines, list_capabilities
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.request.exchange import FAILED
-from kvproxy.proxy.request.observer import Tally
 from kvproxy.proxy.settings import ListenerSettings
 
 _SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "advice")

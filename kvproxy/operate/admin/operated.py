@@ -14,10 +14,10 @@ from kvproxy.base.types import Clock
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
+from kvproxy.operate.admin.recent import RecentDecisions
 from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filters.chain import RequestGuard
-from kvproxy.proxy.request.observer import RecentDecisions
 
 
 class OperatorFinding(Protocol):

@@ -23,8 +23,8 @@ from kvproxy.operate.admin.findings import (
     source_trouble,
 )
 from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
+from kvproxy.operate.admin.recent import FailureTally, Tally
 from kvproxy.operate.feature import Feature
-from kvproxy.proxy.request.observer import FailureTally, Tally
 
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"

@@ -23,11 +23,11 @@ from kvproxy.cache.service import KvCache
 from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, pins
 from kvproxy.operate.admin.history import count_by_label
 from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
+from kvproxy.operate.admin.recent import RecentRequest
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_number, reply_json
 from kvproxy.operate.receipts.explain import explain_notes
 from kvproxy.operate.receipts.receipt import receipt_type
 from kvproxy.proxy.request.exchange import RESULTS
-from kvproxy.proxy.request.observer import RecentRequest
 
 MAX_LIMIT = 1000
 _NUMBER = re.compile(r"[0-9]{1,18}")

@@ -30,13 +30,12 @@ from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
 from kvproxy.operate.commands.live_advice import AdviceRunner, advise_command
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.commands.reload import FileReloader, Reloadable, convert_problems
-from kvproxy.operate.config.schema import Config
+from kvproxy.operate.config.schema import AdminSettings, Config
 from kvproxy.operate.doctor.report import DoctorReport
 from kvproxy.operate.doctor.visit import StartupDiagnosis
 from kvproxy.proxy.listener.parser import ListenerLimits
 from kvproxy.proxy.listener.server import Server, bind_sockets
 from kvproxy.proxy.metrics import ClientBoundMetrics
-from kvproxy.proxy.settings import AdminSettings
 
 logger = logging.getLogger("kvproxy")
 

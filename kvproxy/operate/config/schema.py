@@ -6,9 +6,22 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from kvproxy.base.settings.model import Duration, Fraction, Model, Size
+from kvproxy.base.settings.model import Duration, Fraction, Model, Port, Secret, Size
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.proxy.settings import AdminSettings, ListenerSettings, ServingSettings
+from kvproxy.proxy.settings import ListenerSettings, ServingSettings
+
+
+class AdminSettings(Model):
+    """The operator's listener: metrics, health, status. Never on the public one."""
+
+    enabled: bool = True
+    """Turn the admin listener off altogether."""
+    host: str = "127.0.0.1"
+    """Address to bind; anything but loopback requires `token`."""
+    port: Port = 8889
+    """TCP port; 0 takes a free one and prints it."""
+    token: Secret | None = None
+    """Bearer token every admin request must carry."""
 
 
 class ReceiptSettings(Model):

@@ -18,7 +18,6 @@ _TOOL = {"name": "look_up", "description": "Looks a word up"}
 _SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
 _WORD = {"word": "naïve"}
 _ASK_RENDER = "start the engine with `--enable-scale-out`, so that it renders such prompts itself"
-_ONE_VERSION = "bring the engine that tokenizes and this one to one version, model and chat template"
 
 #: Contents of an agent's second turn. No image: these are left to the engine.
 _MESSAGES: dict[str, Any] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Generic, TypeVar
 
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.proxy.metrics import ClientBoundMetrics
@@ -167,20 +167,6 @@ class Pieces:
     def joined(self) -> bytes:
         """Without another copy."""
         return self._first if self._more is None else self._more.getvalue()
-
-
-def replay(body: bytes, receive: Receive) -> Receive:
-    """Return a receive that hands out `body` once more, whole, and then whatever comes next (the disconnect)."""
-    handed_out = False
-
-    async def receive_again() -> Message:
-        nonlocal handed_out
-        if handed_out:
-            return await receive()
-        handed_out = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive_again
 
 
 class SharedTimer(Generic[K]):

@@ -43,7 +43,7 @@ def test_all_holders_and_their_contiguous_prefixes() -> None:
     """The run recorded with two real servers: A on mp-1, its beginning on mp-2 as well."""
     both = [l1("mp-1"), l1("mp-2")]
     found = looked_up(answer(both, both, [l1("mp-1")], [l1("mp-1")]))
-    assert found.by_instance == {"mp-1": HeldPrefix(1024, 1024), "mp-2": HeldPrefix(512, 512)}
+    assert found.by_instance == {"mp-1": HeldPrefix(1024), "mp-2": HeldPrefix(512)}
     assert found.holders[1] == {"mp-1", "mp-2"}
     assert (found.chunks, found.chunk_tokens, found.shared_tokens) == (4, 256, 0)
 
@@ -51,13 +51,13 @@ def test_all_holders_and_their_contiguous_prefixes() -> None:
 def test_a_hole_ends_the_prefix() -> None:
     """Chunks after a missing one are of no use; an instance without the first has nothing."""
     found = looked_up(answer([l1("a")], [l1("b")], [l1("a"), l1("b")]))
-    assert found.by_instance == {"a": HeldPrefix(256, 256)}
+    assert found.by_instance == {"a": HeldPrefix(256)}
 
 
 def test_lower_tiers_extend_the_prefix() -> None:
     """L1 counts alone and with the instance's own L2."""
     found = looked_up(answer([l1("a")], [("a", "l2", False)], [l1("a")]))
-    assert found.by_instance == {"a": HeldPrefix(l1_tokens=256, tokens=768, disk_tokens=256)}
+    assert found.by_instance == {"a": HeldPrefix(tokens=768, disk_tokens=256)}
 
 
 def test_a_shared_pool_serves_everyone() -> None:
@@ -65,13 +65,13 @@ def test_a_shared_pool_serves_everyone() -> None:
     pool: Place = ("b", "l2", True)
     found = looked_up(answer([l1("a"), pool], [pool], [l1("a")]))
     assert found.shared_tokens == 512
-    assert found.by_instance == {"a": HeldPrefix(l1_tokens=256, tokens=768, shared_tokens=256)}
+    assert found.by_instance == {"a": HeldPrefix(tokens=768, shared_tokens=256)}
 
 
 def test_every_rank_must_hold_the_chunk() -> None:
     """Half a tensor-parallel chunk cannot be loaded."""
     found = looked_up(answer([[l1("a")], [l1("a")]], [[l1("a")], [l1("b")]], ranks=2))
-    assert found.by_instance == {"a": HeldPrefix(256, 256)}
+    assert found.by_instance == {"a": HeldPrefix(256)}
     assert found.holders == (frozenset({"a"}), frozenset())
 
 
@@ -97,16 +97,12 @@ def test_prefixes_agree_with_a_naive_walk(chunks: list[set[Place]]) -> None:
     """For any placements: walk each instance's chunks from the start until one is missing."""
     found = looked_up(answer(*[sorted(chunk) for chunk in chunks]))
     for name in "abc":
-        naive = {"l1": 0, "all": 0}
-        for kind, held in (
-            ("l1", [(name, "l1", False) in chunk for chunk in chunks]),
-            ("all", [any(shared or who == name for who, _, shared in chunk) for chunk in chunks]),
-        ):
-            naive[kind] = [*held, False].index(False)
+        held = [any(shared or who == name for who, _, shared in chunk) for chunk in chunks]
+        count = [*held, False].index(False)
         owns = any(who == name and not shared for chunk in chunks for who, _, shared in chunk)
-        leading = chunks[: naive["all"]]
+        leading = chunks[:count]
         far = [chunk for chunk in leading if (name, "l1", False) not in chunk]
         disk = sum((name, "l2", False) in chunk for chunk in far)
         parts = (disk * 256, (len(far) - disk) * 256)
-        expected = HeldPrefix(naive["l1"] * 256, naive["all"] * 256, *parts) if owns and naive["all"] else None
+        expected = HeldPrefix(count * 256, *parts) if owns and count else None
         assert found.by_instance.get(name) == expected

@@ -167,34 +167,6 @@ async def test_a_worker_that_cannot_evict_says_nothing_about_the_controller() ->
     assert client.evicts is None
 
 
-WORKER = {
-    "instance_id": "vllm-a",
-    "worker_id": 0,
-    "ip": "127.0.0.1",
-    "port": 8501,
-    "peer_init_url": None,
-    "registration_time": 1.5,
-    "last_heartbeat_time": 2.5,
-}
-
-
-async def test_workers_are_listed() -> None:
-    """With key counts; one worker asked for by id comes bare; none at all is a 404."""
-    row = {**WORKER, "key_count": 4}
-    client, upstream = answering({"workers": [row], "total_count": 1})
-    assert [worker.key_count for worker in await client.list_workers()] == [4]
-    assert upstream.requests[-1].url.query == b""
-    client, upstream = answering(row)
-    assert [worker.key_count for worker in await client.list_workers(instance_id="vllm-a", worker_id=0)] == [4]
-    assert upstream.requests[-1].url.query == b"instance_id=vllm-a&worker_id=0"
-    gone = {"detail": "Worker (x, 0) not found"}
-    assert await answering(gone, status=404)[0].list_workers(instance_id="x") == ()
-    with pytest.raises(NotSupported):
-        await answering({"detail": "Not Found"}, status=404)[0].list_workers()
-    with pytest.raises(Refused):
-        await answering({"detail": "x"}, status=500)[0].list_workers(instance_id="x")
-
-
 async def test_key_stats() -> None:
     """Live numbers of the index."""
     rows = [{"instance_id": "vllm-a", "key_count": 4, "worker_count": 1}]

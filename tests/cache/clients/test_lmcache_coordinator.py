@@ -45,7 +45,7 @@ async def test_directory_lookup_is_per_model_and_salt() -> None:
     client, upstream = answering({"chunks": 2, "results": [{"key": key, "placements": [placement]}]})
     found = await client.directory_lookup(SCOPE, TOKENS)
     assert upstream.body == SENT
-    assert found.by_instance == {"mp-1": HeldPrefix(256, 256)}
+    assert found.by_instance == {"mp-1": HeldPrefix(256)}
 
 
 @pytest.mark.parametrize("tier", ["gpu", 5, None])
@@ -169,7 +169,7 @@ async def test_a_long_directory_answer_is_read_like_a_short_one() -> None:
     """Beside the event loop."""
     client, _ = answering(placements(2000))
     found = await client.directory_lookup(SCOPE, array("I", range(2000 * 256)))
-    assert found.by_instance == {"mp-1": HeldPrefix(2000 * 256, 2000 * 256)}
+    assert found.by_instance == {"mp-1": HeldPrefix(2000 * 256)}
 
 
 async def test_a_directory_answer_has_a_bounded_number_of_placements() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvproxy.base.types import Prompt, RequestKind
 from kvproxy.cache.prefix import session_hashes
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, text_blocks
-from kvproxy.cache.prefix.session_hashes import SessionHashes
+from kvproxy.cache.prefix.session_hashes import PromptText, SessionHashes
 
 SYSTEM, LONG = b"s" * 600, b"l" * 5000
 
@@ -21,7 +21,8 @@ def turns(*parts: bytes, shape: bytes = b"shape") -> Prompt:
 
 
 def blocks(memo: SessionHashes, prompt: Prompt, seed: int) -> array[int]:
-    return memo.text_blocks(prompt, seed, message_chain(prompt, seed))
+    keys = message_chain(prompt, seed)
+    return memo.blocks_of(PromptText.of_prompt(prompt), seed, keys) if keys else text_blocks(prompt, seed)
 
 
 @given(st.lists(st.binary(min_size=0, max_size=700), min_size=1, max_size=6), st.binary(max_size=600))

@@ -162,14 +162,11 @@ def test_a_prompt_that_nothing_went_on_from_can_be_forgotten(memory: TokenMemory
     assert memory.recall(second) is not None
     assert memory.recall(first) is not None
     assert len(memory) == 1
-    memory.clear()
+
+
+def test_the_only_prompt_can_be_forgotten(memory: TokenMemory) -> None:
+    """Nothing is left of it."""
+    first = keys(chat(SYSTEM, HELLO))
     memory.remember(first, TOKENS)
     memory.release(first[-1])
-    assert (len(memory), memory.held_bytes) == (0, 0)
-
-
-def test_clear_forgets_everything(memory: TokenMemory) -> None:
-    """For a changed template."""
-    memory.remember(keys(chat(HELLO)), TOKENS)
-    memory.clear()
     assert (len(memory), memory.held_bytes) == (0, 0)

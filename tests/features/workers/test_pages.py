@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvproxy.base.metrics.across_workers import Across, add_pages, keep_counts, parse_page, rule_of, write_page
+from kvproxy.base.metrics.across_workers import Across, rule_of
 from kvproxy.base.metrics.bounds import BoundMetrics
-from kvproxy.base.metrics.exposition import render_exposition
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cluster.metrics import EndpointRequestMetrics, EndpointStateMetrics
+from kvproxy.features.workers.pages import add_pages, keep_counts, parse_page, write_page
 from kvproxy.operate.metrics.catalog import merge_rules
+from kvproxy.operate.metrics.page import render_exposition
 from kvproxy.operate.metrics.reference import describe_metrics
 
 pytestmark = pytest.mark.anyio

@@ -11,8 +11,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Histogram
-from kvproxy.base.metrics.exposition import Registry, render_exposition
+from kvproxy.base.metrics.exposition import Registry
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.operate.metrics.page import render_exposition
 from tests.support.clock import FakeClock
 
 AWKWARD = ("plain", 'quote"', "back\\slash", "c:\\new", "new\nline", "100%", "{brace}", "ünïcode", "")

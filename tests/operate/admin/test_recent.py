@@ -6,8 +6,8 @@ import gc
 
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind, Tier
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
+from kvproxy.operate.admin.recent import RecentDecisions
 from kvproxy.proxy.request.exchange import MAX_REMEMBERED, Exchange, Outcome
-from kvproxy.proxy.request.observer import RecentDecisions
 
 A = EndpointId("a")
 
