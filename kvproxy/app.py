@@ -23,7 +23,6 @@ from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.mounted import without_root
 from kvproxy.base.settings.addresses import url_fault
-from kvproxy.base.settings.decode import decode_model
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.base.types import Clock, EndpointId
@@ -36,6 +35,7 @@ from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.operate.admin.recent import RecentDecisions
 from kvproxy.operate.companion import Companion, Siblings
+from kvproxy.operate.config.decode import decode_model
 from kvproxy.operate.config.load import check_config, usable
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature

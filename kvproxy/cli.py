@@ -78,7 +78,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        from kvproxy.base.settings.paths import closest_word  # slow to import, and --help must be quick
+        from kvproxy.operate.config.decode import closest_word  # slow to import, and --help must be quick
 
         close = wrong and closest_word(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         super().error(f"{message}: did you mean {close!r}?" if close else message)

@@ -44,6 +44,13 @@ def find_loop() -> asyncio.AbstractEventLoop:
         raise RuntimeError("kvproxy runs on asyncio alone, and no event loop of asyncio runs here") from None
 
 
+def raise_if_cancelled() -> None:
+    """Raise the cancellation of the running task that a library swallowed, if there is one."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 async def run_in_slices(
     steps: Generator[None, None, T],
     *,

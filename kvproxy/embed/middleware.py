@@ -23,7 +23,6 @@ from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.compose import composed
-from kvproxy.base.settings.decode import decode_model
 from kvproxy.base.settings.model import Model, parse_size_bytes
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.types import Clock, RequestKind
@@ -35,6 +34,7 @@ from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.embed.hosted import SERVED_KEY, HostedRequest
 from kvproxy.embed.paths import CoveredPaths
 from kvproxy.embed.read_ahead import ReadAhead
+from kvproxy.operate.config.decode import decode_model
 from kvproxy.operate.config.load import load_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify import find_faults

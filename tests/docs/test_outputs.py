@@ -15,7 +15,6 @@ import yaml
 from starlette.types import Send
 
 from kvproxy.base.log_lines import log_fields
-from kvproxy.base.settings.paths import summarise_changes
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.settings import KvCacheSettings
@@ -41,6 +40,7 @@ from kvproxy.lab.replay.trace import Half
 from kvproxy.operate.commands.configuration import format_problem
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.commands.status import describe_adapters, describe_steps
+from kvproxy.operate.config.changes import summarise_changes
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.doctor.flags import Setting
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table

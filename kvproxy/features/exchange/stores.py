@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 from xxhash import xxh3_64_hexdigest
 
-from kvproxy.base.background_task import BackgroundTask, cancel_tasks
+from kvproxy.base.background_task import BackgroundTask, cancel_tasks, raise_if_cancelled
 from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.datagrams import MESSAGE_BYTES
 from kvproxy.features.exchange.wire import Origin
@@ -124,11 +124,11 @@ class StoreLink(BackgroundTask):
         while True:
             try:
                 async with self._connection() as connection:
-                    _raise_if_cancelled()  # the library may have taken it for an error of its own
+                    raise_if_cancelled()  # the library may have taken it for an error of its own
                     await _until_one_ends(self._receive(connection), self._speak(connection))
             except Exception as error:  # noqa: BLE001 - any error of a library: the store is away
                 self._away(error)
-            _raise_if_cancelled()
+            raise_if_cancelled()
             pause_s = FIRST_PAUSE_S if self._reached else min(LONGEST_PAUSE_S, 2 * pause_s)
             self._reached = False
             await asyncio.sleep(pause_s * self._rng.random())
@@ -181,7 +181,7 @@ class StoreLink(BackgroundTask):
                 taken = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
                 async with asyncio.timeout(TIMEOUT_S):
                     await self._publish(connection, taken)
-                _raise_if_cancelled()
+                raise_if_cancelled()
             self._sent.set()
 
     @abstractmethod
@@ -251,7 +251,7 @@ class RedisLink(StoreLink):
         async for message in connection.listen():
             if message["type"] == "message":
                 self._on_message(message["data"])
-            _raise_if_cancelled()
+            raise_if_cancelled()
 
     async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None:
         pipeline = self._client.pipeline(transaction=False)
@@ -333,10 +333,3 @@ class NatsLink(StoreLink):
         for subject, payload in messages:
             await client.publish(subject, payload)
         await client.flush(timeout=int(TIMEOUT_S))
-
-
-def _raise_if_cancelled() -> None:
-    """Raise the cancellation of the running task that a library swallowed, if there is one."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvproxy.base.settings.paths import Path, closest_word
+from kvproxy.base.settings.paths import Path
 from kvproxy.features.pixiu.schema import ConnectionManager, Cors, LlmProxy, PixiuRoute, Tokenizer
+from kvproxy.operate.config.decode import closest_word
 from kvproxy.operate.config.shorthand import Translation
 from kvproxy.proxy.filter_settings import filter_models
 

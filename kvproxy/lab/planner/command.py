@@ -11,7 +11,6 @@ from typing import TextIO
 
 from kvproxy.base.errors import KvproxyError
 from kvproxy.base.settings.model import parse_size_bytes
-from kvproxy.base.settings.paths import spelling_hint
 from kvproxy.lab.planner.layers import DTYPE_BYTES, KvLayers, PlanError, read_layers
 from kvproxy.lab.planner.memory import SEQUENCE_TOKENS, Engine, Tier, count_tiers
 from kvproxy.lab.planner.models import Model, find_model, known_models
@@ -21,6 +20,7 @@ from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.lab.replay.settings import ENGINES
 from kvproxy.lab.replay.tier_plan import TierPlan
 from kvproxy.lab.replay.trace import Trace, read_trace
+from kvproxy.operate.config.decode import spelling_hint
 
 #: Precisions in which KV can be kept.
 _KV_DTYPES = sorted(name for name, size in DTYPE_BYTES.items() if size >= 1)

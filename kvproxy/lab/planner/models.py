@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvproxy.base.settings.paths import closest_word
 from kvproxy.lab.planner.layers import DTYPE_BYTES, PlanError
+from kvproxy.operate.config.decode import closest_word
 
 _MAX_BYTES = 4 << 20
 

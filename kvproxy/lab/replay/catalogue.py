@@ -8,10 +8,10 @@ from functools import partial
 from random import Random
 
 from kvproxy.base.errors import KvproxyError
-from kvproxy.base.settings.paths import spelling_hint
 from kvproxy.lab.replay import workloads
 from kvproxy.lab.replay.settings import ReplayFleet
 from kvproxy.lab.replay.trace import Half, Trace
+from kvproxy.operate.config.decode import spelling_hint
 
 #: Seeds of a workload: constants tuned on one draw are reported on another.
 _SEEDS = {Half.TUNING: 2, Half.REPORT: 1, Half.BOTH: 1}

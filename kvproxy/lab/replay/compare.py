@@ -11,8 +11,6 @@ from typing import TextIO
 
 from kvproxy.base.errors import KvproxyError
 from kvproxy.base.installed import installed
-from kvproxy.base.settings.decode import POLICY_ALIASES
-from kvproxy.base.settings.paths import spelling_hint
 from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.cluster.routing.admission import Admission
 from kvproxy.cluster.routing.fair_queue import QueueSettings
@@ -36,6 +34,7 @@ from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import Scheduling
 from kvproxy.lab.simulator.timing import TokenGaps
 from kvproxy.operate.commands.progress import ProgressBar, announce_part
+from kvproxy.operate.config.decode import POLICY_ALIASES, spelling_hint
 
 #: Behind a policy's name: with the router queue in front of it (which kv_aware has by itself) or without one, and with
 #: a priority for the engine in each request.

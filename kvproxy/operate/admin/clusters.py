@@ -12,9 +12,8 @@ from starlette.routing import Route
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.compose import composed
-from kvproxy.base.settings.decode import decode_model
 from kvproxy.base.settings.model import Model
-from kvproxy.base.settings.paths import dotted_path, spelling_hint
+from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -25,6 +24,7 @@ from kvproxy.operate.admin.cache_status import endpoint_index, engine_status
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, reply_json
 from kvproxy.operate.admin.tuning import ranges, tuned
+from kvproxy.operate.config.decode import decode_model, spelling_hint
 
 
 def describe_endpoint(operated: AdminTarget, cluster: str, endpoint: Endpoint) -> dict[str, object]:

@@ -13,7 +13,6 @@ from starlette.routing import Route
 from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.json_scan import MAX_DECODED_BYTES, Edit, Unreadable, apply_edits, find_members, run_in_turns
-from kvproxy.base.settings.paths import spelling_hint
 from kvproxy.base.types import InferenceRequest
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cluster.cluster import Cluster
@@ -25,6 +24,7 @@ from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import RequestRefused, read_json_object, receive_body, reply_json
+from kvproxy.operate.config.decode import spelling_hint
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.placing.external import ExternalPlacement, engine_headers
 from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvproxy.base.errors import ConfigError
-from kvproxy.base.settings.decode import describe_problem
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import dotted_path
+from kvproxy.operate.config.decode import describe_problem
 
 
 def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:

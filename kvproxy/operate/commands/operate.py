@@ -16,7 +16,7 @@ from urllib.parse import quote
 import httpx
 
 from kvproxy.base.errors import ConfigError, KvproxyError, Problem
-from kvproxy.base.settings.paths import spelling_hint
+from kvproxy.operate.config.decode import spelling_hint
 
 #: Environment variable with the admin token, used if no file is named.
 TOKEN_VARIABLE = "KVPROXY_ADMIN_TOKEN"

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.settings.paths import summarise_changes
 from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.operate.admin.operated import ConfigFinding, ConfigReloader, Event, OperatorFinding, RefusedFile, Reloaded
 from kvproxy.operate.commands.configuration import ConfigSource
+from kvproxy.operate.config.changes import summarise_changes
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.metrics.process import ProcessMetrics
 

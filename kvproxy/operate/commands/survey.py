@@ -13,7 +13,7 @@ from typing import Any, cast
 import httpx
 
 from kvproxy.base.errors import ClientError, ConfigError, Problem
-from kvproxy.base.settings.addresses import base_of_copied, split_address, url_fault
+from kvproxy.base.settings.addresses import API_PATHS, url_fault
 from kvproxy.base.settings.yaml_text import parse_yaml_with_places
 from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
 from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
@@ -22,7 +22,7 @@ from kvproxy.cache.clients.vllm import VllmClient
 from kvproxy.cache.lmcache_services import is_coordinator
 from kvproxy.operate.config.load import load_config
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.config.shorthand import parse_endpoint
+from kvproxy.operate.config.shorthand import parse_endpoint, split_address
 
 _TIMEOUT_S = 3.0
 _WORDS = {
@@ -259,3 +259,11 @@ def _admin_port(listen: str) -> int:
     except ValueError:
         return 8889
     return port + 1 if 0 < port < 65535 else 0 if port == 0 else 8889
+
+
+def base_of_copied(url: str) -> str:
+    """Return the engine's own address in what people copy from a client: without `/v1` and the paths below it."""
+    url = url.rstrip("/")
+    for end in API_PATHS:
+        url = url.removesuffix(end)
+    return url.removesuffix("/v1").rstrip("/")

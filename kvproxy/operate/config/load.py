@@ -12,21 +12,20 @@ from typing import Any
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.compose import composed
-from kvproxy.base.settings.decode import UNKNOWN_KEY, decode_model
 from kvproxy.base.settings.model import Model
-from kvproxy.base.settings.paths import (
-    Finding,
+from kvproxy.base.settings.paths import Finding, Path, dotted_path
+from kvproxy.base.settings.yaml_text import parse_yaml_with_places, retype_scalars, substitute_variables
+from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.operate.config.decode import (
+    UNKNOWN_KEY,
     Origins,
-    Path,
     closest_word,
-    dotted_path,
+    decode_model,
     is_inside,
     keys_of,
     sort_in_file_order,
     spelling_hint,
 )
-from kvproxy.base.settings.yaml_text import parse_yaml_with_places, retype_scalars, substitute_variables
-from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.shorthand import Canonical, to_canonical_form
 from kvproxy.operate.config.verify import find_faults

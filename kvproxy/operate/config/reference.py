@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 
 from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model, parse_duration_s, parse_size_bytes, read_descriptions
-from kvproxy.base.settings.paths import bare_type, keys_of
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.operate.config.decode import bare_type, keys_of
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filter_settings import filter_models, order_filters
 

@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvproxy.base.errors import Problem
-from kvproxy.base.settings.addresses import split_address
 from kvproxy.base.settings.compose import composed
-from kvproxy.base.settings.decode import UNKNOWN_KEY, decode_model
 from kvproxy.base.settings.model import Model
-from kvproxy.base.settings.paths import Origins, Path, dotted_path, keys_of
+from kvproxy.base.settings.paths import Path, dotted_path
 from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.operate.config.decode import UNKNOWN_KEY, Origins, decode_model, keys_of
 from kvproxy.proxy.filter_settings import order_filters
 
 _FALSE = {"false", "off", "no"}
@@ -220,3 +219,17 @@ def id_of_url(url: str) -> str:
         netloc = ""
     name = _NOT_IN_IDS.sub("", netloc)[:_MAX_ID] or "endpoint"
     return name if name[0].isalnum() else f"0{name}"
+
+
+def split_address(text: str) -> tuple[str | None, int]:
+    """Host and port of `host:port`, `[::1]:port`, `:port` (every interface) or `port` (host None: the default).
+
+    Raises ValueError for anything else.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not port.isascii() or not port.isdigit() or int(port) > 65535 or (":" in host and not bracketed) or host == "[]":
+        raise ValueError("expected host:port, :port, [ipv6]:port or a port number up to 65535")
+    if not colon:
+        return None, int(port)
+    return (host.strip("[]") if host else "0.0.0.0"), int(port)

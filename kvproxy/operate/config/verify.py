@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ipaddress
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
 from kvproxy.base.installed import installed
-from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origin, url_fault
-from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, warning_at
+from kvproxy.base.settings.addresses import is_loopback, same_origin, url_fault
+from kvproxy.base.settings.paths import Finding, Path, error_at, warning_at
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.settings import (
@@ -20,6 +22,7 @@ from kvproxy.cluster.settings import (
     PolicyName,
     RouteSettings,
 )
+from kvproxy.operate.config.decode import closest_word
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.feature import FilterOrder, ProxyFeature
@@ -378,7 +381,7 @@ def own_address_fault(config: Config, endpoint: EndpointSettings) -> str:
     listeners = {"listen": (config.listen.host, config.listen.port)}
     if config.admin.enabled:
         listeners["admin"] = (config.admin.host, config.admin.port)
-    listener = listener_at(same_origin(endpoint.url), listeners)
+    listener = _listener_at(same_origin(endpoint.url), listeners)
     return f"this is the proxy's own address (`{listener}`): its requests would come back to it" if listener else ""
 
 
@@ -393,3 +396,46 @@ def _verify_certificates(at: Path, settings: DnsDiscoverySettings | EndpointSett
 
         tls = ClientTls(settings.ca_file, cert_file=settings.cert_file, key_file=settings.key_file)
         yield from verify_client_tls(at, tls)
+
+
+_EVERY = frozenset({"0.0.0.0", "::"})
+
+
+def _listener_at(origin: tuple[str, str, int, str], listeners: Mapping[str, tuple[str, int]]) -> str:
+    """Return the name of the listener (name: host and port) that answers at this origin, as `same_origin` gives it;
+    else "".
+
+    Names are not resolved, save for `localhost` and this machine's own.
+    """
+    _, host, port, _ = origin
+    for name, (bound, own_port) in listeners.items():
+        if own_port == port and _reaches(host, bound.casefold()):
+            return name
+    return ""
+
+
+def _reaches(host: str, bound: str) -> bool:
+    if bound in _EVERY:
+        return _is_this_machine(host)
+    if "localhost" in (host, bound):
+        return is_loopback(host) and is_loopback(bound)
+    return _canonical(host) == _canonical(bound)
+
+
+def _canonical(host: str) -> str:
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host
+
+
+def _is_this_machine(host: str) -> bool:
+    if host in _EVERY or is_loopback(host) or host == socket.gethostname().casefold():
+        return True
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))  # only an address of this machine can be bound
+    except (ValueError, OSError):
+        return False
+    return True

@@ -11,9 +11,9 @@ import pytest
 
 from kvproxy.base.settings import compose
 from kvproxy.base.settings.compose import composed, part_of, without_features
-from kvproxy.base.settings.decode import decode_model
 from kvproxy.base.settings.model import Duration, Model
 from kvproxy.base.settings.paths import dotted_path
+from kvproxy.operate.config.decode import decode_model
 
 
 class Inner(Model):

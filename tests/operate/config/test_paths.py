@@ -12,7 +12,8 @@ from pydantic import Field
 
 from kvproxy.base.errors import Problem
 from kvproxy.base.settings.model import Model
-from kvproxy.base.settings.paths import is_inside, keys_of, spelling_hint, summarise_changes
+from kvproxy.operate.config.changes import summarise_changes
+from kvproxy.operate.config.decode import is_inside, keys_of, spelling_hint
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.config.schema import Config
 from tests.operate.config.test_problems import PLANTED

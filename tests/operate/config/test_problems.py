@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvproxy.base.errors import ConfigError
-from kvproxy.base.settings.decode import decode_model
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.operate.config.decode import decode_model
 from kvproxy.operate.config.load import check_config, load_config
 
 PLANTED = """

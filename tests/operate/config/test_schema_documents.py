@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model, read_descriptions
-from kvproxy.base.settings.paths import bare_type
+from kvproxy.operate.config.decode import bare_type
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.reference import file_schema, render_reference
 from kvproxy.operate.config.schema import Config

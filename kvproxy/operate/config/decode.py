@@ -9,17 +9,19 @@ List positions that moved by a cut are kept, so that messages name those of the 
 from __future__ import annotations
 
 import copy
+import difflib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, get_args, get_origin
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvproxy.base.errors import Problem
 from kvproxy.base.settings.model import Model
-from kvproxy.base.settings.paths import Origins, Path, Where, bare_type, closest_word, keys_of, model_at, spelling_hint
+from kvproxy.base.settings.paths import Path, Place, Where, dotted_path
 from kvproxy.base.settings.yaml_text import Substituted
 
 M = TypeVar("M", bound=Any)
@@ -275,3 +277,91 @@ POLICY_ALIASES = {
     "prefixcache": "prefix_affinity",
     "prefix": "prefix_affinity",
 }
+
+
+class Origins:
+    """Written paths of canonical ones, by longest known prefix: shorthands move values, messages must not."""
+
+    def __init__(self, moves: Iterable[tuple[Path, Path]] = ()) -> None:
+        self._written = dict(moves)
+
+    def add_move(self, canonical: Path, written: Path) -> None:
+        """Record that the value now at `canonical` was written at `written`."""
+        self._written[canonical] = written
+
+    def find_written(self, canonical: Path) -> Path:
+        """Where it was written; the same path where nothing moved."""
+        for length in range(len(canonical), -1, -1):
+            written = self._written.get(canonical[:length])
+            if written is not None:
+                return written + canonical[length:]
+        return canonical
+
+    def __call__(self, canonical: Path) -> str:
+        return dotted_path(self.find_written(canonical))
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Return True if a dotted path is `outer` or lies below it."""
+    return not outer or path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
+
+
+def sort_in_file_order(problems: Iterable[Problem], root: Place) -> list[Problem]:
+    """Return the problems with their lines and columns, from the top of the file to its end."""
+    placed = []
+    for problem in problems:
+        if not problem.line:
+            place = root.find_place(problem.path)
+            problem = replace(problem, line=place.line, column=place.column)
+        placed.append(problem)
+    return sorted(placed, key=lambda one: (one.line, one.column))
+
+
+def bare_type(annotation: Any) -> Any:
+    """Return the type without `Annotated` and without `| None`."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return bare_type(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        some = [arg for arg in get_args(annotation) if arg is not types.NoneType]
+        return bare_type(some[0]) if len(some) == 1 else annotation
+    return annotation
+
+
+def model_at(model: type[Model], path: Path) -> type[Model] | None:
+    """Return the model that describes what stands at `path` below `model`, if one does."""
+    current: Any = model
+    for part in path:
+        current = bare_type(current)
+        if isinstance(current, type) and issubclass(current, Model):
+            field = next((f for name, f in current.model_fields.items() if part in (f.alias or name, name)), None)
+            current = field.annotation if field is not None else None
+        elif get_origin(current) is not None and issubclass(get_origin(current), Mapping):
+            current = get_args(current)[1]
+        elif get_origin(current) is tuple:
+            current = get_args(current)[0]
+        else:
+            return None
+    current = bare_type(current)
+    return current if isinstance(current, type) and issubclass(current, Model) else None
+
+
+def keys_of(model: type[Model]) -> list[str]:
+    """Return the keys a file may give for this model."""
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def closest_word(wrong: str, known: Iterable[str]) -> str | None:
+    """Return the known word that was probably meant."""
+    folded = {word.casefold().replace("-", "_"): word for word in known}
+    matches = difflib.get_close_matches(wrong.casefold().replace("-", "_"), folded, n=1, cutoff=0.6)
+    return folded[matches[0]] if matches else None
+
+
+def spelling_hint(wrong: str, known: Iterable[str]) -> str:
+    """Return a hint that names the closest known word, else all of them if they are few."""
+    known = sorted(known)
+    close = closest_word(wrong, known)
+    if close is not None:
+        return f"did you mean {close!r}?"
+    return f"known: {', '.join(known)}" if 0 < len(known) <= 40 else ""
