@@ -1,4 +1,4 @@
-"""What differs between two configurations, in one line of the log."""
+"""The differences of two configurations, in one line of the log."""
 
 from __future__ import annotations
 
