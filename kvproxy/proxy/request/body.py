@@ -7,7 +7,7 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Generic, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.proxy.metrics import ClientBoundMetrics
