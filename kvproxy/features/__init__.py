@@ -31,4 +31,5 @@ SHIPPED = (
     "resume",
     "rollouts",
     "engine_sleep",
+    "stored_responses",
 )
