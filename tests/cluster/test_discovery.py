@@ -8,14 +8,14 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvproxy.base.background_task import TaskSet
-from kvproxy.base.errors import BadResponse, DiscoveryError, Problem
+from kvproxy.base.errors import BadResponse, ClientUnavailable, DiscoveryError, Problem
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.yaml_text import parse_yaml
 from kvproxy.cluster.cluster import Cluster
@@ -29,7 +29,9 @@ from kvproxy.cluster.settings import (
 )
 from kvproxy.cluster.sources import polled
 from kvproxy.cluster.sources.entries import Answer, LeftOut, split_answer
+from kvproxy.cluster.sources.mirror import Mirror
 from kvproxy.cluster.sources.polled import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
+from kvproxy.cluster.sources.watched import Changes, Listing
 from tests.cluster.conftest import MakeCluster, configs
 from tests.support.clock import FakeClock
 
@@ -603,3 +605,28 @@ async def test_a_thousand_addresses_do_not_hold_the_event_loop() -> None:
     assert list(map(id, again)) == list(map(id, answer[1:]))
     await split_answer(again, known=known, refuse=refuse)
     assert len(checked) == 1000
+
+
+async def test_a_source_that_was_away_for_long_is_soon_asked_again() -> None:
+    """However often it failed: what it lists is used within ten seconds, of which an attempt may hang for five."""
+    pauses: list[float] = []
+
+    class Away:
+        async def list_all(self) -> Listing[str]:
+            raise ClientUnavailable("away")
+
+        def watch(self, version: str) -> AsyncGenerator[Changes[str]]:
+            raise NotImplementedError
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 100:
+            raise asyncio.CancelledError
+
+    async def note() -> None: ...
+
+    mirror = Mirror(Away(), clock=FakeClock(), rng=random.Random(1), sleep=sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await mirror.follow(note)
+    assert 3.0 < max(pauses) <= 4.0
+    assert mirror.trouble == "away"

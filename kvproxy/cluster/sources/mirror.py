@@ -21,7 +21,7 @@ _STEADY_S = 5.0
 _LONGEST_WATCH_S = 120.0
 _LIST_AGAIN_S = 300.0
 _PAUSE_S = 0.5
-_MAX_PAUSE_S = 30.0
+_MAX_PAUSE_S = 4.0
 
 
 class Mirror(Generic[ItemT]):

@@ -34,7 +34,7 @@ _MAX_PAGE_BYTES = 16 << 20
 _MAX_PAGE_VALUES = 200_000
 #: The API server stores no object over 1.5 MiB.
 _MAX_LINE_BYTES = 4 << 20
-_LIST_TIMEOUT_S = 8.0
+_LIST_TIMEOUT_S = 5.0
 #: Bound on reading files of a pod's credentials.
 FILES_S = 5.0
 #: A watch is restarted after about this long, to notice a connection whose other end vanished.

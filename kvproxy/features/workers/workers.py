@@ -127,8 +127,9 @@ class Workers:
                     await self.ask_all(Change("POST", f"{RELOAD}/discard"), serving)
                     raise ConfigError(problems)
             answers = await self.ask_all(Change("POST", f"{RELOAD}/adopt"), serving)
-            self.supervisor.served.config = config
-            self.supervisor.note_news(told=_good(answers))
+            if config != self.config:  # else a worker that is starting has it as well
+                self.supervisor.served.config = config
+                self.supervisor.note_news(told=_good(answers))
             said: dict[str, Any] = next(
                 (one.json() for one in answers.values() if one is not None and one.is_success), {}
             )

@@ -198,6 +198,17 @@ async def test_a_reload_is_taken_into_use_by_all() -> None:
         assert told == [1, 1]
 
 
+async def test_a_reload_without_a_change_is_no_news() -> None:
+    """Where it comes more often than a worker takes to start, one would be restarted for ever for what it has."""
+    async with served_together() as both:
+        supervisor = both.workers.supervisor
+        await both.workers.reload(both.workers.config.model_copy())
+        assert supervisor.served.number == 0
+        clusters = {"default": both.workers.config.clusters["default"].model_copy(update={"max_in_flight": 7})}
+        await both.workers.reload(both.workers.config.model_copy(update={"clusters": clusters}))
+        assert supervisor.served.number == 1
+
+
 @pytest.mark.parametrize("refusing", [0, 1])
 async def test_a_reload_that_one_worker_refuses_changes_none(refusing: int) -> None:
     """Whichever it is: the others discard what they prepared, and the problem names the one."""
