@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvproxy.base.background_task import TaskSet
 from kvproxy.base.errors import BadResponse, ClientUnavailable, DiscoveryError, Problem
@@ -28,7 +30,7 @@ from kvproxy.cluster.settings import (
     FileDiscoverySettings,
 )
 from kvproxy.cluster.sources import polled
-from kvproxy.cluster.sources.entries import Answer, LeftOut, split_answer
+from kvproxy.cluster.sources.entries import CREDENTIALS, Answer, LeftOut, split_answer
 from kvproxy.cluster.sources.mirror import Mirror
 from kvproxy.cluster.sources.polled import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
 from kvproxy.cluster.sources.watched import Changes, Listing
@@ -149,6 +151,31 @@ def test_a_file_names_no_credential_unless_that_is_allowed(fields: str) -> None:
     assert not isinstance(b, LeftOut)
     allowed, _ = parse_endpoints(text, env={"HOME": "/root"}, credentials=True)
     assert not isinstance(allowed, LeftOut) or "cannot read" in allowed.why or "control character" in allowed.why
+
+
+def test_each_field_with_a_file_or_a_secret_needs_leave() -> None:
+    """A field that is added to endpoints is closed to sources, or this test says so."""
+    fields = EndpointSettings.model_fields.items()
+    secret = {name for name, field in fields if "SecretStr" in str(field.annotation)}
+    assert secret | {name for name, _ in fields if name.endswith("_file")} == set(CREDENTIALS)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=12), below, max_size=4),
+    max_leaves=12,
+)
+FIELDS = st.dictionaries(st.sampled_from(sorted(EndpointSettings.model_fields)), JSON, max_size=6)
+
+
+@given(st.lists(JSON | FIELDS, max_size=3), st.booleans())
+def test_no_entry_stops_another(odd: list[object], credentials: bool) -> None:
+    """Whatever it is: the good one beside it is there."""
+    good_one = {"id": "good", "url": "http://127.0.0.1:1"}
+    text = json.dumps([*odd, good_one, *odd]).encode()
+    answer = parse_endpoints(text, credentials=credentials)
+    assert len(answer) == 2 * len(odd) + 1
+    assert answer[len(odd)] == EndpointSettings(id="good", url="http://127.0.0.1:1")
 
 
 async def test_a_files_values_come_from_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,3 +657,35 @@ async def test_a_source_that_was_away_for_long_is_soon_asked_again() -> None:
         await mirror.follow(note)
     assert 3.0 < max(pauses) <= 4.0
     assert mirror.trouble == "away"
+
+
+async def test_a_watch_that_brings_nothing_but_bookmarks_is_not_followed_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends after a bound, and after a while everything is listed again: a change that it kept back is seen."""
+    monkeypatch.setattr("kvproxy.cluster.sources.mirror._LONGEST_WATCH_S", 0.01)
+    clock = FakeClock()
+    changed = asyncio.Event()
+
+    class Bookmarks:
+        lists = 0
+
+        async def list_all(self) -> Listing[str]:
+            self.lists += 1
+            return Listing({"a": f"as of list {self.lists}"}, str(self.lists))
+
+        async def watch(self, version: str) -> AsyncGenerator[Changes[str]]:
+            while True:
+                clock.advance(1)
+                yield Changes({}, version)
+                await asyncio.sleep(0)
+
+    async def note() -> None:
+        if mirror.items.get("a") == "as of list 2":
+            changed.set()
+
+    mirror = Mirror(Bookmarks(), clock=clock, rng=random.Random(1), sleep=lambda _: asyncio.sleep(0))
+    following = asyncio.create_task(mirror.follow(note))
+    await asyncio.wait_for(changed.wait(), 60)
+    following.cancel()
+    await asyncio.wait([following])

@@ -27,11 +27,11 @@ from kvproxy.cluster.sources.watched import MAX_ITEMS, Changes, Listing, TooOld,
 #: Credentials of a pod for the API.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-_PAGE = 200
+_PAGE = 100
 #: Of a list that is kept, were each a quarter full.
 _MAX_PAGES = 4 * MAX_ITEMS // _PAGE
-_MAX_PAGE_BYTES = 16 << 20
-_MAX_PAGE_VALUES = 200_000
+_MAX_PAGE_BYTES = 8 << 20
+_MAX_PAGE_VALUES = 100_000
 #: The API server stores no object over 1.5 MiB.
 _MAX_LINE_BYTES = 4 << 20
 _LIST_TIMEOUT_S = 5.0
