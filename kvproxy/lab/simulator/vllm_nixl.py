@@ -79,7 +79,7 @@ class NixlSide:
             "do_remote_decode": False,
             "remote_block_ids": [list(blocks[:-1] if fault == "fewer_blocks" else blocks)],
             "remote_engine_id": "gone" if fault == "unknown_engine" else self.engine_id,
-            "remote_request_id": name,
+            "remote_request_id": "unknown" if fault == "unknown_request" else name,
             "remote_host": "127.0.0.1",
             "remote_port": 5600,
             "tp_size": 1,
@@ -90,6 +90,8 @@ class NixlSide:
         }
         if fault == "no_request_id":
             del params["remote_request_id"]
+        if fault == "dies_after":
+            self._faults.values.engine_dead = True
         return params
 
     async def receive(self, call: HttpCall, plan: GenerationPlan, params: dict[str, Any]) -> Prompt | None:

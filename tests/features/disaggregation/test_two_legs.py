@@ -169,6 +169,27 @@ async def test_a_refused_handle_is_not_used_again() -> None:
         assert two.requests("refused") == 1
 
 
+async def test_a_prefiller_that_dies_between_the_legs_leaves_the_prompt_to_the_decoder() -> None:
+    """Its answer had come: the decoder has no peer to pull from."""
+    async with separated("p", "d") as two:
+        two.fleet.fault("p", kv_fault="dies_after")
+        text = words("dies after its prefill")
+        assert text_of(await two.ask(text)) == await two.ask_engine("d", text)
+        assert two.fleet.is_dead("p")
+        assert not two.fleet.is_dead("d")
+        assert (two.requests("refused"), two.prefills("p", "done")) == (1, 1)
+
+
+async def test_a_request_that_the_prefiller_does_not_know_is_pulled_all_the_same() -> None:
+    """The text is right, by its blocks; these wait for the end of their lease, since the prefiller is not told."""
+    async with separated("p", "d") as two:
+        two.fleet.fault("p", kv_fault="unknown_request")
+        text = words("unknown request")
+        assert text_of(await two.ask(text)) == await two.ask_engine("d", text)
+        assert two.requests("pulled") == 1
+        assert len(two.fleet.side("p").held) == 1
+
+
 async def test_a_decoder_that_dies_of_a_handle_is_replaced() -> None:
     """Fewer blocks than the prompt needs end its process: the other decoder answers, without a handle."""
     async with separated("p", "d", "e") as two:
