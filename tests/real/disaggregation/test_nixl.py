@@ -72,6 +72,8 @@ async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> Non
             other = await ask(alone, prompt, cache_salt=f"alone {number}")
             took["alone"].append(time.monotonic() - began)
             equal += answer["choices"][0]["text"] == other["choices"][0]["text"]
+            if number % 20 == 19:
+                saw(f"{equal} of {number + 1} texts equal so far")
         pulled = ((await decoder.fetch_metrics(timeout_s=120)).external_hits_tokens or 0) - before
         means = ", ".join(f"{name} {statistics.mean(seconds):.2f} s" for name, seconds in took.items())
         saw(f"{equal} of {PROMPTS} texts equal; {pulled} of {tokens} prompt tokens pulled; 16 tokens took {means}")
