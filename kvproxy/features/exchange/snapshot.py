@@ -15,7 +15,6 @@ from kvproxy.base.types import Clock
 from kvproxy.cache.actions.executor import ActionLocks
 from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.providers import ActionKind
-from kvproxy.cache.saved_state import Contents, Unusable, decode, pack_checksum
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import deltas
@@ -29,6 +28,7 @@ from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, StoreLink
 from kvproxy.features.exchange.watched import acted, session_served
 from kvproxy.features.exchange.wire import MAX_DELTAS, Origin, StateChunk, decode_deltas, encode_deltas
 from kvproxy.features.exchange.world import SharedState
+from kvproxy.operate.runtime.saved_state import Contents, Unusable, decode, pack_checksum
 
 #: Hashes and paths of the approximate indexes; the rest of a large one is learned anew.
 MAX_BYTES = 32 * 1024 * 1024

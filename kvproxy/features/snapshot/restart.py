@@ -21,9 +21,9 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache.feature import CacheObserver, CacheParts
-from kvproxy.cache.saved_state import Contents, Outcome, Returned, Saved, Unusable, decode, pack_checksum
 from kvproxy.features.snapshot.metrics import SnapshotMetrics
 from kvproxy.features.snapshot.settings import SnapshotSettings
+from kvproxy.operate.runtime.saved_state import Contents, Outcome, Returned, Saved, Unusable, decode, pack_checksum
 
 _READ_BYTES = 4 << 20
 #: A temporary file this old was left by a proxy that was killed while it wrote.

@@ -11,9 +11,9 @@ import pytest
 from kvproxy.base.types import EndpointId, InferenceRequest, RequestKind
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.last_served import MAX_AGE_S, NO_NAMES, LastServed, RequestNames
-from kvproxy.cache.saved_state import dump_served, restore_served
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import FactSource, Overlap, PickRequest
+from kvproxy.operate.runtime.saved_state import dump_served, restore_served
 from kvproxy.proxy.request.parse import parse_body
 from kvproxy.proxy.request.session import Caller, Session
 from tests.cache.support import Service, cluster_of, running, settings

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache import saved_state as contents
 from kvproxy.cache.overlap.last_served import LastServed
-from kvproxy.cache.saved_state import Contents, Outcome, Saved, TablesKept
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.snapshot.restart import SnapshotFile, Store, WarmRestart
 from kvproxy.features.snapshot.settings import SnapshotSettings
+from kvproxy.operate.runtime import saved_state as contents
+from kvproxy.operate.runtime.saved_state import Contents, Outcome, Saved, TablesKept
 from tests.cache.overlap.test_last_served import held, request_of, served
 from tests.cache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, running, settings
 from tests.support.clock import FakeClock

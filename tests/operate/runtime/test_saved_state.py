@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64
 
 from kvproxy.cache.indexes.approximate_dump import EndpointPaths, IndexColumns, fingerprint
-from kvproxy.cache.saved_state import (
+from kvproxy.operate.runtime.saved_state import (
     VERSION,
     ClusterKept,
     EndpointKept,
