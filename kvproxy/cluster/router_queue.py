@@ -143,11 +143,11 @@ class RouterQueue:
         return any(wait_s(one, speeds, now) < room_s for one in decision.candidates)
 
     async def wait(
-        self, decision: Decision[Endpoint], decide: Decide, take: Take, *, tenant: str, level: int
+        self, decision: Decision[Endpoint], decide: Decide, take: Take, *, tenant: str, level: int, weight: float = 1.0
     ) -> Pick | None:
-        """Wait for the request's turn, and place it by `take`. With the queue full raises QueueFull, or takes the
-        decision at once where the queue is on by itself. Raises QueueFull for a session that could not begin in
-        time."""
+        """Wait for the request's turn, and place it by `take`. With the queue full raises QueueFull, or, in a queue
+        that is on by itself, takes the decision at once unless a session would begin without room. Raises QueueFull
+        for a session that could not begin in time."""
         now = self._clock()
         request = decision.request
         room = self._find_room(request, now)
@@ -157,15 +157,23 @@ class RouterQueue:
         if room is not None:
             has_room = partial(self._has_room, self.admission, room, request.model)
         ticket = self._queue.offer(
-            queued, least_s, now, model=request.model, level=level, tenant=tenant, has_room=has_room
+            queued,
+            least_s,
+            now,
+            model=request.model,
+            level=level,
+            tenant=tenant,
+            weight=weight,
+            has_room=has_room,
         )
         if ticket is None:
             if room is not None:
                 room.over(now)
-            if not self._refuses:
+            later_s = self._queue.retry_after_s(now) if self._refuses else self._begins_later_s(request, now)
+            if later_s is None:
                 return take(decision, now)
             self._exit_count(ReleaseReason.REFUSED).inc()
-            raise QueueFull(self._queue.retry_after_s(now))
+            raise QueueFull(later_s)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._release_in_turn(), name=f"router queue {self._cluster}")
         # an endpoint may have capacity, since requests for another model kept this one waiting
@@ -305,7 +313,9 @@ class RouterQueue:
             if queued.room is not None:
                 queued.room.over(now)
             if why is ReleaseReason.MAX_WAIT and not isinstance(verdict, Refusal):
-                self._refuse_late(verdict.request, now)
+                later_s = self._begins_later_s(verdict.request, now)
+                if later_s is not None:
+                    raise QueueFull(later_s)
             pick = queued.take(verdict, now)
         except QueueFull as error:
             self._exit_count(ReleaseReason.REFUSED).inc()
@@ -317,12 +327,11 @@ class RouterQueue:
         self._exit_count(ReleaseReason.NO_ENDPOINT if pick is None else why).inc()
         queued.placed.set_result(pick)
 
-    def _refuse_late(self, request: PickRequest, now: float) -> None:
-        """Raise QueueFull for a session that has waited long enough and would begin where it has no room."""
-        if request.waits_for_room and self.admission is not None:
-            later_s = self.admission.retry_after_s(request, 0.0, now)
-            if later_s is not None:
-                raise QueueFull(later_s)
+    def _begins_later_s(self, request: PickRequest, now: float) -> float | None:
+        """Return when a session that would begin where it has no room should come again; None: this is no such one."""
+        if self.admission is None or not request.waits_for_room:
+            return None
+        return self.admission.retry_after_s(request, 0.0, now)
 
     def _least_wait(self, now: float) -> LeastWait:
         """Of the endpoints that may be chosen for a model; those of many models are often the same."""

@@ -65,7 +65,14 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
             pick = self.take(verdict, now)
         else:
             notify(RequestObserver.queued, exchange, verdict, now)
-            turn = queue.wait(verdict, self._decide_again, self.take, tenant=exchange.tenant, level=self.level())
+            turn = queue.wait(
+                verdict,
+                self._decide_again,
+                self.take,
+                tenant=exchange.tenant,
+                weight=exchange.weight,
+                level=self.level(),
+            )
             pick = await self.wait_turn(turn)
         if pick is not None:
             self.note_attempt(pick)

@@ -189,14 +189,22 @@ async def test_after_the_longest_wait_new_sessions_are_refused_and_others_pass(
     assert rule.waits[0].ended
 
 
-async def test_with_the_queue_full_no_room_is_waited_for(clock: FakeClock) -> None:
-    """The request is refused, and its wait is over."""
-    cluster, queue, rule = ruled(clock, limit=1)
+@pytest.mark.parametrize("enabled", [True, "auto"], ids=["set up", "on by itself"])
+async def test_with_the_queue_full_no_room_is_waited_for(clock: FakeClock, enabled: object) -> None:
+    """A new session is refused, and its wait is over. One that has begun goes on without room in a queue that is on by
+    itself."""
+    cluster, queue, rule = ruled(clock, limit=1, enabled=enabled)
+    rule.late_s = 5.0
     waiting = enter(cluster, LARGE)
     await until(lambda: len(queue) == 1)
-    with pytest.raises(QueueFull):
+    with pytest.raises(QueueFull) as refused:
         await enter(cluster, LARGE)
     assert rule.waits[1].ended
+    assert queue.status(clock())["refused"] == 1
+    if enabled == "auto":
+        assert refused.value.retry_after_s == 5.0
+        rule.late_s = None
+        await placed(enter(cluster, LARGE))
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
 

@@ -143,6 +143,36 @@ async def test_a_retry_does_not_queue_again() -> None:
     assert asked[2] == asked[1] != asked[0]
 
 
+async def test_tenants_wait_by_the_weight_of_their_keys() -> None:
+    """Of the requests that go out while both wait, one of weight 3 has three in four."""
+    engine = Gated("a")
+    keys = [{"name": "heavy", "key": "sk-h", "weight": 3}, {"name": "light", "key": "sk-l"}]
+    async with (
+        serve(engine.engine) as url,
+        running_proxy(
+            {"a": url},
+            policy="kv_aware",
+            queue={"max_wait": "100s"},
+            filters={"auth": {"keys": keys}},
+            clock=FakeClock(),
+        ) as proxy,
+    ):
+        room = proxy.proxy.clusters["default"].queue
+        assert room is not None
+        tasks = [ask(proxy, "filler " * 20_000, key="sk-l")]
+        await until(lambda: len(engine.engine.calls) == 1)
+        for number in range(8):
+            for name in ("light", "heavy"):
+                tasks.append(ask(proxy, f"{name} {number} " + "word " * 20_000, key=f"sk-{name[0]}"))
+                await until(lambda: len(room) == len(tasks) - 1)
+        for served in range(1, 9):
+            engine.let_go()
+            await until(lambda served=served: len(engine.engine.calls) > served)
+        engine.let_go(100)
+        await asyncio.gather(*tasks)
+    assert sum(b"heavy" in call.body for call in engine.engine.calls[1:9]) == 6
+
+
 class Gated:
     """An engine that answers as many requests as it was let to, the oldest first."""
 
@@ -160,9 +190,9 @@ class Gated:
         await answer_ok(engine, call, send)
 
 
-def ask(proxy: RunningProxy, content: str, *, priority: str = "0") -> asyncio.Task[Any]:
+def ask(proxy: RunningProxy, content: str, *, priority: str = "0", key: str = "") -> asyncio.Task[Any]:
     """Send a streamed chat, so that its first byte is its first token."""
-    body, headers = chat(content, stream=True), {"x-priority": priority}
+    body, headers = chat(content, stream=True), {"x-priority": priority, "x-api-key": key}
     return asyncio.create_task(proxy.client.post("/v1/chat/completions", json=body, headers=headers))
 
 

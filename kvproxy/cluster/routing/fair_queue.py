@@ -37,8 +37,8 @@ class QueueSettings:
 
 
 class FairQueue(Generic[ItemT]):
-    """Releases, among the tenants whose requests may go, from the one granted the least work so far; within a tenant
-    the most urgent (waiting_lines.py).
+    """Releases, among the tenants whose requests may go, from the one granted the least work over its weight so far;
+    within a tenant the most urgent (waiting_lines.py).
 
     No request goes before another of its tenant, model and level that came more than its own work over `ageing`
     earlier: what a request waits is bounded by the work that came until then. A poll looks at one request for each
@@ -50,7 +50,7 @@ class FairQueue(Generic[ItemT]):
         self._lines: WaitingLines[ItemT] = WaitingLines()
         self._arrivals: deque[Ticket[ItemT]] = deque()
         self._of_tenant: dict[str, int] = {}  # by tenant
-        self._granted_s: dict[str, float] = {}  # by tenant that waits, since the queue began to be contended
+        self._granted_s: dict[str, float] = {}  # work over weight, by tenant that waits, since the queue is contended
         self.waiting = 0  # requests
         self.waiting_for_room = 0  # of these
         self._virtual_s = 0.0  # work granted to the tenant released last: where a newcomer starts
@@ -73,13 +73,14 @@ class FairQueue(Generic[ItemT]):
         model: str = "",
         level: int = 0,
         tenant: str = "",
+        weight: float = 1.0,
         has_room: HasRoom | None = None,
     ) -> Ticket[ItemT] | None:
-        """Queue a request that takes `own_s` seconds of prefill, of a class `level` above others, and until an engine
-        `has_room` for it (None: it needs none); None when the queue is full."""
+        """Queue a request that takes `own_s` seconds of prefill, of a class `level` above others, of a tenant with this
+        `weight`, and until an engine `has_room` for it (None: it needs none); None when the queue is full."""
         if self.waiting >= self.settings.limit:
             return None
-        ticket = Ticket(item, own_s, now, level * LEVEL_S, tenant, model, has_room)
+        ticket = Ticket(item, own_s, now, level * LEVEL_S, tenant, model, has_room, weight)
         if tenant not in self._of_tenant:
             self._granted_s[tenant] = self._virtual_s
         self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
@@ -155,7 +156,7 @@ class FairQueue(Generic[ItemT]):
     def _take(self, ticket: Ticket[ItemT]) -> Ticket[ItemT]:
         granted_s = self._granted_s[ticket.tenant]
         self._virtual_s = max(self._virtual_s, granted_s)
-        self._granted_s[ticket.tenant] = granted_s + ticket.own_s
+        self._granted_s[ticket.tenant] = granted_s + ticket.own_s / ticket.weight
         self._drop(ticket)
         return ticket
 

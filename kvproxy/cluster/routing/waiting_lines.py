@@ -97,6 +97,7 @@ class Ticket(Generic[ItemT]):
     tenant: str
     model: str
     has_room: HasRoom | None = None  # None: it waits for its turn alone
+    weight: float = 1.0  # of its tenant
     released: bool = False  # released or cancelled: its entry in a line is void
 
 

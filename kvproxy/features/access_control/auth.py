@@ -38,6 +38,7 @@ class Owner(NamedTuple):
     name: str
     debug: bool = False
     trusted: bool = False
+    weight: float = 1.0
 
 
 class KeyRing:
@@ -128,7 +129,7 @@ class AuthFilter(Step):
             owner = self._keys.owner(key)
             if owner is None:
                 return fault or "unknown"
-            exchange.tenant, exchange.may_debug, exchange.trusted = owner
+            exchange.tenant, exchange.may_debug, exchange.trusted, exchange.weight = owner
         if not self._forward:
             scope["headers"] = [pair for pair in headers if pair[0] != _AUTHORIZATION and pair[0] != _API_KEY]
         return ""
@@ -145,7 +146,12 @@ def load_keys(given: Sequence[ApiKey], file: str) -> list[tuple[Owner, str]]:
     with all problems; a key is never in the text."""
     problems: list[Problem] = []
     found = [
-        (f"keys[{index}]", "", Owner(entry.name, entry.debug, entry.trusted), entry.key.get_secret_value())
+        (
+            f"keys[{index}]",
+            "",
+            Owner(entry.name, entry.debug, entry.trusted, entry.weight),
+            entry.key.get_secret_value(),
+        )
         for index, entry in enumerate(given)
     ]
     if file:

@@ -38,6 +38,8 @@ class ApiKey(Model):
     trusted: bool = False
     """Belongs to another proxy or scheduler of yours: fields and headers by which engines talk to each other
     (`kv_transfer_params`, `bootstrap_*`, ranks) pass. From all other clients they are taken out."""
+    weight: float = Field(default=1.0, ge=0.01, le=100)
+    """Its share where requests of several clients wait in the router queue: one of 2 gets twice what one of 1 gets."""
 
 
 class AuthSettings(Model):

@@ -31,7 +31,7 @@ GIVE_WAY_AT = 0.98
 BUSY_FROM = 0.15
 #: Bound on the sessions that are known; the longest idle are forgotten first.
 MAX_SESSIONS = 65_536
-#: Sessions admitted of late, by which the rate is measured at which room becomes free.
+#: Sessions that got room of late, by which the rate is measured at which it becomes free.
 _ADMITTED = 64
 _RATE_KNOWN = 8
 #: Blocks at the end of a prompt, 256 bytes each, among which the session's last prompt ends.
@@ -100,7 +100,8 @@ class SessionAdmission:
         self._shares = False  # whether another router places requests as well
         self._tiered: set[EndpointId] = set()  # endpoints with KV below their engines' memory
         self._granted = (0, 0.0)  # last block of the prompt that waited last, and for how many seconds
-        self._admitted: deque[tuple[float, float]] = deque(maxlen=_ADMITTED)  # times and tokens
+        #: Times and tokens of those that got room since some wait; the first is when the first of them began to.
+        self._admitted: deque[tuple[float, float]] = deque(maxlen=_ADMITTED)
 
     @property
     def sessions(self) -> int:
@@ -233,6 +234,9 @@ class SessionAdmission:
         session = self._find(request.facts)
         tokens = request.facts.prompt_tokens + self.habits.growth_tokens
         wait = SessionWait(self, request, session, tokens, now)
+        if not self.waits:
+            self._admitted.clear()
+            self._admitted.append((now, 0.0))
         self.waits[wait] = None
         if session is not None:  # its client has come back, so that it is not forgotten meanwhile
             self._known.pop(session, None)
@@ -240,7 +244,7 @@ class SessionAdmission:
 
     def has_room(self, wait: SessionWait, candidates: Sequence[Candidate], now: float) -> bool:
         """Return whether an endpoint has room for the one that waits. If none has, the one that will first have it is
-        kept for it."""
+        kept for it, unless another one waits for room among these: what gets free elsewhere is the first one's too."""
         self.expire(now)
         request = wait.request
         session = wait.session
@@ -265,7 +269,7 @@ class SessionAdmission:
                 least = missing, one
         if wait.reserved is not None and all(one.id != wait.reserved for one in candidates):
             self._release(wait)  # that endpoint is not to be chosen at present
-        if least is not None and wait.reserved is None:
+        if least is not None and not any(one.id in self._reserved for one in candidates):
             load = cast("EndpointLoad", least[1].load)
             self._reserved[least[1].id] = wait, load
             wait.reserved = least[1].id
@@ -297,7 +301,7 @@ class SessionAdmission:
     def expected_wait_s(self, now: float) -> float | None:
         """Seconds until a session that comes now has room, by the rate of late; None: not known."""
         admitted = self._admitted
-        if len(admitted) < _RATE_KNOWN:
+        if len(admitted) <= _RATE_KNOWN:
             return None
         took_s = max(0.001, now - admitted[0][0])
         return sum(wait.tokens for wait in self.waits) * took_s / sum(tokens for _, tokens in admitted)

@@ -121,6 +121,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     request_id: str = ""
     names_itself: bool = False  # a `request_id` in its body replaces the one made here
     tenant: str = ""  # name of the API key that authenticated; "" when none
+    weight: float = 1.0  # share of its tenant in the router queue
     trusted: bool = False  # its key is for engines, not for users
     may_debug: bool = True  # with `auth`: only if its key permits it
     isolated: bool = False  # its cached tokens are for its tenant alone

@@ -19,7 +19,7 @@ class World:
         self.queue: FairQueue[str] = FairQueue(settings)
         self.waits = {"": 0.0}
 
-    def hold(self, item: str, own_s: float = 1.0, now: float = 0.0, **how: int | str) -> Ticket[str]:
+    def hold(self, item: str, own_s: float = 1.0, now: float = 0.0, **how: float | str) -> Ticket[str]:
         ticket = self.queue.offer(item, own_s, now, **how)  # type: ignore[arg-type]
         assert ticket is not None
         return ticket
@@ -180,6 +180,16 @@ def test_tenants_take_turns_by_work() -> None:
     order = world.drained()
     assert order.index("few0") <= 1
     assert order.index("few1") <= 4
+
+
+def test_tenants_share_by_weight() -> None:
+    """One of 3 gets three times the work of one of 1 while both wait."""
+    world = World()
+    for number in range(12):
+        world.hold(f"heavy{number}", 1.0, tenant="heavy", weight=3.0)
+        world.hold(f"light{number}", 1.0, tenant="light")
+    order = [item[:5] for item in world.drained()[:12]]
+    assert order.count("heavy") == 9
 
 
 def test_a_newcomer_does_not_claim_the_past() -> None:

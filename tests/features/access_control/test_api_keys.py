@@ -35,9 +35,9 @@ def test_rights_belong_to_a_key_and_come_from_the_configuration_alone(tmp_path: 
     """The same client may have a key with more rights than its others."""
     file = tmp_path / "keys"
     file.write_text("alice: sk-plain\n")
-    entry = ApiKey.model_validate({"name": "alice", "key": "sk-full", "debug": True, "trusted": True})
+    entry = ApiKey.model_validate({"name": "alice", "key": "sk-full", "debug": True, "trusted": True, "weight": 2})
     ring = KeyRing(load_keys([entry], str(file)))
-    assert ring.owner(b"sk-full") == Owner("alice", debug=True, trusted=True)
+    assert ring.owner(b"sk-full") == Owner("alice", debug=True, trusted=True, weight=2.0)
     assert ring.owner(b"sk-plain") == Owner("alice")
 
 

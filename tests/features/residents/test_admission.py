@@ -11,6 +11,7 @@ import pytest
 
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.routing.elsewhere import RemoteLoad
+from kvproxy.cluster.routing.fair_queue import FairQueue
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.features.residents import admission as rule
@@ -414,24 +415,86 @@ def test_waiting_is_no_part_of_the_gap_between_turns(admission: SessionAdmission
 
 
 def test_new_sessions_are_refused_where_they_could_not_begin_in_time(admission: SessionAdmission) -> None:
-    """By the rate at which room became free of late; sessions that have begun may always wait."""
+    """By the rate at which room becomes free while some wait; sessions that have begun may always wait."""
     knows(admission, *range(1, 20))
     new = prompt(18, 100)
     assert admission.retry_after_s(new, 300.0, 0.0) is None
     assert admission.expected_wait_s(0.0) is None
     assert admission.retry_after_s(new, 0.0, 0.0) == 1.0
-    for number in range(1, 11):
-        wait = admission.wait(prompt(number, 100), float(number))
-        assert wait.has_room([A], float(number))
-        wait.over(float(number))
-    for number in range(11, 16):
-        admission.wait(prompt(number, 100), 11.0)
-    assert admission.expected_wait_s(11.0) == pytest.approx(5.0, rel=0.2)
+    waiting = [admission.wait(prompt(number, 100), 1.0) for number in range(1, 16)]
+    for number in range(10):
+        assert admission.retry_after_s(new, 2.0, 1.0 + number) is None or number > 7
+        assert waiting[number].has_room([A], 2.0 + number)
+        waiting[number].over(2.0 + number)
+    assert admission.expected_wait_s(11.0) == pytest.approx(5.0)
     assert admission.retry_after_s(new, 300.0, 11.0) is None
-    later = admission.retry_after_s(new, 2.0, 11.0)
-    assert later == pytest.approx(3.0, rel=0.2)
+    assert admission.retry_after_s(new, 2.0, 11.0) == pytest.approx(3.0)
     turn(admission, prompt(17, 10), A, now=11.0)
     assert admission.retry_after_s(prompt(17, 20), 0.0, 11.0) is None
+
+
+def test_the_rate_of_an_earlier_rush_refuses_no_one(admission: SessionAdmission) -> None:
+    """An hour in which none waited is no hour for a few places."""
+    rush = [admission.wait(prompt(number, 100), 0.0) for number in range(1, 20)]
+    for wait in rush:
+        assert wait.has_room([A], 1.0)
+        wait.over(1.0)
+    for number in range(20, 40):
+        admission.wait(prompt(number, 100), 3600.0)
+    assert admission.expected_wait_s(3600.0) is None
+    assert admission.retry_after_s(prompt(50, 100), 300.0, 3600.0) is None
+
+
+def test_the_first_has_whatever_room_is_first_enough(admission: SessionAdmission) -> None:
+    """Only one at a time has room kept: another tenant's, second in order, keeps none of the other engine's from it."""
+    knows(admission, 1, 2, 3, 4)
+    turn(admission, prompt(1, 800), A)
+    second = begin(admission, prompt(2, 850), B)
+    first = admission.wait(prompt(3, 300), 0.0)
+    assert not first.has_room([A, B], 0.0)
+    assert first.reserved == A.id
+    other = admission.wait(prompt(4, 300), 0.0)
+    assert not other.has_room([A, B], 0.0)
+    assert other.reserved is None
+    second.end(1.0, served=False)
+    assert first.has_room([A, B], 1.0)
+    first.over(1.0)
+    begin(admission, prompt(3, 300), B, now=1.0)
+    assert other.has_room([A, B], 1.0)
+
+
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.75)])
+def test_tenants_share_places_by_weight(admission: SessionAdmission, weight: float, share: float) -> None:
+    """However many sessions of each wait, and whichever engine has room."""
+    rng = Random(1)
+    engines = [Engine(EndpointId(str(number))) for number in range(3)]
+    knows(admission, *range(1000))
+    running = [begin(admission, prompt(number, 400), engines[number % 3]) for number in range(6)]  # two on each engine
+    queue: FairQueue[int] = FairQueue()
+    tenants = {number: "a" if number % 5 else "b" for number in range(10, 400)}
+    for number, tenant in tenants.items():
+        asked = prompt(number, 400)
+        assert waits(admission, asked, *engines)
+        room = admission.wait(asked, 0.0)
+        queue.offer(
+            number,
+            4.0,
+            0.0,
+            tenant=tenant,
+            weight=weight if tenant == "a" else 1.0,
+            has_room=lambda now, room=room: room.has_room(engines, now),  # type: ignore[misc]
+        )
+    rooms = {wait.request.facts.blocks[0] // 1_000_000: wait for wait in admission.waits}
+    placed = []
+    while len(placed) < 60:
+        running.pop(rng.randrange(len(running))).end(0.0, served=False)
+        while (ticket := queue.poll(lambda model: 0.0, 0.0)) is not None:
+            asked = admission.restrict(prompt(ticket.item, 400), engines, 0.0)
+            rooms[ticket.item].over(0.0)
+            place = next(one for one in engines if admission._missing_tokens(one, None, asked) <= 0.0)
+            running.append(begin(admission, asked, place))
+            placed.append(tenants[ticket.item])
+    assert placed.count("a") / len(placed) == pytest.approx(share, abs=0.03)
 
 
 def test_kept_entries_are_bounded(admission: SessionAdmission, monkeypatch: pytest.MonkeyPatch) -> None:
