@@ -16,8 +16,6 @@ from kvproxy.cluster.routing.costs import wait_s
 from kvproxy.cluster.routing.kv_aware import CostWeights
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.settings import EndpointRole
-from kvproxy.features.disaggregation.plan import PullPrice, choose_plan, split_of_pulled, wait_before
-from kvproxy.features.disaggregation.settings import DisaggregationSettings
 from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.lab.replay.virtual_time import VirtualTime
@@ -28,7 +26,6 @@ TOKENS_PER_S = 12.5e9 / 131_072
 LATENCY_S = 0.005
 #: The rule of the proxy: by the expected first token.
 CHOSEN = "chosen"
-_MIN_TOKENS = DisaggregationSettings().min_tokens
 
 #: Returns the engine that prefills a request; None: the one that answers it.
 Rule = Callable[["ApartTime", Placement, OverlapFacts, float], SimEndpoint | None]
@@ -38,6 +35,8 @@ class ApartRouter(VirtualRouter):
     """A router that learns from first tokens how long pulls take, as the proxy does."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
+        from kvproxy.features.disaggregation.plan import PullPrice  # the feature may be left out
+
         super().__init__(*args, **more)
         self.price = PullPrice()
         self.pulling: dict[str, tuple[float, int]] = {}  # when its decoder is to be free, and its tokens
@@ -54,8 +53,13 @@ class ApartTime(VirtualTime):
     """Requests whose prompts `rule` sends to one of `prefillers` are prefilled there first."""
 
     def __init__(self, *args: Any, rule: Rule, prefillers: Sequence[SimEndpoint], policy: Policy, **more: Any) -> None:
+        from kvproxy.features.disaggregation import plan
+        from kvproxy.features.disaggregation.settings import DisaggregationSettings
+
         super().__init__(*args, **more)
         assert isinstance(self._router, ApartRouter)
+        self.plan = plan
+        self.min_tokens = DisaggregationSettings().min_tokens
         self.router: ApartRouter = self._router
         self.prefillers = prefillers
         self.speeds = policy.speeds
@@ -68,7 +72,7 @@ class ApartTime(VirtualTime):
     def wait_before(self, placement: Placement, now: float) -> float:
         """Return the wait at the engine of a placement without it."""
         speeds = self.speeds
-        return 0.0 if speeds is None else wait_before(placement.reservation, placement.endpoint, speeds, now)
+        return 0.0 if speeds is None else self.plan.wait_before(placement.reservation, placement.endpoint, speeds, now)
 
     def find_free(self, now: float) -> SimEndpoint:
         """Return the prefiller that is free first."""
@@ -131,16 +135,16 @@ class ApartTime(VirtualTime):
 
     def _count_as_pulled(self, placement: Placement, facts: OverlapFacts, now: float) -> None:
         placement.reservation.known = False
-        split = split_of_pulled(facts, placement.endpoint, self.router.price)
+        split = self.plan.split_of_pulled(facts, placement.endpoint, self.router.price)
         placement.endpoint.load.begin(placement.reservation, split, now)
 
 
 def choose(time: ApartTime, placement: Placement, facts: OverlapFacts, now: float) -> SimEndpoint | None:
     """By the expected first token, as the proxy does."""
     decode = placement.endpoint
-    if facts.prompt_tokens - facts.matched_tokens(decode.id) < _MIN_TOKENS:
+    if facts.prompt_tokens - facts.matched_tokens(decode.id) < time.min_tokens:
         return None
-    plans = choose_plan(
+    plans = time.plan.choose_plan(
         facts,
         decode,
         [one for one in time.prefillers if one is not decode],
