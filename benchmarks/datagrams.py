@@ -3,6 +3,7 @@
 Local processes of the same user send as many datagrams as the kernel takes to the sockets by which workers exchange
 what they know, while a client sends chats. The kernel keeps ten datagrams a socket and holds senders back beyond that,
 so the rate is the one at which the workers read. Nothing else is in these datagrams than bytes that are no message.
+The CPU time of a datagram at the workers is theirs in excess of that of as many chats without a flood.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import msgspec
 import psutil
+import uvloop
 
+from kvproxy.features.exchange import wire
+from kvproxy.features.exchange.datagrams import DatagramLink
+from kvproxy.operate.companion import Siblings
 from kvproxy.proxy.listener.server import serve
 from tests.real.engines.program import free_ports
 from tests.support.fake_engine import FakeEngine
@@ -37,7 +44,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
         for path in paths:
             out.sendto(b"x" * 100, path)
             sent += 1
-print(sent)
+print(sent, time.process_time())
 """
 
 
@@ -50,6 +57,9 @@ class Result:
     answers: Counter[str] = field(default_factory=Counter)
     took_s: list[float] = field(default_factory=list)
     rss_mb: tuple[float, float] = (0.0, 0.0)  # of all processes, before and behind it
+    sent: int = 0
+    senders_s: float = 0.0  # of CPU
+    workers_s: float = 0.0  # likewise
 
 
 async def ask(client: httpx.AsyncClient, result: Result, over: asyncio.Event) -> None:
@@ -72,10 +82,17 @@ def rss_mb(pid: int) -> float:
     return memory
 
 
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process and its children."""
+    root = psutil.Process(pid)
+    times = [one.cpu_times() for one in (root, *root.children(recursive=True))]
+    return float(sum(one.user + one.system for one in times))
+
+
 async def flood(url: str, pid: int, paths: list[str], senders: int, seconds: float) -> Result:
     """Return how requests fare beside so many senders."""
     result, over = Result(senders), asyncio.Event()
-    before = rss_mb(pid)
+    before, began_s = rss_mb(pid), cpu_s(pid)
     pipe = asyncio.subprocess.PIPE
     command = (sys.executable, "-c", _SENDER, str(seconds), *paths)
     async with httpx.AsyncClient(base_url=url, timeout=60) as client, asyncio.TaskGroup() as group:
@@ -84,11 +101,32 @@ async def flood(url: str, pid: int, paths: list[str], senders: int, seconds: flo
         running = [await asyncio.create_subprocess_exec(*command, stdout=pipe) for _ in range(senders)]
         if not running:
             await asyncio.sleep(seconds)
-        sent = [int((await one.communicate())[0]) for one in running]
+        said = [(await one.communicate())[0].split() for one in running]
         over.set()
-    result.datagrams = sum(sent) / seconds
+    result.sent = sum(int(sent) for sent, _ in said)
+    result.senders_s = sum(float(took_s) for _, took_s in said)
+    result.workers_s = cpu_s(pid) - began_s
+    result.datagrams = result.sent / seconds
     result.rss_mb = (before, rss_mb(pid))
     return result
+
+
+async def link_alone(seconds: float) -> float:
+    """Return how many datagrams a second one sender gets to a link in a process that does nothing else."""
+    seen = 0
+
+    def count(payload: bytes) -> None:
+        nonlocal seen
+        with suppress(msgspec.DecodeError):
+            wire.decode(payload)
+        seen += 1
+
+    with tempfile.TemporaryDirectory() as name:
+        async with DatagramLink(Siblings(Path(name), 0, 2), on_message=count):
+            command = (sys.executable, "-c", _SENDER, str(seconds), f"{name}/sync-0.sock")
+            sender = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            await sender.communicate()
+    return seen / seconds
 
 
 async def sockets(folder: Path) -> list[str]:
@@ -122,14 +160,18 @@ def report(results: list[Result], seconds: float) -> str:
         f"Command: `python -m benchmarks.datagrams --seconds {seconds:g}`, load {os.getloadavg()[0]:.0f} on"
         f" {os.cpu_count()} cores.",
         "",
-        "| senders | datagrams/s | chats | median ms | longest ms | RSS MB before, behind |",
-        "|---|---|---|---|---|---|",
+        "| senders | datagrams/s | CPU us of one at its sender, at the worker | chats | median ms | longest ms"
+        " | RSS MB before, behind |",
+        "|---|---|---|---|---|---|---|",
     ]
+    chat_s = results[0].workers_s / max(1, results[0].answers.total())
     for one in results:
         took_ms = sorted(1e3 * took for took in one.took_s)
         answers = ", ".join(f"{count} x {kind}" for kind, count in sorted(one.answers.items()))
+        worker_s = one.workers_s - chat_s * one.answers.total()
+        each = f"{1e6 * one.senders_s / one.sent:.1f}, {1e6 * worker_s / one.sent:.1f}" if one.sent else ""
         lines.append(
-            f"| {one.senders} | {one.datagrams:,.0f} | {answers} | {took_ms[len(took_ms) // 2]:.1f}"
+            f"| {one.senders} | {one.datagrams:,.0f} | {each} | {answers} | {took_ms[len(took_ms) // 2]:.1f}"
             f" | {took_ms[-1]:.1f} | {one.rss_mb[0]:.0f}, {one.rss_mb[1]:.0f} |"
         )
     return "\n".join(lines) + "\n"
@@ -140,7 +182,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=4.0)
     options = parser.parse_args()
+    alone = uvloop.run(link_alone(options.seconds))
     sys.stdout.write(report(asyncio.run(run(options.seconds)), options.seconds))
+    sys.stdout.write(f"\nOne sender to one link in a process that does nothing else: {alone:,.0f} a second.\n")
 
 
 if __name__ == "__main__":
