@@ -7,9 +7,9 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvproxy.cache.indexes.approximate_dump import fingerprint
 from kvproxy.cluster.routing.work import Finite
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads, Routed
+from kvproxy.operate.runtime.approximate_dump import fingerprint
 
 log = logging.getLogger("kvproxy.sync")
 

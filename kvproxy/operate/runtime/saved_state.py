@@ -18,12 +18,12 @@ import msgspec
 from xxhash import xxh3_64
 
 from kvproxy.base.types import Clock, EndpointId
-from kvproxy.cache.indexes.approximate_dump import IndexColumns, Restoration, dump, fingerprint
 from kvproxy.cache.overlap.last_served import LastServed, Served
 from kvproxy.cache.prefix.hashing import little_endian
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.speeds import SpeedState
+from kvproxy.operate.runtime.approximate_dump import IndexColumns, Restoration, dump, fingerprint
 
 log = logging.getLogger("kvproxy.kvcache")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.cache.indexes.approximate_dump import fingerprint
 from kvproxy.features.snapshot.restart import SnapshotFile
+from kvproxy.operate.runtime.approximate_dump import fingerprint
 from kvproxy.operate.runtime.saved_state import Kept, Outcome, Unusable, encode
 
 NOW = 1_800_000_000.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64
 
-from kvproxy.cache.indexes.approximate_dump import EndpointPaths, IndexColumns, fingerprint
+from kvproxy.operate.runtime.approximate_dump import EndpointPaths, IndexColumns, fingerprint
 from kvproxy.operate.runtime.saved_state import (
     VERSION,
     ClusterKept,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.indexes import approximate_dump as snapshot
 from kvproxy.cache.indexes.approximate import ApproximateIndex
-from kvproxy.cache.indexes.approximate_dump import (
+from kvproxy.operate.runtime import approximate_dump as snapshot
+from kvproxy.operate.runtime.approximate_dump import (
     Dumped,
     EndpointPaths,
     IndexColumns,
