@@ -63,7 +63,12 @@ class _QueuedRequest:
     decide: Decide
     take: Take
     placed: asyncio.Future[Pick | None]
-    room: RoomWait | None  # None: it waits for its turn alone
+    came_at: float
+    tenant: str
+    weight: float
+    level: int
+    ticket: Ticket[_QueuedRequest] | None = None
+    room: RoomWait | None = None  # None: it waits for its turn alone
 
 
 class RouterQueue:
@@ -149,31 +154,13 @@ class RouterQueue:
         that is on by itself, takes the decision at once unless a session would begin without room. Raises QueueFull
         for a session that could not begin in time."""
         now = self._clock()
-        request = decision.request
-        room = self._find_room(request, now)
-        queued = _QueuedRequest(decide, take, asyncio.get_running_loop().create_future(), room)
-        least_s = least_own_s(request.facts, decision.candidates, self._speeds)
-        has_room = None
-        if room is not None:
-            has_room = partial(self._has_room, self.admission, room, request.model)
-        ticket = self._queue.offer(
-            queued,
-            least_s,
-            now,
-            model=request.model,
-            level=level,
-            tenant=tenant,
-            weight=weight,
-            has_room=has_room,
-        )
-        if ticket is None:
-            if room is not None:
-                room.over(now)
-            later_s = self._queue.retry_after_s(now) if self._refuses else self._begins_later_s(request, now)
-            if later_s is None:
+        queued = _QueuedRequest(decide, take, asyncio.get_running_loop().create_future(), now, tenant, weight, level)
+        try:
+            if not self._offer(queued, decision, now):
                 return take(decision, now)
+        except QueueFull:
             self._exit_count(ReleaseReason.REFUSED).inc()
-            raise QueueFull(later_s)
+            raise
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._release_in_turn(), name=f"router queue {self._cluster}")
         # an endpoint may have capacity, since requests for another model kept this one waiting
@@ -181,13 +168,37 @@ class RouterQueue:
         try:
             pick = await queued.placed
         except asyncio.CancelledError:
-            self._abandon(ticket)
+            self._abandon(queued)
             raise
         finally:
-            if room is not None:
-                room.over(self._clock())
+            if queued.room is not None:
+                queued.room.over(self._clock())
         self._metrics.group(RoutingMetrics).router_queue_wait.labels(self._cluster).observe(self._clock() - now)
         return pick
+
+    def _offer(self, queued: _QueuedRequest, decision: Decision[Endpoint], now: float) -> bool:
+        """Queue a request, for room if it needs some; False: the queue is full, and it does not wait. Raises
+        QueueFull."""
+        request = decision.request
+        room = queued.room = self._find_room(request, now)
+        queued.ticket = self._queue.offer(
+            queued,
+            least_own_s(request.facts, decision.candidates, self._speeds),
+            queued.came_at,
+            model=request.model,
+            level=queued.level,
+            tenant=queued.tenant,
+            weight=queued.weight,
+            has_room=None if room is None else partial(self._has_room, self.admission, room, request.model),
+        )
+        if queued.ticket is not None:
+            return True
+        if room is not None:
+            room.over(now)
+        later_s = self._queue.retry_after_s(now) if self._refuses else self._begins_later_s(request, now)
+        if later_s is None:
+            return False
+        raise QueueFull(later_s)
 
     def _find_room(self, request: PickRequest, now: float) -> RoomWait | None:
         """Return the request's wait for room; None: it needs none. Raises QueueFull if that would take too long."""
@@ -196,7 +207,6 @@ class RouterQueue:
             return None
         later_s = admission.retry_after_s(request, self._queue.settings.max_wait_s, now)
         if later_s is not None:
-            self._exit_count(ReleaseReason.REFUSED).inc()
             raise QueueFull(later_s)
         return admission.wait(request, now)
 
@@ -312,10 +322,8 @@ class RouterQueue:
             verdict = queued.decide(now)
             if queued.room is not None:
                 queued.room.over(now)
-            if why is ReleaseReason.MAX_WAIT and not isinstance(verdict, Refusal):
-                later_s = self._begins_later_s(verdict.request, now)
-                if later_s is not None:
-                    raise QueueFull(later_s)
+            if not isinstance(verdict, Refusal) and self._waits_on(queued, verdict, why, now):
+                return
             pick = queued.take(verdict, now)
         except QueueFull as error:
             self._exit_count(ReleaseReason.REFUSED).inc()
@@ -326,6 +334,15 @@ class RouterQueue:
             return
         self._exit_count(ReleaseReason.NO_ENDPOINT if pick is None else why).inc()
         queued.placed.set_result(pick)
+
+    def _waits_on(self, queued: _QueuedRequest, decision: Decision[Endpoint], why: ReleaseReason, now: float) -> bool:
+        """Return whether a request whose turn has come waits for room from now on. Raises QueueFull for a session that
+        has waited for it long enough and would begin without."""
+        if why is ReleaseReason.TURN and decision.request.waits_for_room:
+            return self._offer(queued, decision, now)
+        if why is ReleaseReason.MAX_WAIT and (later_s := self._begins_later_s(decision.request, now)) is not None:
+            raise QueueFull(later_s)
+        return False
 
     def _begins_later_s(self, request: PickRequest, now: float) -> float | None:
         """Return when a session that would begin where it has no room should come again; None: this is no such one."""
@@ -350,10 +367,10 @@ class RouterQueue:
     def _exit_count(self, reason: ReleaseReason) -> CounterCell:
         return self._metrics.group(RoutingMetrics).router_queue_exits.labels(self._cluster, reason.value)
 
-    def _abandon(self, ticket: Ticket[_QueuedRequest]) -> None:
+    def _abandon(self, queued: _QueuedRequest) -> None:
         """Remove the request of a client that left, possibly in the same moment as its turn."""
-        queued = ticket.item
-        if not ticket.released:
+        ticket = queued.ticket
+        if ticket is not None and not ticket.released:
             self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
             self._queue.cancel(ticket)
             self._load_decreased.set()  # the next request may be another one, and the task ends with the last

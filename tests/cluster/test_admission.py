@@ -189,6 +189,25 @@ async def test_after_the_longest_wait_new_sessions_are_refused_and_others_pass(
     assert rule.waits[0].ended
 
 
+async def test_one_whose_turn_comes_when_there_is_no_room_waits_for_room(clock: FakeClock) -> None:
+    """It had room when it came, and waited for an endpoint with capacity alone."""
+    cluster, queue, rule = ruled(clock)
+    picks = await fill(cluster, 4999)
+    rule.open = True
+    waiting = enter(cluster, LARGE)
+    await until(lambda: len(queue) == 1)
+    assert queue.status(clock())["waiting_for_room"] == 0
+    rule.open = False
+    for pick in picks:
+        pick.settle(AttemptOutcome.SUCCESS, clock())
+    await until(lambda: queue.status(clock())["waiting_for_room"] == 1)
+    rule.open = True
+    queue.on_load_decrease()
+    await placed(waiting)
+    assert [wait.ended for wait in rule.waits] == [True]
+    assert len(queue) == 0
+
+
 @pytest.mark.parametrize("enabled", [True, "auto"], ids=["set up", "on by itself"])
 async def test_with_the_queue_full_no_room_is_waited_for(clock: FakeClock, enabled: object) -> None:
     """A new session is refused, and its wait is over. One that has begun goes on without room in a queue that is on by

@@ -14,6 +14,7 @@ endpoint's load fell or `next_poll_at` has come.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class FairQueue(Generic[ItemT]):
         self,
         item: ItemT,
         own_s: float,
-        now: float,
+        came_at: float,
         *,
         model: str = "",
         level: int = 0,
@@ -77,16 +78,20 @@ class FairQueue(Generic[ItemT]):
         has_room: HasRoom | None = None,
     ) -> Ticket[ItemT] | None:
         """Queue a request that takes `own_s` seconds of prefill, of a class `level` above others, of a tenant with this
-        `weight`, and until an engine `has_room` for it (None: it needs none); None when the queue is full."""
+        `weight`, and until an engine `has_room` for it (None: it needs none); None when the queue is full. One that
+        has waited here already `came_at` an earlier time than others before it."""
         if self.waiting >= self.settings.limit:
             return None
-        ticket = Ticket(item, own_s, now, level * LEVEL_S, tenant, model, has_room, weight)
+        ticket = Ticket(item, own_s, came_at, level * LEVEL_S, tenant, model, has_room, weight)
         if tenant not in self._of_tenant:
             self._granted_s[tenant] = self._virtual_s
         self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
         self.waiting += 1
         self.waiting_for_room += has_room is not None
-        self._arrivals.append(ticket)
+        if self._arrivals and came_at < self._arrivals[-1].queued_at:
+            insort(self._arrivals, ticket, key=lambda one: one.queued_at)
+        else:
+            self._arrivals.append(ticket)
         self._push(ticket)
         return ticket
 

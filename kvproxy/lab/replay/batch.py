@@ -23,7 +23,8 @@ from kvproxy.operate.commands.progress import ProgressBar, announce_part
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
     """One policy on one batch, over what was answered. A session lasts from its first request to its last answer; its
-    slowdown is that against the time it takes alone on an idle engine. A request waits until an engine admits it."""
+    slowdown is that against the time it takes alone on an idle engine. A request waits until an engine admits it; the
+    longest wait is that of one that was refused since it came again."""
 
     sessions: float
     ended: float  # sessions of which every request was answered
@@ -38,6 +39,7 @@ class BatchFigures:
     hit_rate: float
     fairness: float  # Jain's index of the slowdowns
     wait_by_length: float  # correlation of a request's wait with the length of its prompt
+    refused: float = 0.0  # times that a request was refused after too long a wait, and came again
 
     @classmethod
     def average(cls, runs: Sequence[BatchFigures]) -> BatchFigures:
@@ -65,7 +67,8 @@ COLUMNS = (
 )
 LEGEND = (
     "session (mean, p90): s from a session's start to its last answer; first p90: TTFT of first requests;",
-    "wait max: longest until an engine admitted a request; hit: share of prompt tokens found in cache;",
+    "wait max: longest until an engine admitted a request, or since its refusal (429); hit: share of prompt",
+    "tokens found in cache;",
     "fair: Jain's index of the sessions' slowdowns; wait~len: correlation of a request's wait with its",
     "prompt's length; /baseline: mean session time over {baseline}'s",
 )
@@ -212,11 +215,25 @@ def summarize_batch(outcomes: Sequence[ReplayOutcome], trace: Trace, alone_s: Se
         session_p90_s=percentile(times, 0.9),
         first_answer_p90_s=percentile(sorted(each.ttft_s for each in firsts.values() if each.ttft_s is not None), 0.9),
         ttft_mean_s=fmean(each.ttft_s for each in done if each.ttft_s is not None) if done else 0.0,
-        wait_max_s=max((wait for _, wait in waits), default=0.0),
+        wait_max_s=max(
+            (
+                each.admitted_at - (each.came_again_at or each.arrived_at)
+                for each in done
+                if each.admitted_at is not None
+            ),
+            default=0.0,
+        ),
         hit_rate=sum(each.cached_tokens for each in done) / prompt if prompt else 0.0,
         fairness=jain_index([(last - first) / alone_s[number] for number, (first, last) in spans.items()]),
         wait_by_length=_correlate(waits),
+        refused=sum(each.refusals for each in outcomes),
     )
+
+
+def _latest_wait_s(outcome: ReplayOutcome) -> float:
+    """Return how long a request waited for an engine since it came last."""
+    came_at = outcome.arrived_at if outcome.came_again_at is None else outcome.came_again_at
+    return 0.0 if outcome.admitted_at is None else outcome.admitted_at - came_at
 
 
 def _ended(done: Sequence[ReplayOutcome], trace: Trace) -> Iterator[tuple[int, tuple[float, float]]]:

@@ -29,6 +29,8 @@ class ReplayOutcome:
     session: int = -1
     tenant: str = ""
     prefilled_at: int = -1  # endpoint that computed the prompt for the one that answered
+    refusals: int = 0  # after too long a wait for room; its client came again at once
+    came_again_at: float | None = None  # after the last of them
 
     @property
     def ttft_s(self) -> float | None:

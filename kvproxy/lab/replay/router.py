@@ -159,8 +159,9 @@ class VirtualRouter:
             room = request.room = self.admission.wait(decision.request, now)
             has_room = lambda at: room.has_room(self.endpoints, at)  # noqa: E731
         own_s = least_own_s(decision.request.facts, self.endpoints, self._speeds)
-        tenant = request.outcome.tenant
-        return self._queue.offer(request, own_s, now, tenant=tenant, has_room=has_room) is not None
+        outcome = request.outcome
+        came_at = outcome.arrived_at if outcome.came_again_at is None else outcome.came_again_at
+        return self._queue.offer(request, own_s, came_at, tenant=outcome.tenant, has_room=has_room) is not None
 
     def release(self, now: float) -> Placement | None:
         """Places the next queued request whose time has come; call until None."""
@@ -170,18 +171,26 @@ class VirtualRouter:
                 return None
             request = ticket.item
             decision = self._decide(request, now)
-            if request.room is not None:
-                request.room.over(now)
+            room = request.room
+            if room is not None:
+                room.over(now)
                 request.room = None
-            if not self._comes_again(decision, now) or not self._offer(request, decision, now):
+            if not decision.request.waits_for_room or (
+                room is not None and not self._comes_again(request, decision, now)
+            ):
+                return self._place(request, decision, now)
+            if not self._offer(request, decision, now):
                 return self._place(request, decision, now)
         return None
 
-    def _comes_again(self, decision: Decision[SimEndpoint], now: float) -> bool:
-        """Return whether the proxy refuses a request that has waited for too long, whose client tries again."""
-        asked = decision.request
-        admission = self.admission
-        return admission is not None and asked.waits_for_room and admission.retry_after_s(asked, 0.0, now) is not None
+    def _comes_again(self, request: LiveRequest, decision: Decision[SimEndpoint], now: float) -> bool:
+        """Return whether the proxy refuses a request that has waited for too long, and count that its client tries
+        again."""
+        if self.admission is None or self.admission.retry_after_s(decision.request, 0.0, now) is None:
+            return False
+        request.outcome.refusals += 1
+        request.outcome.came_again_at = now
+        return True
 
     def next_release_at(self, now: float) -> float | None:
         """When `release` may have something although no load changes."""

@@ -182,6 +182,16 @@ def test_tenants_take_turns_by_work() -> None:
     assert order.index("few1") <= 4
 
 
+def test_one_that_has_waited_before_keeps_its_time() -> None:
+    """It is due as if it had waited on."""
+    world = World(QueueSettings(max_wait_s=30.0))
+    world.hold("first", now=10.0)
+    world.hold("second", now=20.0)
+    world.hold("again", now=5.0)
+    assert world.poll(35.0, BUSY) == "again"
+    assert world.drained(60.0) == ["first", "second"]
+
+
 def test_tenants_share_by_weight() -> None:
     """One of 3 gets three times the work of one of 1 while both wait."""
     world = World()

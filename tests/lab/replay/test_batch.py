@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -12,13 +14,16 @@ from random import Random
 import pytest
 
 from benchmarks.sessions import RULES
+from kvproxy.cluster.routing.fair_queue import QueueSettings
+from kvproxy.lab.replay import compare
 from kvproxy.lab.replay.batch import BatchReport, compare_batch, measure_alone, summarize_batch
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, play_policy
 from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Trace, parse_trace
+from kvproxy.lab.simulator.timing import EngineTiming
 from tests.lab.replay.test_command import replay
-from tests.lab.replay.traces import chat_trace, lines
+from tests.lab.replay.traces import agents, chat_trace, lines
 
 FLEET = ReplayFleet(instances=2, capacity_tokens=65_536)
 
@@ -105,6 +110,33 @@ def test_figures_of_a_batch() -> None:
     assert (figures.first_answer_p90_s, figures.ttft_mean_s, figures.hit_rate) == (5.0, 4.0, 0.5)
     assert figures.fairness == pytest.approx((2.0 + 6.0) ** 2 / (2 * (4.0 + 36.0)))
     assert figures.wait_by_length == pytest.approx(1.0)
+
+
+def test_a_request_that_was_refused_waits_anew() -> None:
+    """Its client may stay away; its whole time counts for its session all the same."""
+    again = replace(outcome(0, 0.0, wait=700.0, end=710.0), refusals=1, came_again_at=540.0)
+    figures = summarize_batch([again], chat_trace(sessions=1, turns=1), [10.0])
+    assert (figures.wait_max_s, figures.refused, figures.session_mean_s) == (160.0, 1, 710.0)
+
+
+def test_sessions_are_refused_after_the_longest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none waits longer at a time."""
+    monkeypatch.setattr(compare, "QueueSettings", partial(QueueSettings, max_wait_s=3.0))
+    trace = agents(24, 12, apart_ms=1000)
+    fleet = ReplayFleet(
+        instances=1, capacity_tokens=8192, reuse_outputs=True, timing=EngineTiming(prefill_tokens_per_s=1000.0)
+    )
+    policy = PolicySpec.parse("kv_aware").make(rng=Random(1))
+    outcomes = play_policy(trace, Pace(), fleet, policy, queue=True, seed=1)
+    figures = summarize_batch(outcomes, trace, measure_alone(trace, fleet))
+    assert figures.failed == 0
+    assert figures.refused > 0
+    waits_s = [
+        one.placed_at - (one.arrived_at if one.came_again_at is None else one.came_again_at)
+        for one in outcomes
+        if one.placed_at is not None
+    ]
+    assert max(waits_s) == pytest.approx(3.0, abs=0.01)
 
 
 def test_a_session_that_lost_a_request_is_no_session_that_ended() -> None:
