@@ -44,6 +44,7 @@ class PeerApplier:
         self.origin = origin
         self.told = self.digest = 0  # prompts received, as in Beat
         self.unknown = self.failed = 0  # deltas about unknown objects, and deltas that could not be applied
+        self._late = False  # the present deltas are of times that are over
         self.unsure = False  # one of them concerned a request in flight: until the peer sends its state
         self._world = world
         self.journal = journal
@@ -51,11 +52,14 @@ class PeerApplier:
         self._given_up: dict[tuple[str, int], SpeculativeEntry] = {}  # when it fell silent
         self._rows: dict[tuple[str, str], int] = {}  # number of the batch that had its latest load
 
-    def apply(self, said: Iterable[Delta], now: float) -> None:
-        """Apply deltas, the oldest first. A delta that cannot be applied is dropped alone."""
+    def apply(self, said: Iterable[Delta], now: float, *, late: bool = False) -> None:
+        """Apply deltas, the oldest first. A delta that cannot be applied is dropped alone. Requests whose deltas
+        come too `late`, as those that a newcomer is sent, take no room in the engines' memory."""
         world = self._world()
+        self._late = late
         for delta in said:
             self._try(_APPLY[type(delta)], delta, world, now)
+        self._late = False
 
     def load(self, loads: Iterable[EndpointLoads], seq: int, now: float) -> None:
         """Ledgers as of batch `seq`, in any order of these."""
@@ -137,7 +141,7 @@ class PeerApplier:
             cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
             entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.followed.any)
             self.open[delta.cluster, delta.number] = entry
-            if (admission := world.clusters[delta.cluster].admission) is not None:
+            if (admission := world.clusters[delta.cluster].admission) is not None and not self._late:
                 facts = OverlapFacts(delta.tokens, blocks=cursor.hashes, session=delta.session, parent=delta.parent)
                 admission.placed_elsewhere((self.origin, delta.number), facts, endpoint, now)
         if len(self.open) > MAX_OPEN:

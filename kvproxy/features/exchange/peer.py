@@ -25,6 +25,8 @@ WINDOW_S = 60.0
 
 _LAGS = 512
 _OFFSET_S = 30.0
+#: A batch that is later than that is one of a time that is over, as those that a newcomer is sent.
+_LATE_S = 2.0
 #: Sums: a snapshot has them whole.
 _SUMS = deltas.Spent, deltas.Sample
 
@@ -217,7 +219,8 @@ class Peer:
         self._next = batch.seq + 1
         self._said_s = batch.sent_s
         known = _SUMS if batch.seq <= self._summed else ()
-        self.heard.apply((one for one in batch.deltas if not isinstance(one, known)), now)
+        late = self.lag.late_s(batch.sent_s, now) > _LATE_S
+        self.heard.apply((one for one in batch.deltas if not isinstance(one, known)), now, late=late)
 
     def _go_on(self, now: float) -> None:
         while self._next is not None and self._next in self._held:
@@ -278,9 +281,13 @@ class Lag:
             self._least = difference
             self._since = now
         self._least = min(self._least, difference)
-        late_s = difference - min(self._least, self._least_before) + 0.5 * self.round_trip_s
+        late_s = self.late_s(sent_s, now)
         self.seconds.append(late_s)
         return late_s
+
+    def late_s(self, sent_s: float, now: float) -> float:
+        """Return how late a message is, which is not observed."""
+        return now - sent_s - min(self._least, self._least_before) + 0.5 * self.round_trip_s
 
     def went_around(self, seconds: float) -> None:
         """Record a round-trip time sample."""

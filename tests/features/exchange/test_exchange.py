@@ -630,6 +630,23 @@ def test_turns_of_sessions_are_counted_where_others_placed_them() -> None:
     assert two.cluster.admission.ended == [True, False]
 
 
+def test_a_newcomer_counts_no_turns_of_a_time_that_is_over() -> None:
+    """It is sent them again for its index. Sessions that are over would take room, and their pauses would be none."""
+    bus, one, _two = pair()
+    one.end(one.begin(A, 1, 2, 3, tokens=300))
+    one.flush()
+    bus.deliver()
+    bus.heal(30)
+    three = Node(bus, "three")
+    three.cluster.admission = Turns()
+    bus.heal(2)
+    assert three.cluster.admission.ended == []
+    one.begin(A, 1, 2, 3, 4, tokens=400)
+    one.flush()
+    bus.deliver()
+    assert list(three.cluster.admission.running.values()) == [(A, 400, 4)]
+
+
 def test_sessions_of_a_proxy_that_died_may_go_on_elsewhere() -> None:
     """Their turns end as if they had been served, so that they are idle and soon without a place."""
     bus, one, two = pair()
