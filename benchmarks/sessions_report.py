@@ -27,9 +27,9 @@ once.
 session's end known to them; `places=N`, with the best N, admits N sessions on each engine to their end. `kv_aware` is
 kvproxy with nothing configured: it knows sessions by their prompts, not their ends, and admits them where an engine
 has room; `+no_admission` admits all at once. Sessions an hour; s from a session's start to its last answer; TTFT of
-first requests, 90 %; the longest until an engine admitted a request; share of prompt tokens found in cache; Jain's
-index of the sessions' slowdowns against their time alone; correlation of a request's wait with its prompt's length.
-Chat: TTFT.
+first requests, 90 %; the longest until an engine admitted a request, or, of one that was refused after `max_wait`
+(540 s), since it came again at once; share of prompt tokens found in cache; Jain's index of the sessions' slowdowns
+against their time alone; correlation of a request's wait with its prompt's length. Chat: TTFT.
 """
 
 COLUMNS = (
@@ -106,6 +106,8 @@ def _mean(rows: Rows) -> Row:
 
 def as_markdown(rows: Rows) -> str:
     """Return the report: a table of each shape, its cells as they were run and the policies of each in one order."""
+    others = _other_seeds(rows)
+    rows = [row for row in rows if row["seed"] == 1]
     cells = list(dict.fromkeys(row["cell"] for row in rows))
     policies = (OFF, ON, *PEERS, "places")
     rows = sorted(rows, key=lambda row: (cells.index(row["cell"]), policies.index(row["policy"].partition("=")[0])))
@@ -114,7 +116,38 @@ def as_markdown(rows: Rows) -> str:
     for shape in shapes:
         of_shape = [row for row in rows if row["cell"].partition("-")[0] == shape]
         lines += [f"## {shape}", *_table(of_shape), ""]
-    return "\n".join(lines)
+    return "\n".join(lines + others)
+
+
+#: Figures of which the spread over the seeds is shown, with admission, and over those without.
+SPREAD = (
+    ("session over off", "session_mean_s", True),
+    ("sessions/h over off", "sessions_per_hour", True),
+    ("hit", "hit_rate", False),
+    ("fair", "fairness", False),
+    ("chat 99 % over off", "chat_p99_s", True),
+)
+
+
+def _other_seeds(rows: Rows) -> list[str]:
+    """Return what other draws of the same cells come to, seed by seed."""
+    found: dict[str, dict[int, dict[str, Row]]] = {}
+    for row in rows:
+        found.setdefault(row["cell"], {}).setdefault(row["seed"], {})[row["policy"]] = row
+    body = []
+    for cell, by_seed in found.items():
+        pairs = [(runs[ON], runs[OFF]) for _, runs in sorted(by_seed.items()) if ON in runs and OFF in runs]
+        if len(pairs) < 2:
+            continue
+        cells = []
+        for _, name, against in SPREAD:
+            values = [on[name] / off[name] if against else on[name] for on, off in pairs if name in on]
+            cells.append(" ".join(f"{value:.2f}" for value in values))
+        body.append([cell, *cells])
+    if not body:
+        return []
+    titles = ["cell", *(title for title, _, _ in SPREAD)]
+    return ["## Other draws", "", "Seeds 1, 2 and so on.", *table(titles, body), ""]
 
 
 def _table(rows: Rows) -> list[str]:
