@@ -39,6 +39,15 @@ until a place is reserved; settling follows its first token and its end. Other w
 about one factor: the quietest round is nearest to an idle one.
 """
 
+WANTED = """\
+Wanted with KV events, next turn: at most 100, 110, 120 and 150 us at 8, 128, 512 and 2,000 endpoints. What grows is one
+look at each engine's table of blocks, one merged fact for each endpoint and one cost for each. Where chats share a
+system prompt every endpoint holds some of it, so that a list of holders is as long as the fleet; and the cost of an
+endpoint changes with time (progress of its prefill, its usual wait), so that an order of endpoints by it does not last
+until the next decision. An index of blocks over all engines, with a set of engines for each run as in the approximate
+index, would take the first two away; the third needs bounds on these terms that hold for a while.
+"""
+
 Samples = dict[str, list[Decided]]
 
 
@@ -226,6 +235,7 @@ def report(document: Mapping[str, Any]) -> str:
         "Medians with a stopwatch in front of every part, which costs some microseconds by itself.", "",
         *_parts(document["parts"]), "",
         "## Growth with endpoints", "", *_growth(document["growth"]["endpoints"], "endpoints", 1), "",
+        WANTED,
         "## Growth with the prompt", "", *_growth(document["growth"]["tokens"], "tokens", 1024),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
