@@ -50,9 +50,9 @@ LiteLLM's publication names {PUBLISHED} vCPU for {RATE:,} requests a second of 5
 processors, and a deployment whose features are not known here; this run has the proxy alone, without database, keys and
 callbacks. Proxies, engines and clients share two cores with other programs: caches are colder and kernel time is higher
 than on a quiet machine, for all alike, so that ratios are worth more than the numbers. No TLS; the kernel's work on
-sockets is in it. `kv_aware` runs without KV events, LMCache and an admin listener. The stub's streams report no usage,
-and LiteLLM counts the tokens of such a prompt itself, which is nearly all of what its streams cost here: judge it by its
-whole answers, which do report it.
+sockets is in it. `kv_aware` runs without KV events, LMCache and an admin listener. The stub's streams report no usage;
+that LiteLLM counts the tokens of their prompts itself would explain what its streams cost here (not verified), so judge
+it by its whole answers, which do report usage.
 """
 
 
