@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from cachetools import TTLCache
 from ray.serve.request_router import MultiplexMixin, PendingRequest, RequestRouter, RunningReplica
 
 from kvproxy.embed.no_endpoint import NoEndpoint
@@ -24,8 +23,8 @@ from kvproxy.embed.router import PlacedRequest, Router
 
 log = logging.getLogger("kvproxy")
 
+#: Requests whose end Ray did not report yet.
 _MAX_OPEN = 10_000
-_OPEN_S = 3600.0
 #: How long a request counts whose end Ray does not report: with direct streaming it asks for a replica, no more.
 _PICKED_S = 10.0
 _SETTINGS = {
@@ -54,7 +53,8 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
             self._settings["sync"] = {"replica": f"{socket.gethostname()}-{uuid.uuid4().hex}", **sync}
         self._router: Router | None = None
         self._known: dict[str, dict[str, Any]] = {}
-        self._open: TTLCache[str, PlacedRequest] = TTLCache(_MAX_OPEN, _OPEN_S)
+        self._changed = True  # replicas, or what is known of them
+        self._open: dict[str, PlacedRequest] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -96,6 +96,11 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
         else:
             placed.leave()
 
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """As of Ray Serve."""
+        self._changed = True
+        super().update_replicas(replicas)
+
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """As of Ray Serve."""
         super().on_replica_actor_died(replica_id)
@@ -106,7 +111,9 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
     ) -> PlacedRequest:
         metadata = pending.metadata
         allowed = {one.replica_id.unique_id: one for one in candidates}
-        router = await self._router_for(candidates)
+        router = self._router
+        if router is None or self._changed:
+            router = await self._follow_replicas(candidates)
         model = metadata.multiplexed_model_id
         having = {name for name, one in allowed.items() if model and model in one.multiplexed_model_ids}
         earlier = self._open.pop(metadata.internal_request_id, None)
@@ -120,7 +127,10 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
             sees_first_token=metadata.is_streaming,
         )
         await placed.__aenter__()
+        placed.body = b""  # the replica gets it from Ray
         self._open[metadata.internal_request_id] = placed
+        if len(self._open) > _MAX_OPEN:
+            self._leave(next(iter(self._open)))
         if metadata.internal_request_id in self._pending_requests_by_id:
             pending.future.add_done_callback(lambda future: self._given_up(future, metadata.internal_request_id))
         else:
@@ -136,9 +146,10 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
         if placed is not None:
             placed.leave()
 
-    async def _router_for(self, replicas: list[RunningReplica]) -> Router:
-        """Return the router, with these replicas as its endpoints besides those it had."""
-        found = {one.replica_id.unique_id: _engine_of(one) for one in replicas}
+    async def _follow_replicas(self, candidates: list[RunningReplica]) -> Router:
+        """Return the router, with all replicas as its endpoints."""
+        self._changed = False
+        found = {one.replica_id.unique_id: _engine_of(one) for one in (*self._replicas_list, *candidates)}
         router = self._router
         if router is None:
             endpoints = [{"id": name, **engine} for name, engine in found.items()]
@@ -149,7 +160,7 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
             if self._known.get(name) != engine:
                 router.add_endpoint(name, **engine)
                 self._known[name] = engine
-        for name in self._known.keys() - {each.unique_id for each in self._replica_id_set}:
+        for name in self._known.keys() - found.keys():
             self._forget(name)
         return router
 

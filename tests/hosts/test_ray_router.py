@@ -117,6 +117,18 @@ async def test_a_request_given_up_while_it_waits_is_no_load() -> None:
     await until(lambda: in_flight(router) == 0)
 
 
+async def test_of_requests_whose_end_is_never_reported_the_oldest_count_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import kvproxy.ray
+
+    monkeypatch.setattr(kvproxy.ray, "_MAX_OPEN", 2)
+    router = make_router(Replica("a"))
+    for number in range(4):
+        await router._choose_replica_for_request(make_request(number))
+    assert in_flight(router) == 2
+
+
 async def test_the_end_of_an_attempt_without_room_leaves_the_next_one() -> None:
     """Ray reports an end for the attempt that a full replica refused, perhaps after it chose again."""
     router = make_router(Replica("a"), Replica("b"))
@@ -178,6 +190,7 @@ async def test_an_engine_is_known_by_the_address_that_its_replica_names() -> Non
     await serve(router, make_request(0))
     async with simulated_engines(1) as endpoints:
         replica.routing_stats = {"engine_url": endpoints["sim-0"]}
+        router.update_replicas([replica])
         await serve(router, make_request(1))
         (endpoint,) = router._router.proxy.clusters["default"].endpoints
         assert str(endpoint.origin) == endpoints["sim-0"]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.hosts
 FOLDER = Path(__file__).parent / "typed"
 ROOT = FOLDER.parents[2]
 CHECKERS = {
-    "mypy": ["--strict", "--follow-imports=silent", "--config-file="],
+    "mypy": ["--strict", "--follow-imports=silent", "--config-file=", "--cache-dir=.mypy_cache/typed"],
     "pyright": ["--pythonpath", sys.executable],
 }
 
