@@ -26,6 +26,7 @@ from kvproxy.cluster.settings import EndpointSettings
 from tests.cache.fleet import simulated
 from tests.cache.support import NOWHERE, long_text
 from tests.support.asgi import Inner, call, http_scope
+from tests.support.clock import FakeClock
 from tests.support.until import until
 
 ENGINES = {"a": NOWHERE, "b": NOWHERE}
@@ -368,7 +369,8 @@ async def test_the_proxys_own_decision_spreads_what_begins_alike() -> None:
         await go_on.wait()
         return JSONResponse({"usage": USAGE})
 
-    app = KVCacheMiddleware(Starlette(routes=[Route(CHAT, forward, methods=["POST"])]), endpoints=ENGINES)
+    routes = [Route(CHAT, forward, methods=["POST"])]
+    app = KVCacheMiddleware(Starlette(routes=routes), endpoints=ENGINES, clock=FakeClock())  # all at one moment
     async with app, client(app) as http:
         asked = [asyncio.create_task(http.post(CHAT, json=body(TURN))) for _ in range(8)]
         await until(lambda: len(engines) == 8)
