@@ -29,6 +29,7 @@ SHIPPED = (
     "residents",
     "disaggregation",
     "resume",
+    "hedging",
     "rollouts",
     "engine_sleep",
     "stored_responses",

@@ -11,11 +11,13 @@ from kvproxy.base.installed import BaseFeature
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from kvproxy.base.metrics.groups import Metrics
     from kvproxy.base.settings.model import Model
+    from kvproxy.base.types import Clock
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.settings import ClusterSettings
     from kvproxy.proxy.filters.chain import FilterContext
-    from kvproxy.proxy.forward.asking import SplitsRequests
+    from kvproxy.proxy.forward.asking import HedgesRequests, SplitsRequests
 
 
 class FilterOrder(NamedTuple):
@@ -52,6 +54,12 @@ class ProxyFeature(BaseFeature):
     def split_requests(self, cluster: Cluster, settings: ClusterSettings) -> SplitsRequests | None:
         """Return how requests of the cluster, which will have these settings, are sent in legs; None: each goes to one
         endpoint."""
+        return None
+
+    def hedge_requests(
+        self, cluster: Cluster, settings: ClusterSettings, *, metrics: Metrics, clock: Clock
+    ) -> HedgesRequests | None:
+        """Return how requests of the cluster, which will have these settings, are sent twice; None: they are not."""
         return None
 
     def list_notes(self) -> Mapping[str, type]:

@@ -34,7 +34,7 @@ from kvproxy.proxy.feature import ProxyFeature
 from kvproxy.proxy.filter_settings import CachedTokens, RequestIdSettings, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext, ResolvesRoutes
 from kvproxy.proxy.forward import models as model_list
-from kvproxy.proxy.forward.asking import SplitsRequests
+from kvproxy.proxy.forward.asking import HedgesRequests, SplitsRequests
 from kvproxy.proxy.forward.body_guard import BodySanitizer, with_model
 from kvproxy.proxy.forward.cached_count import CachedCounts
 from kvproxy.proxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply
@@ -137,6 +137,7 @@ def _build_forwarder(settings: RouterSettings, context: FilterContext, budget: R
         rng=context.rng,
         cached_counts=_cached_counts(settings, context.metrics),
         legs=_find_legs(services.clusters, config),
+        hedges=_find_hedges(services.clusters, context),
     )
 
 
@@ -147,6 +148,18 @@ def _find_legs(clusters: Mapping[str, Cluster], config: ServingSettings) -> dict
         for feature in installed(ProxyFeature):
             if (legs := feature.split_requests(cluster, config.clusters[name])) is not None:
                 found[name] = legs
+    return found
+
+
+def _find_hedges(clusters: Mapping[str, Cluster], context: FilterContext) -> dict[str, HedgesRequests]:
+    """Return the clusters whose requests a feature may send twice."""
+    found = {}
+    for name, cluster in clusters.items():
+        settings = context.config.clusters[name]
+        for feature in installed(ProxyFeature):
+            hedges = feature.hedge_requests(cluster, settings, metrics=context.metrics, clock=context.clock)
+            if hedges is not None:
+                found[name] = hedges
     return found
 
 

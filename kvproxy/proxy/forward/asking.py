@@ -50,6 +50,17 @@ class SplitsRequests(Protocol):
         ...
 
 
+class HedgesRequests(Protocol):
+    """Sends requests of one cluster that wait for too long to a second endpoint."""
+
+    def race(
+        self, request: EngineRequest, pick: Pick, may_send: Callable[[], bool]
+    ) -> Coroutine[None, None, tuple[Pick, Answer]] | None:
+        """Return the answer that came first, and its place; None: the request is sent once. `may_send` takes a second
+        sending from the retry budget. Settles what it reserves, and the pick of the attempt if another one answers."""
+        ...
+
+
 class EngineRequest(msgspec.Struct, eq=False):
     """State shared by all attempts of one request. If an engine refuses an optional field (a number, the data-parallel
     rank), the request is sent again without it at once."""

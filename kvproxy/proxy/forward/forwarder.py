@@ -7,7 +7,7 @@ import contextlib
 import enum
 import functools
 import random
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,7 +30,7 @@ from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import FactSource, PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, RetryState, names_no_model, read_short, verdict_on
-from kvproxy.proxy.forward.asking import EngineRequest, SplitsRequests
+from kvproxy.proxy.forward.asking import Answer, EngineRequest, HedgesRequests, SplitsRequests
 from kvproxy.proxy.forward.cached_count import CachedCounts
 from kvproxy.proxy.forward.headers import RequestHead, describe_decision, response_headers
 from kvproxy.proxy.forward.relay import Relay, is_comment, is_event_stream
@@ -92,6 +92,8 @@ class Forwarder:
     cached_counts: CachedCounts | None = None
     #: By cluster, of those whose requests may go in legs.
     legs: Mapping[str, SplitsRequests] = field(default_factory=dict)
+    #: By cluster, of those whose requests may be sent twice.
+    hedges: Mapping[str, HedgesRequests] = field(default_factory=dict)
 
 
 class Delivery(msgspec.Struct, eq=False):
@@ -281,7 +283,11 @@ class Forwarding(Placement, kw_only=True):
                 notify(RequestObserver.attempt_began, self.exchange, pick)
             if "before_sending" in self.exchange.hooks:
                 await self.wait_to_send(pick)
-            response, status, first = await self._asking.ask_engine(pick)
+            racing = self._race(pick) if self._shared.hedges else None
+            if racing is None:
+                response, status, first = await self._asking.ask_engine(pick)
+            else:
+                pick, (response, status, first) = self._note_winner(pick, *await racing)
             if status >= 500 and status != NOT_IMPLEMENTED:
                 first, whole = await read_short(response, first)
                 if whole:
@@ -312,6 +318,34 @@ class Forwarding(Placement, kw_only=True):
             if not pick.reservation.released:
                 pick.endpoint.metrics.count_request(CLIENT_CLOSED_REQUEST)
                 pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
+
+    def _race(self, pick: Pick) -> Coroutine[None, None, tuple[Pick, Answer]] | None:
+        """Return the faster of two answers; None: the request is sent once."""
+        hedges = self._shared.hedges.get(self.cluster.name)
+        if hedges is None or self._lost or self._moves:
+            return None
+        return hedges.race(self._asking, pick, self._may_send_twice)
+
+    def _may_send_twice(self) -> bool:
+        """Return whether the request may be sent to a second engine beside the first, which is then an attempt."""
+        if self._why_no_retry(unprocessed=False):
+            return False
+        self.exchange.outcome.attempts += 1
+        return True
+
+    def _note_winner(self, pick: Pick, winner: Pick, answer: Answer) -> tuple[Pick, Answer]:
+        """Record that another endpoint answers than that of the attempt."""
+        if winner is not pick:
+            exchange = self.exchange
+            now = self._shared.clock()
+            notify(RequestObserver.attempt_failed, exchange, "hedged", now)
+            notify(RequestObserver.placed, exchange, winner.decision, now)
+            exchange.outcome.attempts -= 1  # counted as it was sent
+            self.note_attempt(winner)
+            winner.on_unhealthy(self._give_back)
+            if "attempt_began" in exchange.hooks:
+                notify(RequestObserver.attempt_began, exchange, winner)
+        return winner, answer
 
     def _failed(self, pick: Pick, error: UpstreamError) -> _Next:
         """Nothing reached the client yet (a relay in progress ends its own failures)."""
