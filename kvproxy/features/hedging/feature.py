@@ -29,10 +29,12 @@ class Hedging(Feature):
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Doubt hedging by a policy that does not learn how long a prefill takes."""
-        from kvproxy.cluster.routing.registry import policy_types
-
         for name, cluster in config.clusters.items():
-            if part_of(cluster, HedgePlace).hedge and not policy_types()[cluster.policy].learns_speeds:
+            if not part_of(cluster, HedgePlace).hedge:
+                continue
+            from kvproxy.cluster.routing.registry import policy_types  # slow to import
+
+            if not policy_types()[cluster.policy].learns_speeds:
                 what = f"has no effect with {cluster.policy.value}, which does not learn how long a prefill takes"
                 yield warning_at(("clusters", name, "hedge"), what, "policy: kv_aware")
 

@@ -22,7 +22,7 @@ from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache.feature import CacheObserver, CacheParts
 from kvproxy.features.snapshot.metrics import SnapshotMetrics
-from kvproxy.features.snapshot.settings import SnapshotSettings
+from kvproxy.features.snapshot.settings import MAX_AGE_S, SnapshotSettings
 from kvproxy.operate.runtime.saved_state import Contents, Outcome, Returned, Saved, Unusable, decode, pack_checksum
 
 _READ_BYTES = 4 << 20
@@ -239,7 +239,7 @@ class WarmRestart(BackgroundTask, CacheObserver):
     async def _restore(self) -> None:
         try:
             snapshot = await self._thread.call(self._store.read, timeout_s=self._file_timeout_s)
-            steps = self._contents.put_back(snapshot, max_age_s=self._settings.max_age)
+            steps = self._contents.put_back(snapshot, max_age_s=MAX_AGE_S)
             self._welcome(await self._sliced(steps, 0.0), snapshot.size_bytes)
             self.restored = Outcome.RESTORED
         except Unusable as error:

@@ -77,7 +77,7 @@ class WarmRoutes:
         if not chosen:
             raise RequestRefused(503, Problem("endpoint", "none serves this model now", "GET /endpoints shows why"))
         prefill = await asyncio.to_thread(_as_prefill, body, facts.model)
-        warmer = Warmer(service.settings, engines=service.engines, metrics=operated.metrics, clock=operated.clock)
+        warmer = Warmer(engines=service.engines, metrics=operated.metrics, clock=operated.clock)
         async with self._turn:
             done = await asyncio.gather(
                 *(_warm_one(warmer, service, target, inference, body, prefill, one, question.path) for one in chosen)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import Field
-
 from kvproxy.base.settings.model import Model
 
 
@@ -20,13 +18,14 @@ class PrefixExport(StrEnum):
 class WarmingSettings(Model):
     """Computing prompts at endpoints that lack them, by `kvproxy warm`."""
 
-    retired = dict.fromkeys(
-        ("enabled", "tokens_per_minute", "uses_per_replica"),
-        "a fleet's first tokens took 0.99 of their time with automatic warming; `kvproxy warm` computes prompts",
-    )
+    retired = {
+        **dict.fromkeys(
+            ("enabled", "tokens_per_minute", "uses_per_replica"),
+            "a fleet's first tokens took 0.99 of their time with automatic warming; `kvproxy warm` computes prompts",
+        ),
+        "max_requests": "an engine with more than eight requests is left alone",
+    }
 
-    max_requests: int = Field(default=8, ge=0, le=10_000)
-    """An engine that runs and holds more requests than this is left alone."""
     export: PrefixExport = PrefixExport.OFF
     """Content of `GET /warm` for the hot prefixes: token ids, by which `kvproxy warm` computes them again after the
     engines' restart (and from which their text can be read), or hashes alone. Both keep token ids of hot prefixes in

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 
 from kvproxy.base.errors import ClientError
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
 from kvproxy.cache.clients.vllm import Prefill
 from kvproxy.cache.engines import Engines
-from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.features.warming.metrics import WarmingMetrics
-from kvproxy.features.warming.settings import WarmingPlace
 
 #: One send; a long prompt on a slow engine.
 TIMEOUT_S = 120.0
+#: An engine that runs and holds more is left alone.
+MAX_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,7 @@ class Warmed:
 class Warmer:
     """Sends its caller's prompt to one endpoint at a time, within idle capacity."""
 
-    def __init__(self, settings: KvCacheSettings, *, engines: Engines, metrics: Metrics, clock: Clock) -> None:
-        self._max_requests = part_of(settings, WarmingPlace).warming.max_requests
+    def __init__(self, *, engines: Engines, metrics: Metrics, clock: Clock) -> None:
         self._clock = clock
         self._engines = engines
         self._tokens = metrics.group(WarmingMetrics).warmed_tokens
@@ -56,13 +54,12 @@ class Warmer:
 
     async def is_idle(self, endpoint: Endpoint) -> bool:
         """By its own word, and by what this proxy has under way there. ClientError where it cannot be asked."""
-        limit = self._max_requests
-        if endpoint.condition(self._clock()) is not Condition.UP or endpoint.load.in_flight > limit:
+        if endpoint.condition(self._clock()) is not Condition.UP or endpoint.load.in_flight > MAX_REQUESTS:
             return False
         engine = await self._engines.client(endpoint.engine).fetch_metrics()
-        if endpoint.load.in_flight > limit or engine.running is None:
+        if endpoint.load.in_flight > MAX_REQUESTS or engine.running is None:
             return False
-        return engine.running + (engine.waiting or 0) <= limit
+        return engine.running + (engine.waiting or 0) <= MAX_REQUESTS
 
     async def _send(self, endpoint: Endpoint, path: str, body: bytes) -> Prefill:
         answer = await self._engines.client(endpoint.engine).prefill(path, body, timeout_s=TIMEOUT_S)

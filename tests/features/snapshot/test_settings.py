@@ -21,8 +21,8 @@ def keeping(**snapshot: str) -> Config:
     [
         ({"path": "/nowhere/kept"}, "filters[1].kvcache.snapshot.path: no such folder: '/nowhere'"),
         (
-            {"path": "/kept", "interval": "5m", "max_age": "1m"},
-            "filters[1].kvcache.snapshot.max_age: shorter than interval",
+            {"path": "/kept", "interval": "2h"},
+            "filters[1].kvcache.snapshot.interval: longer than an hour",
         ),
     ],
 )

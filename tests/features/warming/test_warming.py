@@ -48,7 +48,7 @@ class Engine:
 def warmer_of(service: Service) -> tuple[Warmer, Endpoint]:
     """Return a warmer, and the endpoint that it may warm."""
     kv = service.kv
-    warmer = Warmer(kv.settings, engines=kv.engines, metrics=Metrics(), clock=FakeClock())
+    warmer = Warmer(engines=kv.engines, metrics=Metrics(), clock=FakeClock())
     return warmer, next(one for one in service.cluster.endpoints if one.id == EndpointId("b"))
 
 
