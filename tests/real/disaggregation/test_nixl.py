@@ -50,6 +50,17 @@ async def ask(client: httpx.AsyncClient, prompt: str, **fields: Any) -> dict[str
     return found
 
 
+def results(proxy: RunningProxy) -> dict[str, float]:
+    """Return how many requests ended how, and how many prefills."""
+    found: dict[str, float] = {}
+    for family in proxy.proxy.metrics.registry.collect():
+        if family.name in ("kvproxy_disaggregated_requests", "kvproxy_disaggregated_prefills"):
+            for sample in family.samples:
+                if sample.name.endswith("_total") and sample.value:
+                    found[f"{family.name.rpartition('_')[2]} {sample.labels['result']}"] = sample.value
+    return found
+
+
 @pytest.mark.timeout(3600)
 async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> None:
     """Of prompts of 100 to 8,000 tokens; every prompt token is pulled."""
@@ -77,6 +88,7 @@ async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> Non
         pulled = ((await decoder.fetch_metrics(timeout_s=120)).external_hits_tokens or 0) - before
         means = ", ".join(f"{name} {statistics.mean(seconds):.2f} s" for name, seconds in took.items())
         saw(f"{equal} of {PROMPTS} texts equal; {pulled} of {tokens} prompt tokens pulled; 16 tokens took {means}")
+        saw(", ".join(f"{name} {count:.0f}" for name, count in results(proxy).items()))
         assert equal == PROMPTS
         assert pulled == tokens
         assert proxy.metric("kvproxy_disaggregated_requests_total", cluster="default", result="pulled") == PROMPTS
