@@ -179,7 +179,7 @@ async def test_errors_are_outcomes(make_cluster: MakeCluster, error: Exception, 
         raise error
 
     results, pauses = Results(), Pauses()
-    async with prober_of(failing, results, pauses) as prober:
+    async with prober_of(failing, results, pauses, HealthCheckSettings(timeout=60)) as prober:
         prober.probe_engines(make_cluster("a").cluster.engines)
         for _ in range(3):
             await turns()

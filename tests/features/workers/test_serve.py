@@ -118,7 +118,7 @@ async def test_a_worker_that_hangs_before_it_serves_is_replaced(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-filter\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[kvproxy.filters]\nslow = slow_filter:FILTER\n")
     (config := tmp_path / "c.yaml").write_text(
-        "endpoints: [http://127.0.0.1:9]\nworkers: 2\nworker_start_timeout: 3s\nadmin: {enabled: false}\n"
+        "endpoints: [http://127.0.0.1:9]\nworkers: 2\nworker_start_timeout: 10s\nadmin: {enabled: false}\n"
         "filters: [inference_request, slow, kvcache, router]\n"
     )
     async with kvproxy_serve("--config", str(config), "--port", "0") as kvproxy:
