@@ -138,6 +138,10 @@ class ClusterFeature(BaseFeature):
         """Return its policies by name."""
         return {}
 
+    def wakes_engines(self, settings: ClusterSettings) -> bool:
+        """Return whether a request wakes engines that sleep in a cluster with these settings."""
+        return False
+
     def make_admission(self, settings: ClusterSettings) -> Admission | None:
         """Return its rule of admission for a cluster that is replayed; None: it has none."""
         return None
@@ -148,6 +152,11 @@ class ClusterFeature(BaseFeature):
 
     def show_clusters(self, metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> None:
         """Bind its gauges, once for a process: they read the clusters there are at each scrape."""
+
+
+def wakes_engines(settings: ClusterSettings) -> bool:
+    """Return whether a cluster whose engines all sleep can serve nevertheless."""
+    return any(feature.wakes_engines(settings) for feature in installed(ClusterFeature))
 
 
 def list_policies(settings: ClusterSettings) -> Sequence[PolicyName]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import TAKING, Condition
+from kvproxy.cluster.feature import wakes_engines
 from kvproxy.cluster.settings import RouteSettings
 
 #: Cached answers. Paths and models come from clients, so the cache starts over when it is full. A dict, since a
@@ -95,5 +96,8 @@ def clusters_without_endpoint(clusters: Mapping[str, Cluster], now: float) -> li
 
 def _available(cluster: Cluster, now: float) -> bool:
     conditions = {endpoint.condition(now) for endpoint in cluster.endpoints}
-    waits = cluster.queue is not None and cluster.queue.awaits
-    return not conditions.isdisjoint(TAKING) or (waits and conditions <= {Condition.NOT_READY})
+    if not conditions.isdisjoint(TAKING):
+        return True
+    if Condition.ASLEEP in conditions and wakes_engines(cluster.settings):
+        return True
+    return cluster.queue is not None and cluster.queue.awaits and conditions <= {Condition.NOT_READY}

@@ -38,21 +38,21 @@ class EngineSleepFeature(Feature):
                 why = "needs the kvcache filter with engine_metrics_interval above 0, which reads that engines sleep"
                 yield error_at((*where, "wake_within"), why)
 
+    def wakes_engines(self, settings: ClusterSettings) -> bool:
+        """Return whether the cluster asks for it."""
+        return part_of(settings, SleepPlace).wake_within > 0
+
     def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
         """None where no cluster asks for it."""
         from kvproxy.features.engine_sleep.engines import EngineSleep
 
-        return EngineSleep(parts) if any(_is_on(one.settings) for one in parts.clusters.values()) else None
+        return EngineSleep(parts) if any(self.wakes_engines(one.settings) for one in parts.clusters.values()) else None
 
     def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
         """Return the filter that holds requests, where a cluster asks for it."""
         from kvproxy.features.engine_sleep.filter import FILTER
 
-        return (("engine_sleep", FILTER),) if any(map(_is_on, config.clusters.values())) else ()
-
-
-def _is_on(settings: ClusterSettings) -> bool:
-    return part_of(settings, SleepPlace).wake_within > 0
+        return (("engine_sleep", FILTER),) if any(map(self.wakes_engines, config.clusters.values())) else ()
 
 
 FEATURE = EngineSleepFeature()

@@ -14,6 +14,7 @@ from kvproxy.cache.overlap.kv_event_streams import EventStreams
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
+from kvproxy.cluster.feature import wakes_engines
 from kvproxy.operate.admin.operated import ConfigFinding
 
 #: Findings named one by one; further ones in a cluster are one finding.
@@ -154,7 +155,7 @@ def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: flo
 
 def _asleep(name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
     sleeping = [one for one in cluster.endpoints if one.condition(now) is Condition.ASLEEP]
-    if sleeping:
+    if sleeping and not wakes_engines(cluster.settings):
         verb, whose = ("sleeps", "its") if len(sleeping) == 1 else ("sleep", "their")
         what = f"{list_names(sleeping)} {verb} by {whose} own metrics: excluded from routing"
         fix = "wake it (`POST /wake_up`), or take it out of the configuration"

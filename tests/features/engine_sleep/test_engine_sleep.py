@@ -130,6 +130,23 @@ async def test_a_request_is_held_no_longer_than_wake_within() -> None:
         assert (await proxy.ask()).status_code == 200
 
 
+@pytest.mark.parametrize(("within", "status"), [(60.0, 200), (0.0, 503)])
+async def test_a_cluster_that_requests_wake_is_ready(within: float, status: int) -> None:
+    """Without its requests, which a load balancer keeps away from one that is not, nothing would ever wake it; where
+    requests wake nothing the page asks an operator to."""
+    async with engine() as a, running_proxy({"a": a.url}, policy="kv_aware", wake_within=within) as running:
+        await put_to_sleep(a)
+        assert running.proxy.kvcache is not None
+        await running.proxy.kvcache.scraper.scrape_all()
+        assert (await running.client.get("/health")).status_code == status
+        async with admin_of(running.proxy) as admin:
+            assert (await admin.get("/readyz")).status_code == status
+            live = (await admin.get("/live")).json()
+    assert (live["state"]["kind"] == "down") == (status == 503)
+    asks = any("sleeps by its own metrics" in one["what"] for one in live["findings"])
+    assert asks == (status == 503)
+
+
 async def test_no_more_requests_are_held_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Further ones are refused at once."""
     monkeypatch.setattr(sleeping, "MAX_HELD", 0)
