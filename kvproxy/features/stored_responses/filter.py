@@ -41,7 +41,6 @@ class _Asked(msgspec.Struct):
     """A request for a response, with all that leads to it."""
 
     previous: str | None
-    is_listed: bool  # its input is no text
     items: list[Raw]
     keeps: bool
 
@@ -97,7 +96,6 @@ class StoredResponsesFilter:
             is_listed = bytes(members["input"]).lstrip().startswith(b"[")
             return _Asked(
                 previous if isinstance(previous, str) else None,
-                is_listed,
                 _decode_items(members["input"]) if is_listed else [_as_item(members["input"])],
                 _scalar(members, "store") is not False,
             )
@@ -112,11 +110,12 @@ class StoredResponsesFilter:
                 asked.keeps = False  # its beginning is not here
                 return scope
             asked.items = [*earlier.items, *asked.items]
-        elif asked.is_listed or not asked.keeps:
+        elif not asked.keeps:
             return scope
-        # A text becomes an item here already, so that the next turn begins with the same bytes.
+        # A text becomes an item here already, so that the next turn begins with the same bytes. What an engine kept
+        # itself, it would give to any tenant.
         assert exchange.body is not None
-        members = {**_decode_members(exchange.body), "input": asked.items}
+        members = {**_decode_members(exchange.body), "input": asked.items, "store": False}
         members.pop(_PREVIOUS, None)
         body = msgspec.json.encode(members)
         await self._replace_body(exchange, body)

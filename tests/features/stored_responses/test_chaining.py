@@ -169,6 +169,17 @@ async def one_engine(fake: FakeEngine, folder: Path, **config: Any) -> AsyncIter
         yield running
 
 
+@pytest.mark.parametrize("asked", ["one", [{"role": "user", "content": "one"}]])
+async def test_an_engine_keeps_nothing_itself(tmp_path: Path, asked: str | list[Any]) -> None:
+    """Or it would go on from it, and show it, for any tenant that knows the id."""
+    fake = responding({"id": "resp_1", "output": []})
+    async with one_engine(fake, tmp_path) as running:
+        await post(running, {**FIRST, "input": asked})
+        await post(running, then({"id": "resp_1"}, store=True))
+    assert [json.loads(call.body)["store"] for call in fake.calls] == [False, False]
+    assert len(files_in(tmp_path)) == 1
+
+
 async def test_a_history_that_is_not_here_is_the_engines(tmp_path: Path) -> None:
     """The request passes as it is, and its answer is not kept: its beginning would be missing."""
     fake = responding({"id": "resp_1", "output": []})
