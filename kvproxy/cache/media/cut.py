@@ -95,7 +95,6 @@ _WANTED = frozenset((*_OUTER, *_NESTED, _TYPE))
 _MAX_ITEMS = 4096
 _MAX_DEPTH = 3
 _MAX_TYPE_BYTES = 32
-_NULL = b"null"
 
 
 def may_hold_media(text: bytes, start: int = 0, end: int = sys.maxsize) -> bool:

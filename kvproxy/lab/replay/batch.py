@@ -215,25 +215,12 @@ def summarize_batch(outcomes: Sequence[ReplayOutcome], trace: Trace, alone_s: Se
         session_p90_s=percentile(times, 0.9),
         first_answer_p90_s=percentile(sorted(each.ttft_s for each in firsts.values() if each.ttft_s is not None), 0.9),
         ttft_mean_s=fmean(each.ttft_s for each in done if each.ttft_s is not None) if done else 0.0,
-        wait_max_s=max(
-            (
-                each.admitted_at - (each.came_again_at or each.arrived_at)
-                for each in done
-                if each.admitted_at is not None
-            ),
-            default=0.0,
-        ),
+        wait_max_s=max((each.admitted_at - each.came_at for each in done if each.admitted_at is not None), default=0.0),
         hit_rate=sum(each.cached_tokens for each in done) / prompt if prompt else 0.0,
         fairness=jain_index([(last - first) / alone_s[number] for number, (first, last) in spans.items()]),
         wait_by_length=_correlate(waits),
         refused=sum(each.refusals for each in outcomes),
     )
-
-
-def _latest_wait_s(outcome: ReplayOutcome) -> float:
-    """Return how long a request waited for an engine since it came last."""
-    came_at = outcome.arrived_at if outcome.came_again_at is None else outcome.came_again_at
-    return 0.0 if outcome.admitted_at is None else outcome.admitted_at - came_at
 
 
 def _ended(done: Sequence[ReplayOutcome], trace: Trace) -> Iterator[tuple[int, tuple[float, float]]]:

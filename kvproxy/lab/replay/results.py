@@ -33,6 +33,11 @@ class ReplayOutcome:
     came_again_at: float | None = None  # after the last of them
 
     @property
+    def came_at(self) -> float:
+        """Arrival, the latest one of a request whose client came again."""
+        return self.arrived_at if self.came_again_at is None else self.came_again_at
+
+    @property
     def ttft_s(self) -> float | None:
         """Time to first token, the router's queue included."""
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at

@@ -160,8 +160,7 @@ class VirtualRouter:
             has_room = lambda at: room.has_room(self.endpoints, at)  # noqa: E731
         own_s = least_own_s(decision.request.facts, self.endpoints, self._speeds)
         outcome = request.outcome
-        came_at = outcome.arrived_at if outcome.came_again_at is None else outcome.came_again_at
-        return self._queue.offer(request, own_s, came_at, tenant=outcome.tenant, has_room=has_room) is not None
+        return self._queue.offer(request, own_s, outcome.came_at, tenant=outcome.tenant, has_room=has_room) is not None
 
     def release(self, now: float) -> Placement | None:
         """Places the next queued request whose time has come; call until None."""
