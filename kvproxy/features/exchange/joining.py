@@ -58,6 +58,7 @@ class Joining:
         self._take = take
         self._run = run
         self._until = 0.0
+        self._late = False  # the latest look came after that
         self._candidates: set[Origin] = set()
         self._asked: set[Origin] = set()
         self._peer: Origin | None = None  # peer whose whole state was requested
@@ -99,9 +100,12 @@ class Joining:
                 self._until = min(self._until, now + 0.1 * ANSWER_S)  # others may answer as well
 
     def look(self, now: float) -> None:
-        """Now and then: whether it was waited for long enough."""
-        if self.running and now >= self._until:
+        """Ask another, or end, if the wait was long enough at two looks in a row: a process that stood still reads the
+        answers that came meanwhile between them."""
+        late = self.running and now >= self._until
+        if late and self._late:
             self._ask_another(now)
+        self._late = late
 
     def take_piece(self, peer: Peer, piece: StateChunk, now: float) -> None:
         """Take a part of the requested snapshot."""

@@ -223,9 +223,15 @@ def join_third(bus: Bus) -> Node:
     three.peers.join(three.now)
     bus.deliver()
     bus.now += 0.1
-    three.peers.look(three.now)
+    look_twice(three)
     bus.deliver()
     return three
+
+
+def look_twice(node: Node) -> None:
+    """As a process does that has read what came between."""
+    for _ in range(2):
+        node.peers.look(node.now)
 
 
 class Deciding:

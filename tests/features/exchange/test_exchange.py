@@ -26,7 +26,19 @@ from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.snapshot import take_pieces
 from kvproxy.features.exchange.wire import Batch, Origin, PeerSnapshot
 from kvproxy.features.exchange.world import SharedState
-from tests.features.exchange.support import BEAT_S, A, B, Bus, Cluster, Node, Request, Sent, join_third, pair
+from tests.features.exchange.support import (
+    BEAT_S,
+    A,
+    B,
+    Bus,
+    Cluster,
+    Node,
+    Request,
+    Sent,
+    join_third,
+    look_twice,
+    pair,
+)
 
 
 def test_a_route_in_one_process_is_held_in_all() -> None:
@@ -225,10 +237,11 @@ def test_two_that_start_at_once_do_not_wait_for_each_other() -> None:
     one.flush()
     bus.deliver()
     assert one.peers.status is two.peers.status is SyncStatus.JOINING
-    bus.now += 1.0
-    for node in (one, two):
-        node.beat()
-    bus.deliver()
+    for _ in range(2):
+        bus.now += 1.0
+        for node in (one, two):
+            node.beat()
+        bus.deliver()
     assert not one.served
     assert not two.served
     assert one.peers.status is two.peers.status is SyncStatus.SYNCED
@@ -258,14 +271,28 @@ def test_a_peer_that_dies_while_it_tells_everything_is_replaced_by_another() -> 
     bus, one, two = pair()
     three = join_third(bus)
     bus.now += 3.0
-    three.peers.look(three.now)
+    look_twice(three)
     bus.deliver()
     assert {*one.served, *two.served} == {three.origin}
     assert one.served
     assert two.served
     bus.now += 3.0
-    three.peers.look(three.now)
+    look_twice(three)
     assert not three.peers.newcomer.running
+
+
+def test_answers_that_came_while_a_joining_process_stood_still_are_taken() -> None:
+    """It reads them before it goes on without the others."""
+    bus, one, two = pair()
+    three = Node(bus, "three")
+    three.peers.join(three.now)
+    bus.now += 5.0
+    three.peers.look(three.now)
+    assert three.peers.newcomer.running
+    bus.deliver()
+    three.peers.look(three.now)
+    bus.deliver()
+    assert one.served + two.served == [three.origin]
 
 
 def test_clocks_need_not_agree() -> None:
