@@ -9,10 +9,12 @@ RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 PACK   := $(VENV)/.installed-packaging
 ARGS   ?=
+# Those that need nothing from elsewhere; tests of the others are not even imported.
+LOCAL  := not real and not packaging and not browser and not services and not hosts
 # Tests start kvproxy hundreds of times: without bytecode each process compiles all of it anew, and so does each collection.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo docs test test-loaded test-real test-compat test-services test-hosts test-ray check format lock bench coverage test-browser test-removal dist binary test-packaging clean
+.PHONY: help demo docs test test-slow test-loaded test-real test-compat test-services test-hosts test-ray check format lock bench coverage test-browser test-removal dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -23,11 +25,14 @@ demo: $(RUN) ## simulated engines, controller and proxy; real traffic through th
 test: $(DEV) ## the fast test suite (PYTHON=python3.13 for another Python, ARGS=--uvloop for the other event loop)
 	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
-test-loaded: $(DEV) ## the same three times running, beside busy processes, its workers paused now and then
-	$(BIN)/python -m tests.loaded $(ARGS)
+test-slow: $(DEV) ## what takes long: starts of programs, workers and demos, replays of whole traces
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and $(LOCAL)" $(ARGS)
 
-coverage: $(DEV) ## the same with branch coverage and four times the examples of property tests; fails under 95 %
-	FULL_EXAMPLES=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-fail-under=95 $(ARGS)
+test-loaded: $(DEV) ## both three times running, beside busy processes, its workers paused now and then
+	$(BIN)/python -m tests.loaded -m "$(LOCAL)" $(ARGS)
+
+coverage: $(DEV) ## both with branch coverage and four times the examples of property tests; fails under 95 %
+	FULL_EXAMPLES=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "$(LOCAL)" --cov --cov-report=term --cov-fail-under=95 $(ARGS)
 
 test-real: $(DEV) ## installs the real vLLM (CPU build), LMCache and SGLang, runs the acceptance tests against them
 	$(BIN)/python -m tests.real.engines.install

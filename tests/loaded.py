@@ -1,4 +1,4 @@
-"""`make test-loaded`: the suite three times running, on a machine whose cores are kept busy by four other processes.
+"""`make test-loaded`: fast and slow tests three times running, on a machine kept busy by four other processes.
 
 Now and then one of its workers stands still for seconds, as all of a machine does that others use, too.
 """

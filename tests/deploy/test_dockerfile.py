@@ -117,6 +117,7 @@ async def health(url: str) -> int:
     return await asyncio.wait_for(process.wait(), 60)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 async def test_the_container_serves_is_healthy_and_ends_when_told(tmp_path: Path) -> None:
     """ENTRYPOINT, CMD, HEALTHCHECK and STOPSIGNAL as they stand; unhealthy once there is no answer."""

@@ -74,6 +74,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             server.terminate()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="pages talk to the proxy by curl")
 @pytest.mark.parametrize(("block", "run"), [pytest.param(*one, id=one[0].where) for one in _run_here()])
 async def test_commands_work(block: Block, run: list[str], tmp_path: Path, programs: Path) -> None:

@@ -50,6 +50,7 @@ def test_the_operators_app_is_made_on_first_use() -> None:
     assert proxy.admin is proxy.admin
 
 
+@pytest.mark.slow
 def test_a_host_loads_no_server_and_no_admin() -> None:
     """Of the transport, up to a proxy that is made."""
     program = (

@@ -372,6 +372,7 @@ def test_a_forked_child_has_a_proxy_of_its_own(engines: dict[str, str]) -> None:
     client.close()
 
 
+@pytest.mark.slow
 def test_a_process_ends_though_nothing_was_closed(engines: dict[str, str]) -> None:
     """Streams half read and clients left open hold neither threads nor the interpreter."""
     program = f"""

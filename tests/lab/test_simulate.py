@@ -105,6 +105,7 @@ def test_addresses_elsewhere_need_a_copy(tmp_path: Path, capsys: pytest.CaptureF
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.slow
 async def test_the_command_serves_what_it_prints(tmp_path: Path) -> None:
     """The configuration on its output loads, with the engines in it; SIGTERM ends all."""
     words = ["simulate", "--port", "0", "--engines", "3", "--engine", "sglang", "--kv-events"]

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import pytest
+
 from kvproxy.base.types import EndpointId
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.timing import EngineTiming
@@ -44,6 +46,7 @@ async def ask(proxy: RunningProxy, number: int) -> str:
     return answer.headers["x-kvproxy-endpoint"]
 
 
+@pytest.mark.slow
 async def test_a_slow_half_gets_less_of_unary_traffic() -> None:
     """Nothing is streamed and nothing is configured: four engines alike at first, two of them slow in the end."""
     async with mixed_fleet() as proxy:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 from starlette.types import Send
 
 from kvproxy.base.upstream.pool import UpstreamPool
@@ -30,6 +31,7 @@ async def read_stream(proxy: RunningProxy, seen: list[str] | None = None) -> tup
         return answer.status_code, text
 
 
+@pytest.mark.slow
 async def test_a_thousand_concurrent_streams_finish() -> None:
     """All are open at the same time before any may end; nothing is left in flight."""
     everybody_here = asyncio.Event()
@@ -57,6 +59,7 @@ async def test_a_thousand_concurrent_streams_finish() -> None:
     assert [len(engine.calls) for engine in engines] == [500, 500]
 
 
+@pytest.mark.slow
 async def test_a_killed_engine_loses_only_what_had_begun() -> None:
     """Streams whose first byte was sent get an error event; everything else is answered by the other engine."""
     finish = asyncio.Event()

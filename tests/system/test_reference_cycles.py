@@ -12,6 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 from starlette.types import Send
 
 from kvproxy.proxy.listener.server import serve
@@ -71,6 +72,7 @@ async def leftovers(case: str) -> list[str]:
     return left
 
 
+@pytest.mark.slow
 def test_requests_leave_no_cycles() -> None:
     """With kv_aware, facts, callbacks and the queue's refresh in place; a cycle would keep a body of megabytes."""
     command = [sys.executable, "-m", "tests.system.test_reference_cycles"]

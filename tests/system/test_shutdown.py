@@ -19,6 +19,8 @@ from tests.support.process import kvproxy_serve
 from tests.support.proxy import chat
 from tests.support.until import until
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_hundred_streams_finish_after_sigterm() -> None:
     """They began before the signal, so they end with [DONE]; the exit status is 0."""

@@ -161,6 +161,7 @@ async def test_an_upload_that_breaks_a_bound_while_it_is_answered_is_cut() -> No
         assert not got.endswith(b"0\r\n\r\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [1, START_BYTES, 100_000])
 async def test_slow_uploads_do_not_take_the_engines_from_others(sent: int) -> None:
     """45 clients that stop in the middle, ten connections to the engine: inference goes on, and so do other uploads."""

@@ -189,6 +189,7 @@ def test_repr_names_it_with_its_state(clock: FakeClock) -> None:
     assert repr(opened(clock)) == "<Breaker a open>"
 
 
+@pytest.mark.slow
 def test_the_redis_client_stays_out_until_it_is_asked_for() -> None:
     """pybreaker imports it wherever it is installed: a good part of each start, for nothing. Another user of
     pybreaker in the process has it whole."""

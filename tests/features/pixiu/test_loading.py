@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _LOAD = """
 import sys
 from kvproxy.operate.config.load import check_config
@@ -15,6 +17,7 @@ assert "kvproxy.features.pixiu.load" in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_a_native_file_imports_no_other_dialect() -> None:
     """In a process of its own."""
     subprocess.run([sys.executable, "-c", _LOAD], check=True, timeout=60)

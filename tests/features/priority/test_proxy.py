@@ -321,6 +321,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(priority_trial, "LEAST_WAIT_S", 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_waits")
 async def test_an_engine_that_obeys_is_found_out_on_live_traffic() -> None:
     """By the order of first tokens of requests that waited in it together."""

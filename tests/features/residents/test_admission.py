@@ -678,6 +678,7 @@ def test_sessions_that_may_wait_are_not_taken_for_single_requests() -> None:
         assert rule_.habits._heads[head] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_thousands_of_sessions_leave_nothing_behind(seed: int) -> None:
     """With clients that leave, answers that fail, forks, engines that go, and waits that are given up."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.routing.policy import FactSource
@@ -186,6 +187,7 @@ async def test_a_reload_neither_restores_again_nor_loses_the_running_index(tmp_p
         ]
 
 
+@pytest.mark.slow
 async def test_a_process_restarted_by_its_supervisor(tmp_path: Path) -> None:
     """SIGTERM, and the same command again; the operator sees it in the log, the status and the metrics."""
     file = tmp_path / "config.yaml"

@@ -453,6 +453,7 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
         tracing.build(Inner(), TracingSettings(), filter_context(), env={})
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_unless_a_chain_names_it() -> None:
     """The whole proxy without `tracing` has no OpenTelemetry in its process."""
     program = (

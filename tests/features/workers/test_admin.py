@@ -23,7 +23,6 @@ from tests.features.workers.together import Together, begin_worker, together
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat
 
-pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 
 

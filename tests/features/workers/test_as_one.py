@@ -20,7 +20,6 @@ from tests.support.fake_engine import Call, FakeEngine, start_stream
 from tests.support.proxy import chat
 from tests.support.until import until
 
-pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 
 

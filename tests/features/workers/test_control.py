@@ -15,7 +15,6 @@ from kvproxy.operate.runtime.generation import Generation
 from tests.features.workers.together import Together, together
 from tests.support.until import until
 
-pytestmark = pytest.mark.anyio
 ENDPOINTS = {"a": "http://127.0.0.1:9"}
 
 

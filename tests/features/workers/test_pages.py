@@ -14,8 +14,6 @@ from kvproxy.operate.metrics.catalog import merge_rules
 from kvproxy.operate.metrics.page import render_exposition
 from kvproxy.operate.metrics.reference import describe_metrics
 
-pytestmark = pytest.mark.anyio
-
 
 async def page_of(metrics: Metrics) -> str:
     """As a scrape of one worker."""

@@ -22,7 +22,8 @@ from tests.support.process import KvproxyProcess, kvproxy_serve
 from tests.support.proxy import chat
 from tests.support.until import until
 
-pytestmark = pytest.mark.anyio
+pytestmark = pytest.mark.slow
+
 _SERVES = re.compile(r"worker (\d) serves \(pid (\d+)\)")
 
 

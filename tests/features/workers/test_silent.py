@@ -8,7 +8,6 @@ from kvproxy.base.errors import ConfigError
 from tests.features.workers.together import Together, together
 from tests.support.proxy import chat
 
-pytestmark = pytest.mark.anyio
 ENDPOINTS = {"a": "http://127.0.0.1:9"}
 
 

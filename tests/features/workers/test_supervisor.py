@@ -23,7 +23,6 @@ from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import bind_sockets
 from tests.support.until import until
 
-pytestmark = pytest.mark.anyio
 STAND_IN = Path(__file__).with_name("stand_in.py")
 CONFIG = load_config({"endpoints": {"a": "http://127.0.0.1:1"}, "shutdown": {"drain": "1s"}, "worker_timeout": 0})
 

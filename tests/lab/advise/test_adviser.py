@@ -198,6 +198,7 @@ def test_models_that_share_no_engine_are_pools_of_their_own(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.slow
 def test_a_fleet_where_nothing_helps_is_told_so(recorded: Path) -> None:
     """Every setting was tried, none is recommended."""
     (pool,), text = advise(recorded, budget_s=60)
@@ -208,6 +209,7 @@ def test_a_fleet_where_nothing_helps_is_told_so(recorded: Path) -> None:
     assert "Nothing helps beyond noise: these settings fit this traffic." in text
 
 
+@pytest.mark.slow
 def test_slots_that_are_too_few_are_named_with_their_gain(tmp_path: Path) -> None:
     """The receipts show how many there are; replay expects what more of them bring."""
     path = tmp_path / "receipts.jsonl"
@@ -245,6 +247,7 @@ def test_answers_without_cached_tokens_are_noticed(tmp_path: Path) -> None:
     assert "--enable-prompt-tokens-details" not in flags(pool)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_expects_nothing(tmp_path: Path) -> None:
     """First tokens that come for another reason than the simulated ones: only facts remain."""
     path = tmp_path / "receipts.jsonl"

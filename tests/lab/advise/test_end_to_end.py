@@ -22,6 +22,8 @@ from kvproxy.operate.commands.doctor import DoctorOptions
 from tests.operate.doctor.setup import cluster
 from tests.support.proxy import RunningProxy, chat, running_proxy
 
+pytestmark = pytest.mark.slow
+
 #: Answers without cached tokens, no KV events, no rendering. (Slots that are too few are in test_adviser.py, where no
 #: busy machine blurs who waited for what.)
 BAD = VllmSettings(

@@ -16,6 +16,8 @@ from kvproxy.lab.demo.demo import DemoOptions, TrafficProgress, print_table, run
 from kvproxy.lab.demo.demo_traffic import DemoReply
 from tests.support.until import until_says
 
+pytestmark = pytest.mark.slow
+
 
 async def _until_a_trickle(page: str) -> None:
     """Wait until the page is printed before the proxy's own address, has the demo's requests, and more come."""

@@ -333,6 +333,7 @@ def test_scenarios_are_listed_and_played() -> None:
     assert max(map(len, table.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_a_scenario_needs_no_trace(tmp_path: Path) -> None:
     """Its workload, its load; a given load is taken instead; several are one document."""
     file = tmp_path / "figures.json"

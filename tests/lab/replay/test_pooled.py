@@ -46,6 +46,7 @@ def test_a_closed_loop_is_cloned_and_paced_until_its_arrivals_are_right() -> Non
     assert rate == pytest.approx(0.5 * bound.capacity_per_s, rel=0.25)
 
 
+@pytest.mark.slow
 def test_slow_sessions_are_paced_until_their_arrivals_are_right() -> None:
     """Those with long pauses come late at the first try: a load that was asked for is the one that is measured."""
     rows = [
@@ -60,6 +61,7 @@ def test_slow_sessions_are_paced_until_their_arrivals_are_right() -> None:
     assert rate == pytest.approx(0.3 * bound.capacity_per_s, rel=0.05)
 
 
+@pytest.mark.slow
 def test_no_router_beats_the_pool() -> None:
     """No placement can match every engine holding the blocks of every other."""
     bound = measure_bound(shared_prefix_trace(requests=400), FLEET, 0.8)

@@ -8,6 +8,8 @@ from io import StringIO
 from pathlib import Path
 from random import Random
 
+import pytest
+
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.speeds import SpeedEstimates
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, compare, play_policy
@@ -43,6 +45,7 @@ def last(outcomes: object) -> float:
     return max(one.arrived_at for one in outcomes if isinstance(one, ReplayOutcome))
 
 
+@pytest.mark.slow
 def test_unary_traffic_is_routed_as_well_as_streamed() -> None:
     """Half the fleet at 0.4x: the mean time to first token is within 5 % of what streams teach."""
     streamed = sum(run(streamed=1.0, seed=seed)[0] for seed in SEEDS)

@@ -103,6 +103,7 @@ def test_late_events_cost_little() -> None:
     assert late.hit_rate == pytest.approx(figures(trace).hit_rate, abs=0.05)
 
 
+@pytest.mark.slow
 def test_events_that_come_too_late_for_any_request_help_none() -> None:
     """The delay is one in virtual time: nothing is known but what is in flight."""
     trace = shared_prefix_trace()

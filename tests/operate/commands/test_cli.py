@@ -94,6 +94,7 @@ def test_the_usual_file(elsewhere: Path, capsys: pytest.CaptureFixture[str], mon
     assert "other.yaml:3:1: error: polcy" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_pipe_that_is_closed_is_no_error() -> None:
     """`kvproxy check --schema | head -1`: no traceback, no complaint of the interpreter."""
     command = f"set -o pipefail; {sys.executable} -m kvproxy check --schema | head -c 1 >/dev/null"
@@ -161,6 +162,7 @@ def test_serve_refuses_what_it_cannot_serve(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_names_its_holder() -> None:
     """One line: the address, the process, what to do."""
     with socket.socket() as taken:

@@ -19,6 +19,7 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="asks bash")
 @pytest.mark.parametrize(
     ("line", "offered"),

@@ -78,6 +78,7 @@ def test_a_wrong_endpoint_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the scheme must be" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_as_a_program(nobody: str) -> None:
     """In a process of its own the exit status reaches the shell."""
     command = [sys.executable, "-m", "kvproxy", "doctor", "--endpoint", f"a={nobody}"]

@@ -171,6 +171,7 @@ def test_a_batch_of_lookups_is_bounded() -> None:
     assert YOUNG_OBJECTS * (YOUNG_ROUNDS + 1) <= 60_000
 
 
+@pytest.mark.slow
 def test_a_chain_of_one_block_is_two_objects_to_the_collector() -> None:
     """Its hashes and its names; the run itself is in no cycle. An engine can make a million of them."""
     index = PreciseIndex()
@@ -184,6 +185,7 @@ def test_a_chain_of_one_block_is_two_objects_to_the_collector() -> None:
     assert not any(isinstance(each, Run) for each in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_serve_keeps_to_it() -> None:
     """In a process of its own: the collector is one for the whole process."""
     ended = subprocess.run(

@@ -94,6 +94,7 @@ async def test_a_broken_visit_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     assert "the visit to the engines failed" in caplog.text
 
 
+@pytest.mark.slow
 async def test_serve_visits_when_it_listens() -> None:
     """`kvproxy serve` says what it finds, after it took up its work."""
     async with cluster({"a": ENGINE}, controller=None) as site:

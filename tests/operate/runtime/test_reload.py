@@ -244,6 +244,7 @@ async def test_the_file_reloader_says_why_and_changes_nothing(tmp_path: Path) ->
         assert proxy.reloader is None
 
 
+@pytest.mark.slow
 async def test_sighup_and_the_admin_call(tmp_path: Path) -> None:
     """As an operator does it, with the watch off."""
     file = tmp_path / "config.yaml"
