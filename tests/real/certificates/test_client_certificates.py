@@ -82,6 +82,7 @@ async def test_everything_that_asks_the_engine_shows_the_certificate(
             answers.append(await proxy.client.post("/v1/chat/completions", json=question, headers=debug))
             blocks = answers[0].json()["usage"]["prompt_tokens"] // BLOCK_TOKENS
             await until(lambda: indexes.precise.count_rows(EndpointId("a")) >= blocks)  # noqa: B023
+            await until(lambda: proxy.metric("kvproxy_kvcache_tokenizes_total", outcome="ok"))  # after the answer
         assert [answer.status_code for answer in answers] == [200, 200]
         predicted, source = predicted_at(answers[1].headers)
         cached = answers[1].json()["usage"]["prompt_tokens_details"]["cached_tokens"]
