@@ -32,7 +32,7 @@ class Router:
 
         async with Router(endpoints={"a": "http://a:8000", "b": "http://b:8000"}) as router:
             async with router.place(body) as placed:
-                answer = await post(placed.url, placed.body)
+                answer = await post(placed.url, placed.body, placed.headers)
                 placed.finish(answer["usage"])
 
     `config` and `endpoints` are as for AsyncTransport. It runs between `async with`, or from its first request on.
@@ -103,7 +103,8 @@ class Router:
 class PlacedRequest:
     """One request, at the endpoint it should go to. It counts there until it is over.
 
-    Leaving without `finish` or `failed` reports nothing about the engine.
+    `body` is what to send: as given, with the engine's name for the model if a route has another. Leaving without
+    `finish` or `failed` reports nothing about the engine.
     """
 
     def __init__(
@@ -124,7 +125,6 @@ class PlacedRequest:
         self._exclude = exclude
         self._sees_first_token = sees_first_token
         self._carried: CarriedRequest
-        #: Body to send: as given, with the engine's name for the model if a route has another.
         self.body = body
         self._over = False
 
@@ -160,9 +160,9 @@ class PlacedRequest:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers the request needs at its endpoint: the data-parallel rank, if one was chosen, and an id that no
-        client chose, where engines have a fault that needs one."""
-        return self._carried.engine_headers
+        """Headers the request needs at its endpoint: the type of its body, the data-parallel rank, if one was chosen,
+        and an id that no client chose, where engines have a fault that needs one."""
+        return {"content-type": "application/json", **self._carried.engine_headers}
 
     @property
     def predicted_cached_tokens(self) -> int:

@@ -114,6 +114,11 @@ class Transport(_Base):
     def __init__(self, config: ConfigLike | Proxy | None = None, *, endpoints: Mapping[str, str] | None = None) -> None:
         self._lives = Lives(config, endpoints)
 
+    @property
+    def proxy(self) -> Proxy:
+        """The proxy behind it, which runs in that thread: for a look at metrics and `status`."""
+        return background().run(self._life()).proxy
+
     def close(self) -> None:
         """End requests that are under way, and the proxy."""
         background().run(self._lives.end())
@@ -133,8 +138,11 @@ class Transport(_Base):
 
     __aenter__ = __aexit__ = aclose = handle_async_request = _refuse
 
+    async def _life(self) -> Life:
+        return self._lives.of_running_loop()
+
     async def _ask(self, request: Any, body: bytes) -> Call:
-        life = self._lives.of_running_loop()
+        life = await self._life()
         if not life.started:
             await life.start()
         return await _ask(life, request, body)

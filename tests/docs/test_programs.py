@@ -53,6 +53,15 @@ def test_there_are_no_others() -> None:
     )
 
 
+def test_every_public_name_has_its_entry_and_an_example() -> None:
+    """In the reference, and in a program of the page that runs."""
+    names = {name for name in kvproxy.__all__ if name.isidentifier() and not name.startswith("_")}
+    entries = re.findall(r"^::: kvproxy\.(\w+)$", (ROOT / "docs/python-reference.md").read_text(), re.MULTILINE)
+    assert sorted(entries) == sorted(names)
+    programs = "\n".join(each.text for each in blocks("python") if each.page == PYTHON)
+    assert not [name for name in names if not re.search(rf"\b{name}\b", programs)]
+
+
 async def test_the_step_of_the_page_refuses_as_it_says() -> None:
     """A filter of a few lines."""
     names: dict[str, Any] = {}
@@ -90,12 +99,16 @@ async def test_the_readmes_client_routes_in_its_own_process(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("containing", WHOLE)
-async def test_every_way_from_python_runs_as_it_stands(tmp_path: Path, containing: str) -> None:
-    """Each against two engines; the one that is mounted answers below its prefix."""
+async def test_every_way_from_python_runs_as_it_stands(
+    tmp_path: Path, containing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each against two engines; the router's is answered, and the one that is mounted answers below its prefix."""
     async with world(tmp_path) as place:
         names: dict[str, Any] = {}
         program = compile(place.told(block(PYTHON, containing)), "program", "exec")
         await anyio.to_thread.run_sync(lambda: exec(program, names))
+        if "Router" in containing:
+            assert '"choices"' in capsys.readouterr().out
         if "app" in names:
             body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
             async with serve(names["app"], lifespan="on") as url, httpx.AsyncClient(base_url=url, timeout=60) as client:

@@ -15,7 +15,7 @@ NOWHERE = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
 
 
 async def carry(http: httpx.AsyncClient, placed: PlacedRequest) -> dict[str, object]:
-    answer = await http.post(placed.url, content=placed.body, headers={"content-type": "application/json"})
+    answer = await http.post(placed.url, content=placed.body, headers=placed.headers)
     found: dict[str, object] = answer.json()
     placed.first_token()
     placed.finish(found["usage"])

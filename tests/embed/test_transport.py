@@ -344,7 +344,8 @@ def test_one_event_loop_after_another(engines: dict[str, str]) -> None:
 def test_a_synchronous_client(engines: dict[str, str]) -> None:
     import openai  # takes a second
 
-    with httpx.Client(transport=Transport(endpoints=engines), timeout=10.0) as http:
+    transport = Transport(endpoints=engines)
+    with httpx.Client(transport=transport, timeout=10.0) as http:
         client = openai.OpenAI(base_url="http://engines/v1", api_key="x", http_client=http)
         answer = client.chat.completions.create(model="sim", messages=BODY["messages"], max_tokens=4)
         assert answer.usage is not None
@@ -352,6 +353,7 @@ def test_a_synchronous_client(engines: dict[str, str]) -> None:
         assert sum(1 for _ in stream) > 2
         half = client.chat.completions.create(model="sim", messages=BODY["messages"], max_tokens=2000, stream=True)
         next(iter(half))
+        assert transport.proxy.status()["requests"] == 1
         half.close()
 
 
