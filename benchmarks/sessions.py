@@ -24,7 +24,8 @@ from kvproxy.lab.replay.batch import find_places, measure_alone, summarize_batch
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
 from kvproxy.lab.replay.results import ReplayOutcome, percentile
 from kvproxy.lab.replay.sessions.rules import BEST_PLACES
-from kvproxy.lab.replay.settings import ENGINES, Pace, ReplayFleet
+from kvproxy.lab.replay.settings import ENGINES, IndexMode, Pace, ReplayFleet
+from kvproxy.lab.replay.tier_plan import TierPlan
 from kvproxy.lab.replay.trace import Trace
 
 CAPACITY_TOKENS = 400_000
@@ -40,21 +41,26 @@ SESSIONS_AN_ENGINE = 24
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A batch on a fleet. `lost`: its last engine goes in the middle."""
+    """A batch on a fleet. `lost`: its last engine goes in the middle. `host`: host memory behind each engine, in
+    multiples of the engine's, and the GB/s at which it is read; 0: none."""
 
     shape: str
     engines: int
     ratio: float
     lost: bool = False
+    host: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def parse(cls, text: str) -> Cell:
         """From its name."""
-        shape, engines, ratio, *lost = text.split("-")
-        return cls(shape, int(engines), float(ratio), bool(lost))
+        shape, engines, ratio, *more = text.split("-")
+        size, _, speed = next((one for one in more if one[0].isdigit()), "0x0").partition("x")
+        return cls(shape, int(engines), float(ratio), "lost" in more, (float(size), float(speed)))
 
     def __str__(self) -> str:
-        return f"{self.shape}-{self.engines}-{self.ratio:g}" + ("-lost" if self.lost else "")
+        size, speed = self.host
+        host = f"-{size:g}x{speed:g}" if size else ""
+        return f"{self.shape}-{self.engines}-{self.ratio:g}" + ("-lost" if self.lost else "") + host
 
     def draw(self, seed: int) -> tuple[Trace, ReplayFleet]:
         """Return the batch and the fleet."""
@@ -70,6 +76,9 @@ class Cell:
             capacity = max(round(needed_tokens(trace) / self.ratio / self.engines), round(1.1 * longest))
         leaves = ((self.engines - 1, 0.5),) if self.lost else ()
         fleet = replace(preset, instances=self.engines, capacity_tokens=capacity, timing=timing, leaves=leaves)
+        size, speed = self.host
+        if size:
+            fleet = replace(fleet, tiers=TierPlan(host=size, gb_per_s=speed), index=IndexMode.EVENTS)
         return trace, fleet
 
 
@@ -82,6 +91,8 @@ CELLS = (
     Cell("agents", 4, 2.0, lost=True),
     *(Cell(shape, 4, ratio) for shape in ("cc", "agent") for ratio in (1.5, 4.0)),
     *(Cell("agents", 16, ratio) for ratio in (1.5, 2.0, 4.0)),
+    *(Cell("agents", 4, 2.0, host=(size, speed)) for size, speed in ((1.0, 20.0), (4.0, 20.0), (4.0, 5.0), (4.0, 1.5))),
+    Cell("agents", 4, 4.0, host=(4.0, 20.0)),
 )
 
 

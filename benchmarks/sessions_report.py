@@ -20,7 +20,8 @@ with 20,000 tokens of prefill a second. *agents*: engines of 400,000 tokens, a c
 to 70 turns, contexts of 12,000 to 130,000 tokens, 86 % of the gaps under a second. *mixed*: as many requests of chats
 beside them. *cc*, *agent*: sessions of those traces. *forks*: every second agent begins with the middle of another
 one's context. *paused*: a human looks at every tenth answer. *giant*: one session in sixteen begins with 200,000
-tokens. *lost*: the last engine goes in the middle. *needs*: the contexts over the memory, what several share counted
+tokens. *lost*: the last engine goes in the middle. *host*: host memory behind each engine, in multiples of the
+engine's, written through (a token's KV is 128 KiB). *needs*: the contexts over the memory, what several share counted
 once.
 
 `thunderagent` and `vllm_router` are those schedulers' rules, with the engines' true memory and speeds and every
@@ -153,6 +154,12 @@ def _other_seeds(rows: Rows) -> list[str]:
     return ["## Other draws", "", "Seeds 1, 2 and so on.", *table(titles, body), ""]
 
 
+def _describe(more: str) -> str:
+    """Return the end of a cell's name in words."""
+    size, _, speed = more.partition("x")
+    return f"host {size} times at {speed} GB/s" if speed else f"one {more}"
+
+
 def _table(rows: Rows) -> list[str]:
     columns = COLUMNS + (CHAT if any("chat_p99_s" in row for row in rows) else ())
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -160,9 +167,9 @@ def _table(rows: Rows) -> list[str]:
         groups.setdefault((row["cell"], row["policy"].partition("=")[0]), []).append(row)
     body = []
     for (cell, _), runs in groups.items():
-        engines, _, *lost = cell.split("-")[1:]
+        engines, _, *more = cell.split("-")[1:]
         cells = [form.format(fmean(run[name] for run in runs)) for _, name, form in columns]
-        about = f"{engines} engines, {runs[0]['agents']} agents" + (", one lost" if lost else "")
+        about = ", ".join([f"{engines} engines", f"{runs[0]['agents']} agents", *map(_describe, more)])
         names = ", ".join(dict.fromkeys(run["policy"] for run in runs))
         body.append([about, f"{fmean(run['needed'] for run in runs):.1f}", names, *cells])
     return table(["", "needs", "policy", *(title for title, _, _ in columns)], body)

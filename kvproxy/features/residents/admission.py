@@ -79,6 +79,12 @@ class SessionWait:
         """As of RoomWait."""
         self._admission.wait_over(self, now)
 
+    def describe(self, now: float) -> dict[str, object]:
+        """For people."""
+        waited_s = round(now - self.began_at, 1)
+        begins = self.session is None
+        return {"waited_s": waited_s, "tokens": round(self.tokens), "begins": begins, "endpoint": self.reserved}
+
 
 class SessionAdmission:
     """The rule of one cluster."""
@@ -98,7 +104,6 @@ class SessionAdmission:
         self._found: tuple[Sequence[int], Session | None] = (), None  # by the latest question
         self._turns_elsewhere: dict[Hashable, tuple[Session, int]] = {}  # and which turns of their sessions they are
         self._shares = False  # whether another router places requests as well
-        self._tiered: set[EndpointId] = set()  # endpoints with KV below their engines' memory
         self._granted = (0, 0.0)  # last block of the prompt that waited last, and for how many seconds
         #: Times and tokens of those that got room since some wait; the first is when the first of them began to.
         self._admitted: deque[tuple[float, float]] = deque(maxlen=_ADMITTED)
@@ -126,9 +131,6 @@ class SessionAdmission:
         self._found = blocks, session
         if not self.habits.comes_back(blocks[0]) or self.busy_share(now) < BUSY_FROM:
             return request
-        for name, overlap in request.facts.by_endpoint.items():
-            if overlap.lower:
-                self._tiered.add(name)
         if (
             not self._is_crowded()
         ):  # all sessions fit: the policy's choice among all endpoints costs less than another one
@@ -205,8 +207,7 @@ class SessionAdmission:
             if residents is None:
                 residents = self.sets[endpoint] = ResidentSet()
             residents.enter(session, endpoint, blocks, facts.prompt_tokens)
-            if endpoint not in self._tiered:
-                self._make_room(residents)
+            self._make_room(residents)
         session.tail = tail
         session.blocks = len(blocks)
         session.tokens = facts.prompt_tokens
@@ -313,7 +314,6 @@ class SessionAdmission:
 
     def forget(self, endpoint: EndpointId) -> None:
         """As of Admission."""
-        self._tiered.discard(endpoint)
         residents = self.sets.pop(endpoint, None)
         for session in list(residents or ()):
             assert residents is not None
@@ -390,7 +390,7 @@ class SessionAdmission:
         load = cast("EndpointLoad", one.load)
         engine = load.engine
         residents = self.sets.get(one.id)
-        if engine is None or not engine.capacity_tokens or not residents or one.id in self._tiered:
+        if engine is None or not engine.capacity_tokens or not residents:
             return 0.0
         residents.capacity_tokens = engine.capacity_tokens
         residents.load = load

@@ -353,19 +353,13 @@ def test_a_session_larger_than_the_memory_begins_on_an_empty_engine(admission: S
     assert waits(admission, prompt(1, 2000), A)
 
 
-def test_engines_with_lower_tiers_have_room(admission: SessionAdmission) -> None:
-    """They keep what they evict, which is loaded instead of computed; known once a prompt was found there."""
+def test_lower_tiers_add_no_room(admission: SessionAdmission) -> None:
+    """To load contexts again and again costs more than the wait."""
     knows(admission, 1, 2)
     turn(admission, prompt(1, 800), A)
-    assert waits(admission, prompt(2, 500), A)
     asked = prompt(2, 500)
     held = msgspec.structs.replace(asked.facts, by_endpoint={A.id: Overlap(0, ((Tier.HOST, 400),))})
-    assert not waits(admission, PickRequest(facts=held), A)
-    turn(admission, prompt(2, 500), A)
-    assert not admission.given_way
-    admission.forget(A.id)
-    turn(admission, prompt(1, 800), A)
-    assert waits(admission, prompt(2, 500), A)
+    assert waits(admission, PickRequest(facts=held), A)
 
 
 def test_prompts_without_blocks_are_not_counted(admission: SessionAdmission) -> None:
