@@ -150,6 +150,11 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         """Its part of `kvproxy status`, from an answer of `/live`."""
         return StatusPart()
 
+    def advise(self, receipts: Sequence[Receipt], memory_tokens: Sequence[int]) -> Iterable[str]:
+        """Sentences of `kvproxy doctor --advise` that follow from the receipts of one pool, in order of their ends, and
+        the KV memory of each of its engines that reports it."""
+        return ()
+
     def list_certificates(self, config: Config) -> Iterable[tuple[str, str]]:
         """Certificate files that it shows, by their places, for `kvproxy doctor`."""
         return ()

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
-from kvproxy.base.types import Clock
+from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
-from kvproxy.features.residents.admission import SessionAdmission
+from kvproxy.features.residents.admission import ADMIT_BELOW, SessionAdmission
 from kvproxy.features.residents.metrics import SessionMetrics
 from kvproxy.features.residents.settings import SessionsPlace
 from kvproxy.operate.commands.status import plain
 from kvproxy.operate.feature import StatusPart
-from kvproxy.operate.merge import each, fields, largest, total
+from kvproxy.operate.merge import at_most, each, fields, joined, largest, total
+
+#: Of the sessions that wait, those that have waited longest.
+WAITS_SHOWN = 10
+#: Labels and value of a gauge.
+Sample = tuple[tuple[str, ...], float]
 
 
 class ClusterSessions(ClusterObserver):
@@ -48,13 +54,22 @@ class ClusterSessions(ClusterObserver):
             "known": self.rule.sessions,
             "residents": sum(map(len, self.rule.sets.values())),
             "waiting": len(self.rule.waits),
+            "waits": [one.describe(now) for one in islice(self.rule.waits, WAITS_SHOWN)],
             "expected_wait_s": None if wait_s is None else round(wait_s, 1),
             "gave_way": self.rule.given_way,
             "idle_limit_s": round(habits.idle_limit_s, 1),
             "growth_tokens": round(habits.growth_tokens),
             "memory_known": any(memory_of(one) for one in self._cluster.endpoints),
-            "endpoints": {name: self.rule.describe(name) for name in self.rule.sets},
+            "endpoints": {
+                name: {**self.rule.describe(name), "limit_tokens": limit} for name, limit in self.list_limits().items()
+            },
         }
+
+    def list_limits(self) -> Mapping[EndpointId, int | None]:
+        """Return the tokens up to which sessions are admitted to each endpoint that has or had residents; None: there
+        is no limit."""
+        shown = (one for one in self._cluster.endpoints if one.id in self.rule.sets)
+        return {one.id: round(ADMIT_BELOW * memory_of(one)) or None for one in shown}
 
 
 #: How the answers of several workers, which share their sessions but not those that wait, become one.
@@ -65,6 +80,7 @@ MERGED = each(
             **dict.fromkeys(("known", "residents", "gave_way", "expected_wait_s"), largest),
             **dict.fromkeys(("idle_limit_s", "growth_tokens", "memory_known"), largest),
             "endpoints": each(each(largest)),
+            "waits": at_most(joined, WAITS_SHOWN),
         }
     )
 )
@@ -87,23 +103,36 @@ def find_sessions(clusters: Iterable[ObservedCluster]) -> Iterator[ClusterSessio
 def show_sessions(metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> None:
     """Bind the gauges of all clusters."""
 
-    def by_endpoint(value: Callable[[SessionAdmission, Any], float]) -> Iterator[tuple[tuple[str, ...], float]]:
+    def by_endpoint(value: Callable[[SessionAdmission, Any], float]) -> Iterator[Sample]:
         for one in find_sessions(clusters()):
             one.rule.expire(clock())
             for endpoint, residents in one.rule.sets.items():
                 yield (one.cluster_name, endpoint), value(one.rule, residents)
 
-    def entries() -> Iterator[tuple[tuple[str, ...], float]]:
+    def limits() -> Iterator[Sample]:
+        for one in find_sessions(clusters()):
+            for endpoint, limit in one.list_limits().items():
+                if limit is not None:
+                    yield (one.cluster_name, endpoint), float(limit)
+
+    def entries() -> Iterator[Sample]:
         for one in find_sessions(clusters()):
             yield (one.cluster_name, "known"), float(one.rule.sessions)
             yield (one.cluster_name, "waiting"), float(len(one.rule.waits))
+
+    def expected_waits() -> Iterator[Sample]:
+        for one in find_sessions(clusters()):
+            if (wait_s := one.rule.expected_wait_s(clock())) is not None:
+                yield (one.cluster_name,), wait_s
 
     group = metrics.group(SessionMetrics)
     group.residents.set_source(lambda: by_endpoint(lambda _, residents: float(len(residents))))
     group.context_tokens.set_source(
         lambda: by_endpoint(lambda rule, residents: float(residents.tokens(rule.habits.growth_tokens)))
     )
+    group.limit_tokens.set_source(limits)
     group.entries.set_source(entries)
+    group.expected_wait.set_source(expected_waits)
 
 
 def show_status(live: Mapping[str, Any]) -> StatusPart:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kvproxy.cluster.routing.admission import Admission
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.config.schema import Config
+    from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.feature import Capability, StatusPart
     from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
@@ -91,6 +93,21 @@ class Sessions(Feature):
         from kvproxy.features.residents.capability import describe_capability
 
         return (describe_capability(config, None if operated is None else operated.clusters.values()),)
+
+    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
+        """Return whether the engines show their memory."""
+        from kvproxy.features.residents.capability import admits_sessions
+        from kvproxy.features.residents.memory_check import SessionMemoryCheck
+
+        return (
+            (SessionMemoryCheck(deployment, cluster),) if admits_sessions(deployment.config.clusters[cluster]) else ()
+        )
+
+    def advise(self, receipts: Sequence[Receipt], memory_tokens: Sequence[int]) -> Iterator[str]:
+        """Yield how far the contexts of sessions exceeded the memory, when, and what that takes."""
+        from kvproxy.features.residents.advice import advise_memory
+
+        return advise_memory(receipts, memory_tokens)
 
 
 FEATURE = Sessions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvproxy.base.metrics.across_workers import Across
 from kvproxy.base.metrics.groups import MetricGroup, callback_gauge, counter
 
 
@@ -12,17 +13,31 @@ class SessionMetrics(MetricGroup):
         "kvproxy_resident_sessions",
         "Sessions whose contexts an endpoint's memory is to keep between their turns",
         "cluster endpoint",
+        across=Across.MAX,
     )
     context_tokens = callback_gauge(
         "kvproxy_resident_context_tokens",
         "Tokens of these contexts with room for a turn more, shared prefixes once",
         "cluster endpoint",
+        across=Across.MAX,
+    )
+    limit_tokens = callback_gauge(
+        "kvproxy_resident_limit_tokens",
+        "Such tokens up to which sessions are admitted; none: the engine's memory is not known",
+        "cluster endpoint",
+        across=Across.MAX,
     )
     #: known, waiting
     entries = callback_gauge(
         "kvproxy_sessions_entries",
         "Sessions that are known (at most 65,536) and sessions that wait for room",
         "cluster kind",
+    )
+    expected_wait = callback_gauge(
+        "kvproxy_sessions_expected_wait_seconds",
+        "Wait of a session that begins now, by the rate at which room has become free; none: not known",
+        "cluster",
+        across=Across.MAX,
     )
     gave_way = counter(
         "kvproxy_sessions_gave_way", "Residents that gave up their room to the growth of others", "cluster"

@@ -1,7 +1,7 @@
-// Sessions whose contexts the engines are to keep, a line for each cluster, once any is resident or waits.
+// Sessions whose contexts the engines are to keep, by cluster and engine, and those that wait, once there are any.
 
 import { byId, count, known, short, span } from "./parts.js";
-import { fill, number, pill, text } from "./table.js";
+import { fill, meter, number, pill, text } from "./table.js";
 
 const COLUMNS = [
   text((one) => one.key, "lead"),
@@ -13,8 +13,33 @@ const COLUMNS = [
   number((one) => count(one.gave_way)),
 ];
 
+const limited = (one, value) => (known(one.limit_tokens) ? value : null);
+
+const ENGINES = [
+  text((one) => one.key, "lead"),
+  number((one) => count(one.residents)),
+  meter(
+    (one) => limited(one, one.context_tokens / one.limit_tokens),
+    (one) => `${short(one.context_tokens)} of ${limited(one, short(one.limit_tokens)) || "no limit"}`,
+    1,
+  ),
+];
+
+const WAITS = [
+  text((one) => span(one.waited_s), "lead"),
+  text((one) => (one.begins ? "begins" : "goes on")),
+  number((one) => short(one.tokens)),
+  text((one) => one.endpoint || "–"),
+];
+
 export function show({ sessions }) {
   const rows = Object.entries(sessions || {}).map(([key, one]) => ({ key, ...one }));
   byId("residents-card").hidden = !rows.some((one) => one.residents || one.waiting);
   fill("residents", rows, COLUMNS);
+  const engines = rows.flatMap((row) =>
+    Object.entries(row.endpoints).map(([id, one]) => ({ key: `${row.key}/${id}`, ...one })));
+  fill("residents-engines", engines, ENGINES);
+  const waits = rows.flatMap((row) => row.waits.map((one, place) => ({ key: `${row.key}/${place}`, ...one })));
+  byId("residents-waits").hidden = !waits.length;
+  fill("residents-waits", waits, WAITS);
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from kvproxy.base.installed import installed
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.settings import KvCacheSettings
@@ -13,6 +14,7 @@ from kvproxy.lab.advise.advice import Advice
 from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.traffic import NOT_MEASURED, Occupancy, Traffic
 from kvproxy.operate.doctor.flags import Setting, spell_flag
+from kvproxy.operate.feature import Feature
 
 #: Answers with predicted hits but no figure that are significant, and the hits among them.
 _ANSWERS = 20
@@ -41,7 +43,9 @@ class KnownFacts:
 def advise_from_facts(known: KnownFacts) -> list[Advice]:
     """Return what would help for certain, the most important first."""
     return [
-        one for find in (_caching, _report, _events, _render, _slots, _preemptions, _priority) for one in find(known)
+        one
+        for find in (_caching, _report, _events, _render, _slots, _preemptions, _priority, _of_features)
+        for one in find(known)
     ]
 
 
@@ -166,6 +170,15 @@ def _priority(known: KnownFacts) -> Iterator[Advice]:
     if known.ordered:
         refusing = [one for one in known.engines if one.by_priority is False]
         yield from _advice(Setting.SCHEDULING, refusing, "kvproxy sends a priority that the engine does not order by")
+
+
+def _of_features(known: KnownFacts) -> Iterator[Advice]:
+    """Of what features find, all is about memory."""
+    memory = [one.capacity_tokens for one in known.engines if one.capacity_tokens]
+    flags = spell_advice(Setting.OFFLOAD, [one for one in known.engines if not one.offloads])
+    receipts = () if known.traffic is None else known.traffic.receipts
+    for feature in installed(Feature):
+        yield from (Advice(Setting.MEMORY, what, flags) for what in feature.advise(receipts, memory))
 
 
 def much_waits(known: KnownFacts) -> Iterator[Advice]:

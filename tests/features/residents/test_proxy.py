@@ -74,6 +74,8 @@ async def test_a_session_without_room_waits_until_another_is_over(
         await until(lambda: len(rule.waits) == 1)
         shown = FEATURE.describe_live(proxy)["sessions"]
         assert shown["default"]["waiting"] == 1  # type: ignore[index]
+        (waits,) = shown["default"]["waits"]  # type: ignore[index]
+        assert (waits["begins"], waits["endpoint"], waits["tokens"] > 4000) == (True, "only", True)
         assert "1 sessions wait for room beside 1 residents" in str(show_status({"sessions": shown}).blocks)
         described = describe_capability(proxy.config, proxy.clusters.values())
         assert described.reason == "1 resident now, 1 wait for room"
@@ -157,11 +159,16 @@ async def test_metrics_and_live_show_residents(tmp_path: Path) -> None:
         tokens = value("kvproxy_resident_context_tokens", labels)
         assert tokens is not None
         assert 1500 < tokens < 8000
+        assert value("kvproxy_resident_limit_tokens", labels) == round(0.9 * CAPACITY)
         assert value("kvproxy_sessions_entries", {"cluster": "default", "kind": "known"}) == 1
         assert value("kvproxy_sessions_entries", {"cluster": "default", "kind": "waiting"}) == 0
         assert value("kvproxy_sessions_gave_way_total", {"cluster": "default"}) is None  # none gave way
+        assert value("kvproxy_sessions_expected_wait_seconds", {"cluster": "default"}) is None  # not known
         shown = FEATURE.describe_live(proxy)["sessions"]
         assert shown["default"]["endpoints"]["only"]["residents"] == 1  # type: ignore[index]
+        cluster = next(iter(proxy.clusters.values()))
+        cluster.endpoints[0].load.engine = None
+        assert value("kvproxy_resident_limit_tokens", labels) is None
         merged = FEATURE.merge_rules()["/live"]["sessions"]([shown, shown])
         assert merged["default"]["endpoints"]["only"]["residents"] == merged["default"]["residents"] == 1
         assert merged["default"]["memory_known"]
@@ -172,6 +179,10 @@ def test_the_capability_names_what_it_lacks() -> None:
     checked, _ = check_config({"endpoints": ["http://127.0.0.1:1"]})
     assert describe_capability(checked, None).reason == "the default; no effect while all sessions fit"
     assert "no engine reports" in describe_capability(checked, []).reason
+    unread, _ = check_config(
+        {"endpoints": ["http://127.0.0.1:1"], "filters": {"kvcache": {"engine_metrics_interval": 0}}}
+    )
+    assert "no effect: the engines' KV memory is not read" in describe_capability(unread, None).reason
     off, _ = check_config({"endpoints": ["http://127.0.0.1:1"], "policy": "round_robin"})
     assert describe_capability(off, None).reason == "the router queue is off"
     assert json.dumps(show_status({}).blocks) == "[]"
