@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -356,14 +357,14 @@ class EngineFacts:
             )
         except httpx.HTTPError as error:
             raise ClientUnavailable(f"{self.where} {self._health_path}: {type(error).__name__}") from error
-        now = (sent + self.tools.wall_clock()) / 2
-        skew_s = _skew_s(response.headers.get("date"), now)
-        return HealthReply(response.status_code, skew_s, self.tools.clock() - began)
+        took_s = self.tools.clock() - began
+        skew_s = _skew_s(response.headers.get("date"), sent + took_s / 2, took_s)
+        return HealthReply(response.status_code, skew_s, took_s)
 
 
-def _skew_s(date: str | None, now: float) -> float | None:
-    """Return the offset of a clock by its `date` header, which states the second that has begun: on average half a
-    second too early."""
+def _skew_s(date: str | None, now: float, took_s: float) -> float | None:
+    """Return the least offset of a clock by its `date` header, written at any moment of the call's `took_s` around
+    `now`. It states the second that has begun: on average half a second too early."""
     if date is None:
         return None
     try:
@@ -372,7 +373,8 @@ def _skew_s(date: str | None, now: float) -> float | None:
         return None
     if theirs.tzinfo is None:
         theirs = theirs.replace(tzinfo=UTC)
-    return (theirs - datetime.fromtimestamp(now, UTC)).total_seconds() + 0.5
+    skew_s = (theirs - datetime.fromtimestamp(now, UTC)).total_seconds() + 0.5
+    return math.copysign(max(0.0, abs(skew_s) - took_s / 2), skew_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -34,7 +35,7 @@ class StreamObservation:
     batches: int = 0
     encoding: str = ""  # `map` or `array`
     malformed: int = 0
-    lag_s: float | None = None  # our wall clock minus the engine's, of the latest batch
+    lag_s: float | None = None  # our wall clock minus the engine's, of the batch that came fastest
     mine: BlockStored | None = None  # an event about the prompt that was sent
     replays: bool | None = None  # None: the engine names no replay socket
     _skipped: Skipped = field(default_factory=dict)
@@ -47,7 +48,7 @@ class StreamObservation:
             self.malformed += 1
             return
         self.batches += 1
-        self.lag_s = now - batch.ts
+        self.lag_s = min(now - batch.ts, math.inf if self.lag_s is None else self.lag_s)
         self.encoding = batch.encoding or self.encoding
         for event in batch.events(self._skipped):
             if not isinstance(event, BlockStored) or (self.mine is not None and self.mine.indexable):

@@ -364,7 +364,10 @@ class Linger:
         self._heard = False
         self._left_bytes = MOST_BYTES
         if transport.can_write_eof():
-            transport.write_eof()
+            try:
+                transport.write_eof()
+            except OSError:  # the client is gone, which the transport has not noticed yet
+                transport.abort()
         self._timer = loop.call_later(silence_s, self._look)
 
     def drop_bytes(self, size_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import ssl
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvproxy.proxy.listener.parser import MAX_FRAMING_BYTES, ListenerLimits
-from kvproxy.proxy.listener.protocol import MAX_UNWANTED_BYTES, MOST_BYTES
+from kvproxy.proxy.listener.protocol import MAX_UNWANTED_BYTES, MOST_BYTES, Linger
 from kvproxy.proxy.listener.server import Server, serve
 from kvproxy.proxy.settings import ListenerTls
 from tests.proxy.listener.client import Client, body_of, connect, echo
@@ -299,9 +300,31 @@ async def test_a_lingering_connection_does_not_stay() -> None:
             await until(lambda: not server.connections)
 
 
+class GoneTransport(asyncio.Transport):
+    """As asyncio's own, of a client that is gone before the event loop has read of it."""
+
+    aborted = False
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+async def test_a_client_that_is_gone_is_not_waited_for() -> None:
+    """Its socket cannot be shut down any more."""
+    transport = GoneTransport()
+    Linger(transport, asyncio.get_running_loop(), silence_s=60.0).cancel()
+    assert transport.aborted
+
+
 async def test_draining_does_not_wait_for_those_that_linger() -> None:
     """They have their answer."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(50):
         async with Server(refuse, drain_s=60) as server, connect(server.url) as client:
             await client.send(b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 9\r\n\r\nx")
             await client.head()
