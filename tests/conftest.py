@@ -34,6 +34,11 @@ def _trust_little(verify: Any = True, cert: Any = None, trust_env: bool = True) 
 certifi.where = lambda: str(_AUTHORITY)
 httpx._transports.default.create_ssl_context = _trust_little  # type: ignore[attr-defined]
 
+#: Of clients without limits of their own: httpx's 5 s pass where a busy machine stands still.
+_PATIENCE_S = 60.0
+for _what in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _what, _PATIENCE_S)
+
 # Collecting makes millions of objects that stay: the garbage collector would walk them again and again.
 gc.disable()
 

@@ -35,7 +35,7 @@ async def client_of(*engines: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
             engine.name: (await stack.enter_async_context(Server(engine, drain_s=0.1))).url for engine in engines
         }
         config = {"endpoints": endpoints, "policy": "round_robin"}
-        yield await stack.enter_async_context(httpx.AsyncClient(transport=AsyncTransport(config), timeout=5.0))
+        yield await stack.enter_async_context(httpx.AsyncClient(transport=AsyncTransport(config), timeout=60.0))
 
 
 # what a client gets
@@ -175,7 +175,7 @@ async def test_clients_of_httpx2_get_its_answers_and_its_errors() -> None:
     """The successor of httpx, which newer SDKs require."""
     async with (
         simulated_engines(1) as endpoints,
-        httpx2.AsyncClient(transport=AsyncTransport(endpoints=endpoints), timeout=10.0) as client,
+        httpx2.AsyncClient(transport=AsyncTransport(endpoints=endpoints), timeout=60.0) as client,
     ):
         answer = await client.post(CHAT, json=BODY)
         assert isinstance(answer, httpx2.Response)
@@ -187,7 +187,7 @@ async def test_clients_of_httpx2_get_its_answers_and_its_errors() -> None:
 
 
 def test_synchronous_clients_of_httpx2(engines: dict[str, str]) -> None:
-    with httpx2.Client(transport=Transport(endpoints=engines), timeout=10.0) as client:
+    with httpx2.Client(transport=Transport(endpoints=engines), timeout=60.0) as client:
         answer = client.post(CHAT, json=BODY | {"stream": True})
         assert answer.read().endswith(b"data: [DONE]\n\n")
     client = httpx2.Client(transport=Transport(endpoints={"a": "http://127.0.0.1:9"}))
@@ -345,7 +345,7 @@ def test_a_synchronous_client(engines: dict[str, str]) -> None:
     import openai  # takes a second
 
     transport = Transport(endpoints=engines)
-    with httpx.Client(transport=transport, timeout=10.0) as http:
+    with httpx.Client(transport=transport, timeout=60.0) as http:
         client = openai.OpenAI(base_url="http://engines/v1", api_key="x", http_client=http)
         answer = client.chat.completions.create(model="sim", messages=BODY["messages"], max_tokens=4)
         assert answer.usage is not None
@@ -360,7 +360,7 @@ def test_a_synchronous_client(engines: dict[str, str]) -> None:
 def test_a_forked_child_has_a_proxy_of_its_own(engines: dict[str, str]) -> None:
     """The parent's threads are not in the child; its connections go on in the parent."""
     transport = Transport(endpoints=engines)
-    client = httpx.Client(transport=transport, timeout=10.0)
+    client = httpx.Client(transport=transport, timeout=60.0)
     assert client.post(CHAT, json=BODY).status_code == 200
     child = os.fork()
     if child == 0:
@@ -379,7 +379,7 @@ def test_a_process_ends_though_nothing_was_closed(engines: dict[str, str]) -> No
     """Streams half read and clients left open hold neither threads nor the interpreter."""
     program = f"""
 import httpx, kvproxy
-client = httpx.Client(transport=kvproxy.Transport(endpoints={engines!r}), timeout=10.0)
+client = httpx.Client(transport=kvproxy.Transport(endpoints={engines!r}), timeout=60.0)
 request = client.build_request("POST", {CHAT!r}, json={BODY | {"stream": True, "max_tokens": 5000}!r})
 answer = client.send(request, stream=True)
 print(next(answer.iter_raw())[:5])

@@ -95,7 +95,7 @@ async def test_models_have_names_in_metrics_although_no_configuration_names_them
 
         assert await counted("m") == 0
         await until(lambda: engine.listings)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not await counted("m"):
                 pass
         assert await counted("made-up") == 0

@@ -216,7 +216,7 @@ class TwoInARing:
         a = await enter(Proxy(load_config({**self._a, "endpoints": {"b": front_url}})))
         a_server = await enter(Server(a, drain_s=1.0))
         holder.append(await enter(Proxy(load_config({**self._b, "endpoints": {"a": a_server.url}}))))
-        client = await enter(httpx.AsyncClient(base_url=a_server.url, timeout=10))
+        client = await enter(httpx.AsyncClient(base_url=a_server.url, timeout=60))
         return client, seen
 
     async def __aexit__(self, *error: object) -> None:

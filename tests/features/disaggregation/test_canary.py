@@ -23,7 +23,7 @@ async def until_found(two: Separated, state: PairState) -> None:
 
 async def test_a_pair_is_proven_before_its_first_request() -> None:
     """Until then the decoder computes."""
-    async with separated("p", "d", plant=lambda fleet: fleet.fault("p", stall_head_s=60.0), **PROVEN) as two:
+    async with separated("p", "d", plant=lambda fleet: fleet.fault("p", stall_head_s=600.0), **PROVEN) as two:
         await two.ask(words("before"))
         assert two.prefills("p", "done") == 0
         two.fleet.fault("p", stall_head_s=0.0)

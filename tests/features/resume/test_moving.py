@@ -245,7 +245,7 @@ async def test_a_client_that_leaves_during_a_move_leaves_nothing() -> None:
     """No reservation, on either side, and no stream that could be moved again."""
     async with gateway("exact") as both, admin_of(both.proxy.proxy) as admin:
         await both.engines[0].faults(**STALL)
-        await both.engines[1].faults(stall_head_s=60.0)
+        await both.engines[1].faults(stall_head_s=600.0)
         client = Client(both, CHAT, chat_body())
         await client.begun.wait()
         assert (await move(admin))["moved"] == 1

@@ -197,7 +197,7 @@ async def test_a_service_that_connects_and_says_nothing() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    timeouts = VisitTimeouts(exchange_s=0.09, event_s=0.05, lookup_tries=1)
+    timeouts = VisitTimeouts(exchange_s=1.0, event_s=0.05, lookup_tries=1)
     async with serve(silent) as url:
         raw = {
             "endpoints": {"a": url},

@@ -19,9 +19,9 @@ EVENTS: dict[str, Any] = {"filters": ["inference_request", {"kvcache": {"kv_even
 
 
 async def visited(settings: SglangSettings = SGLANG, **changes: Any) -> DoctorReport:
-    """Return the report on one engine."""
+    """Return the report on one engine, whose probes have time on a busy machine."""
     async with Fleet(FleetSettings({"a": settings}, None)) as fleet, serve(fleet.engines["a"]) as url:
-        return await visit({"endpoints": {"a": url}, **EVENTS, **changes})
+        return await visit({"endpoints": {"a": url}, "health": {"timeout": 60.0}, **EVENTS, **changes})
 
 
 @pytest.mark.parametrize("form", EventForm)
