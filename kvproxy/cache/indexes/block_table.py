@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvproxy.cache.clients.tokens import TokenIds
@@ -102,6 +102,8 @@ class BlockTable:
         self._max_ghosts = max_ghosts
         self._runs = Runs()
         self.match = self._runs.match
+        self.block_after = self._runs.block_after
+        self.firsts: Mapping[int, Run] = self._runs.firsts
         self.leading_keys = self._runs.leading_keys
         self.leading_on = self._runs.leading_on
         self.count_tiers = self._runs.count_tiers

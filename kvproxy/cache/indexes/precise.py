@@ -14,10 +14,10 @@ from functools import cache, lru_cache, partial
 from math import lcm
 from typing import NamedTuple
 
-import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvproxy.base.types import EndpointId, LowerTokens, Tier, count_lower, skip_lower
+from kvproxy.base.types import EndpointId, LowerTokens, Tier, skip_lower
+from kvproxy.cache.indexes.beginnings import Beginnings, PreciseMatch
 from kvproxy.cache.indexes.block_table import BlockTable, PendingBlocks, ReportedBlocks
 from kvproxy.cache.indexes.layer_groups import LayerGroup, LayerGroups, LayerKind
 from kvproxy.cache.indexes.runs import KEY_BITS, MAX_TIERS
@@ -26,6 +26,9 @@ from kvproxy.cache.prefix.hashing import mix_keys, root_seed, token_blocks
 
 #: Rows of sources that were cleared or left, dropped per operation.
 STEP_ROWS = 1024
+
+#: Sources from which on what they hold of common beginnings is kept.
+MANY_SOURCES = 16
 
 #: Adapters whose chains were begun recently.
 _REMEMBERED_ROOTS = 1024
@@ -39,23 +42,6 @@ TIER_OF: Mapping[str, Tier] = {
     "STORAGE": Tier.DISK,
     "EXTERNAL": Tier.SHARED,
 }
-
-
-class PreciseMatch(msgspec.Struct, frozen=True):
-    """Leading tokens one endpoint holds: in engine memory, then further ones on lower tiers; on its best rank."""
-
-    device_tokens: int
-    lower: LowerTokens
-    dp_rank: int
-
-    @property
-    def tokens(self) -> int:
-        """Contiguous tokens over all tiers."""
-        return self.device_tokens + count_lower(self.lower)
-
-    def is_better(self, other: PreciseMatch) -> bool:
-        """Return True if this match is better for its endpoint."""
-        return (self.tokens, self.device_tokens, -self.dp_rank) > (other.tokens, other.device_tokens, -other.dp_rank)
 
 
 @dataclass(slots=True)
@@ -101,18 +87,22 @@ class PreciseIndex:
         max_pending_blocks: int = 16_384,
         max_ghosts: int = 16_384,
         max_sources: int = 4096,
+        many_sources: int = MANY_SOURCES,
     ) -> None:
         self.counts = PreciseCounts()
         self._max_blocks = max_blocks
         self._max_pending_blocks = max_pending_blocks
         self._max_ghosts = max_ghosts
         self._max_sources = max_sources
+        self._many_sources = many_sources
         self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
         self._kinds = [Tier.DEVICE]  # in the same order
         self._followed: dict[_Source, _Followed] = {}
         self._layers: dict[_Rank, LayerGroups] = {}  # of hybrid models
         self._sizes: Counter[int] = Counter()  # sources by block size
         self._asked: list[_Asked] | None = None  # None: to be worked out again
+        #: Of a fleet of alike sources; None: every prompt asks each source.
+        self._beginnings: Beginnings | None = None
         self._swept: deque[BlockTable | LayerGroup] = deque()
         self._root = lru_cache(_REMEMBERED_ROOTS)(precise_root)
 
@@ -190,14 +180,17 @@ class PreciseIndex:
         """Return the match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token
         blocks, chained from `precise_root`.
         """
+        if self._asked is None:
+            self._asked = self._to_ask()
+            self._beginnings = self._follow_beginnings(self._asked)
+        if self._beginnings is not None:
+            return self._beginnings.match_prompt(hashes_at(self._asked[0][2]))
         found: dict[EndpointId, PreciseMatch] = {}
         several: dict[_Rank, PreciseMatch] = {}  # the least over groups
         stored: dict[_Rank, PreciseMatch] = {}  # by the stores behind them
         hashed: dict[int, array[int]] = {}
         shared: PreciseMatch | None = None  # by neighbours that hold as much: of a large fleet most do
         parting = 0
-        if self._asked is None:
-            self._asked = self._to_ask()
         for source, table, size, match, alone in self._asked:
             hashes = hashed.get(size)
             if hashes is None:
@@ -259,6 +252,8 @@ class PreciseIndex:
                 self.counts.over_bound += event.blocks
                 return
         reported = reported_blocks(event, tier)
+        if self._beginnings is not None:
+            self._beginnings.note_change(endpoint)
         if self._place(followed, reported) and followed.pending:
             self._attach_pending(followed, reported)
         if self._swept:
@@ -299,6 +294,8 @@ class PreciseIndex:
             self.counts.removed_unknown += event.blocks
             return
         table, pending = followed
+        if self._beginnings is not None:
+            self._beginnings.note_change(source[0])
         store = self._followed.get((*source[:2], _STORE)) if tier else None
         for key in keys_of(event.block_hashes):
             if (
@@ -356,6 +353,23 @@ class PreciseIndex:
             (source, table, table.block_size, self._match_of(source, table), sources[source[0]] == 1)
             for source, (table, _) in self._followed.items()
         ]
+
+    def _follow_beginnings(self, asked: Sequence[_Asked]) -> Beginnings | None:
+        """Return the kept beginnings of many sources that are one for each endpoint and alike."""
+        alike = len(self._sizes) == 1 and not self._layers and all(alone for *_, alone in asked)
+        if not alike or len(asked) < self._many_sources:
+            return None
+        tables = {source[0]: table for source, table, *_ in asked}
+        ranks = {source[0]: source[1] for source, *_ in asked}
+
+        def match_one(endpoint: EndpointId, hashes: array[int], guess: int) -> tuple[PreciseMatch | None, int, int]:
+            table = tables[endpoint]
+            device, total, guess = table.match(hashes, guess)
+            lower = self._lower(table, hashes, device, total) if total > device else ()
+            match = PreciseMatch(device * table.block_size, lower, ranks[endpoint]) if total else None
+            return match, total, guess
+
+        return Beginnings(tables, match_one, many=self._many_sources)
 
     def _match_of(self, source: _Source, table: BlockTable) -> _Match:
         layers = None if source[2] == _STORE else self._layers.get(source[:2])

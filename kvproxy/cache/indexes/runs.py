@@ -302,6 +302,17 @@ class Runs:
             keys += run.keys[run.start : run.start + here]
         return keys
 
+    def block_after(self, hashes: array[int]) -> int | None:
+        """Return the block after these, which `match` found, in the run of the last one; None: it ends there."""
+        depth = 0
+        while True:
+            run = self.firsts[hashes[depth]]
+            here = common_blocks(run.blocks, run.start, hashes, depth)
+            depth += here
+            if depth == len(hashes):
+                at = run.start + here
+                return run.blocks[at] if at < len(run.blocks) else None
+
     def _enter(self, keys: array[int], run: Run) -> bool:
         """Point these keys to the run; False, and nothing changed, when one is taken or comes twice."""
         by_key = self._by_key

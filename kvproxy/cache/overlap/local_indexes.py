@@ -10,9 +10,10 @@ from functools import lru_cache
 from kvproxy.base.types import Clock, EndpointId, Tier, cut_lower
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.feedback.trust import Trust
+from kvproxy.cache.indexes.beginnings import PreciseMatch
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.indexes.heat import Run
-from kvproxy.cache.indexes.precise import PreciseMatch, precise_root
+from kvproxy.cache.indexes.precise import precise_root
 from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.media.mixed import MixedPrompt
 from kvproxy.cache.overlap.denied import EVERY_ENDPOINT, Denials, DeniedPlacements, trusted_tokens

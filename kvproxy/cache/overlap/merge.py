@@ -9,7 +9,7 @@ import msgspec
 
 from kvproxy.base.types import EndpointId, LowerTokens, Tier, count_lower, cut_lower, skip_lower
 from kvproxy.cache.feedback.trust import Trust
-from kvproxy.cache.indexes.precise import PreciseMatch
+from kvproxy.cache.indexes.beginnings import PreciseMatch
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.cache.indexes.precise import PreciseIndex, PreciseMatch, precise_root
+from kvproxy.cache.indexes.beginnings import PreciseMatch
+from kvproxy.cache.indexes.precise import PreciseIndex, precise_root
 from kvproxy.cache.kv_events.events import Skipped, decode_batch
 from kvproxy.cache.prefix.hashing import token_blocks
 from tests.cache.indexes.support import A

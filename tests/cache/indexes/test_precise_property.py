@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvproxy.base.types import EndpointId, LowerTokens, Tier
-from kvproxy.cache.indexes.precise import PreciseIndex, PreciseMatch
+from kvproxy.cache.indexes.beginnings import PreciseMatch
+from kvproxy.cache.indexes.precise import PreciseIndex
 from tests.cache.indexes.support import A, B, prompt_of, removed, stored
 from tests.support.examples import examples
 
