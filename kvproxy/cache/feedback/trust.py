@@ -42,6 +42,11 @@ class Trust:
         """Return True if an unbacked claim about the endpoint was ever tested."""
         return endpoint in self._records
 
+    @property
+    def tested(self) -> Collection[EndpointId]:
+        """Endpoints about which an unbacked claim was ever tested."""
+        return self._records.keys()
+
     def trusted_share(self, endpoint: EndpointId) -> float:
         """Of an unbacked claim that is trusted, 0 to 1."""
         record = self._records.get(endpoint)

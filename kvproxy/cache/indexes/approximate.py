@@ -39,14 +39,19 @@ class ApproximateIndex:
         self.sweep = self._held.sweep
         self._routed = 0
 
-    def lookup_in_flight(self, cursor: PrefixCursor[Run]) -> dict[EndpointId, int]:
+    def lookup_in_flight(self, cursor: PrefixCursor[Run], worth: Callable[[int], int] = int) -> dict[EndpointId, int]:
         """Leading blocks of which each endpoint has a request in flight, whether it is estimated to hold them or not;
         endpoints without are absent. Only of requests routed with `in_flight`.
         """
-        return self.lookup(cursor, _IN_FLIGHT_AT)
+        return self._look_up(cursor, _IN_FLIGHT_AT, worth)
 
-    def lookup(self, cursor: PrefixCursor[Run], bits_of: Callable[[Run], int] = _HELD_BY) -> dict[EndpointId, int]:
-        """Leading blocks each endpoint holds; endpoints that hold none are absent."""
+    def lookup(self, cursor: PrefixCursor[Run], worth: Callable[[int], int] = int) -> dict[EndpointId, int]:
+        """Leading blocks each endpoint holds, or `worth` of these; endpoints that hold none are absent."""
+        return self._look_up(cursor, _HELD_BY, worth)
+
+    def _look_up(
+        self, cursor: PrefixCursor[Run], bits_of: Callable[[Run], int], worth: Callable[[int], int]
+    ) -> dict[EndpointId, int]:
         if cursor.edits != self._tree.edits:
             self._tree.renew(cursor)
         found: dict[EndpointId, int] = {}
@@ -56,17 +61,17 @@ class ApproximateIndex:
             gone = alive & ~bits_of(run)
             if gone:
                 if depth:
-                    self._slots.assign_all(found, gone, depth)
+                    self._slots.assign_all(found, gone, worth(depth))
                 alive ^= gone
                 if not alive:
                     return found
             depth += len(run.hashes)
         if cursor.partial is not None:
             gone = alive & ~bits_of(cursor.partial)
-            self._slots.assign_all(found, alive ^ gone, depth + cursor.inside)
+            self._slots.assign_all(found, alive ^ gone, worth(depth + cursor.inside))
             alive = gone
         if depth and alive:
-            self._slots.assign_all(found, alive, depth)
+            self._slots.assign_all(found, alive, worth(depth))
         return found
 
     def hot_blocks(self, cursor: PrefixCursor[Run]) -> int:

@@ -107,7 +107,9 @@ class LocalIndexes:
         in_flight: Mapping[EndpointId, int] = NOTHING
         announced = None
         exact = self.exact
-        if tokens is not None and self.followed.any:
+        searched = tokens is not None and self.followed.any
+        worth = self._find_worth(bytes_per_token, mixed, prompt_tokens, partly=not searched)
+        if tokens is not None and searched:
             blocks = self._blocks_of(tokens, hashed, model, cache_salt)
             announced = self.precise.match_prompt(blocks)
             stored = self.precise.match_store(blocks)
@@ -119,18 +121,12 @@ class LocalIndexes:
             if self.missed.doubted:
                 exact = frozenset(exact).difference(self.missed.doubted)
             if exact:
-                in_flight = self.approximate.lookup_in_flight(cursor)
+                in_flight = self.approximate.lookup_in_flight(cursor, worth)
             if mixed is not None:
                 exact = _without_confirmed(exact, announced, len(tokens))
-        routed = self.approximate.lookup(cursor)
-        tokens_per_block = TEXT_BLOCK_BYTES / bytes_per_token
-        if mixed is not None:
-            routed, in_flight = (_in_tokens(found, mixed, prompt_tokens) for found in (routed, in_flight))
-            tokens_per_block = 1.0
         return merge_overlaps(
-            routed=routed,
+            routed=self.approximate.lookup(cursor, worth),
             in_flight=in_flight,
-            tokens_per_block=tokens_per_block,
             announced=announced,
             exact=exact,
             trust=self.trust,
@@ -139,6 +135,25 @@ class LocalIndexes:
             steps=self.steps.known,
             prompt_tokens=prompt_tokens,
         )
+
+    def _find_worth(
+        self, bytes_per_token: float, mixed: MixedPrompt | None, prompt_tokens: int, *, partly: bool
+    ) -> Callable[[int], int]:
+        """Return a function from leading blocks of text to their tokens. Behind the last block that is held, part of
+        the next one is, or of the rest: `partly` counts that where no events do."""
+        tokens_per_block = TEXT_BLOCK_BYTES / bytes_per_token
+        beyond = BEYOND * tokens_per_block if partly else 0.0
+
+        def find_tokens(blocks: int) -> int:
+            tokens = blocks * tokens_per_block
+            return int(tokens + beyond if tokens + tokens_per_block <= prompt_tokens else tokens)
+
+        def find_mixed(blocks: int) -> int:
+            assert mixed is not None
+            within = int(BEYOND * TEXT_BLOCK_BYTES)
+            return min(mixed.tokens_matched(blocks * TEXT_BLOCK_BYTES, within), prompt_tokens)
+
+        return find_tokens if mixed is None else find_mixed
 
     def _in_store(self, tokens: int) -> list[HolderOverlap]:
         """Return overlaps in a shared store, which count for every endpoint that reads it, whichever engine reported
@@ -300,15 +315,6 @@ def _without_confirmed(
     cover the part behind it, where routed requests count."""
     confirmed = {endpoint for endpoint, match in announced.items() if match.tokens + _LARGEST_BLOCK > tokens}
     return frozenset(exact) - confirmed
-
-
-def _in_tokens(blocks: Mapping[EndpointId, int], mixed: MixedPrompt, prompt_tokens: int) -> dict[EndpointId, int]:
-    """Leading blocks of text as tokens; behind the last block that is held, part of the next one is, or of the rest."""
-    beyond = int(BEYOND * TEXT_BLOCK_BYTES)
-    return {
-        endpoint: min(mixed.tokens_matched(count * TEXT_BLOCK_BYTES, beyond), prompt_tokens)
-        for endpoint, count in blocks.items()
-    }
 
 
 def _undenied(endpoint: EndpointId, match: PreciseMatch, denials: Denials) -> PreciseMatch:

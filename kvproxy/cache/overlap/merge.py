@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, filterfalse, islice, repeat
+from operator import gt, is_not, ne
 
 import msgspec
 
@@ -27,6 +29,9 @@ class HolderOverlap:
     lower: LowerTokens = ()  # the same by tier; (): host memory
 
 
+#: Endpoints, about, by which the overlap of most is found.
+_SAMPLE = 16
+
 #: Blocks of text that a prompt has in common behind the last whole one: half of one, less half a block of the engine's.
 BEYOND = 0.375
 
@@ -35,7 +40,6 @@ def merge_overlaps(
     *,
     routed: Mapping[EndpointId, int],
     in_flight: Mapping[EndpointId, int] = NOTHING,
-    tokens_per_block: float = 1.0,
     announced: Mapping[EndpointId, PreciseMatch] | None = None,
     exact: Collection[EndpointId] = (),
     trust: Trust,
@@ -46,26 +50,15 @@ def merge_overlaps(
 ) -> dict[EndpointId, Overlap]:
     """Merge the overlaps of one prompt by endpoint.
 
-    `routed` comes from the approximate index, in leading blocks of `tokens_per_block`; of that, `in_flight` are blocks
-    of requests in flight. `announced` comes from KV events (None where none are followed), without a gap for the
-    endpoints in `exact`, and `trust` how far they are trusted; `looked_up` comes from a lookup service, trusted as far
-    as `lookup_trust` and never beyond `prompt_tokens`. An endpoint in `steps` reuses multiples of so many tokens."""
+    `routed` comes from the approximate index, in tokens; of that, `in_flight` are those of requests in flight.
+    `announced` comes from KV events (None where none are followed), without a gap for the endpoints in `exact`, and
+    `trust` how far they are trusted; `looked_up` comes from a lookup service, trusted as far as `lookup_trust` and
+    never beyond `prompt_tokens`. An endpoint in `steps` reuses multiples of so many tokens. Endpoints that hold as much
+    as each other share one object: of a large fleet most do, and a policy sees it."""
     if announced is None:
-        # Endpoints that hold as much as each other share one object: of a large fleet most do, and a policy sees it.
-        # a loop: comprehensions are functions to Python 3.11
-        found = {}
-        by_depth = dict[int, Overlap]()
-        for endpoint, blocks in routed.items():
-            overlap = by_depth.get(blocks)
-            if overlap is None:
-                tokens = blocks * tokens_per_block
-                if tokens + tokens_per_block <= prompt_tokens:  # there is a further block, which differs
-                    tokens += BEYOND * tokens_per_block
-                overlap = by_depth[blocks] = Overlap(int(tokens))
-            found[endpoint] = overlap
+        alike = {tokens: Overlap(tokens) for tokens in set(routed.values())}
+        found = dict(zip(routed, map(alike.__getitem__, routed.values()), strict=True))
     else:
-        routed = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in routed.items()}
-        in_flight = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in in_flight.items()}
         found = _with_events(routed, in_flight, announced, exact, trust)
     if looked_up:
         _add_holders(found, looked_up, prompt_tokens, lookup_trust)
@@ -87,17 +80,14 @@ def _with_events(
     A complete event stream (`exact`) is trusted over everything that was ever routed there. Only this prompt's blocks
     in requests still `in_flight` count besides: they are promised and not yet announced. Without a complete stream the
     larger match wins. Claims of events beyond routed prompts count by the accuracy of earlier ones."""
-    found = {}
-    shared: dict[tuple[int, int, int, int, LowerTokens], Overlap] = {}  # one object for all that are alike
-    plain: PreciseMatch | None = None  # the latest that counted in full; neighbours of a large fleet share it
-    plain_backed = plain_tokens = 0
-    plain_overlap = Overlap(0)
-    for endpoint, match in announced.items():
+    found, others = _usual_overlap(routed, in_flight, announced, exact, trust)
+    shared: dict[tuple[int, int, int, int, LowerTokens], Overlap] = {}
+    for endpoint in others:
+        match = announced.get(endpoint)
+        if match is None:
+            continue
         backed = routed.get(endpoint, 0)
         promised = in_flight.get(endpoint, 0) if endpoint in exact else backed
-        if match is plain and backed == plain_backed and promised <= plain_tokens and endpoint not in trust:
-            found[endpoint] = plain_overlap
-            continue
         device = match.device_tokens
         lower = match.lower
         claimed = believed = device + count_lower(lower) if lower else device
@@ -106,26 +96,53 @@ def _with_events(
             device = min(device, believed)
         if promised > believed:
             found[endpoint] = Overlap(promised, claimed_tokens=claimed)
-        else:
-            alike = (device, believed, claimed, backed, lower)
-            overlap = shared.get(alike)
-            if overlap is None:
-                lower = cut_lower(lower, believed - device)
-                overlap = Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, min(backed, claimed))
-                shared[alike] = overlap
-            found[endpoint] = overlap
-            if believed == claimed:
-                plain = match
-                plain_backed = backed
-                plain_tokens = believed
-                plain_overlap = overlap
-    for endpoint, backed in routed.items():
-        if endpoint not in exact and endpoint not in announced:
-            found[endpoint] = Overlap(backed)
-    for endpoint, promised in in_flight.items():
-        if endpoint in exact and endpoint not in announced:
-            found[endpoint] = Overlap(promised)
+            continue
+        alike = (device, believed, claimed, backed, lower)
+        overlap = shared.get(alike)
+        if overlap is None:
+            lower = cut_lower(lower, believed - device)
+            overlap = Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, min(backed, claimed))
+            shared[alike] = overlap
+        found[endpoint] = overlap
+    for tokens, complete in ((routed, False), (in_flight, True)):
+        for endpoint in filterfalse(announced.__contains__, tokens):
+            if (endpoint in exact) is complete:
+                found[endpoint] = Overlap(tokens[endpoint])
     return found
+
+
+def _usual_overlap(
+    routed: Mapping[EndpointId, int],
+    in_flight: Mapping[EndpointId, int],
+    announced: Mapping[EndpointId, PreciseMatch],
+    exact: Collection[EndpointId],
+    trust: Trust,
+) -> tuple[dict[EndpointId, Overlap], set[EndpointId]]:
+    """Return what most endpoints hold, for all that announced something, and which of them may hold something else
+    (others may be among these). Without a look at each endpoint by itself: a large fleet has hundreds that are
+    alike."""
+    if not announced:
+        return {}, set()
+    step = len(announced) // _SAMPLE + 1
+    some = list(islice(announced.values(), 0, None, step))
+    kinds = [(id(some[at]), routed.get(one, 0)) for at, one in enumerate(islice(announced, 0, None, step))]
+    kind = max(kinds, key=kinds.count)
+    match = some[kinds.index(kind)]
+    backed = kind[1]
+    claimed = match.tokens
+    usual = Overlap(match.device_tokens, match.lower, FactSource.PRECISE, 0.0, claimed, min(backed, claimed))
+    others = set(compress(announced, map(is_not, announced.values(), repeat(match))))
+    if backed:
+        others.update(compress(routed, map(ne, routed.values(), repeat(backed))))
+        others.update(filterfalse(routed.__contains__, announced))
+    else:
+        others.update(routed)
+    others.update(compress(in_flight, map(gt, in_flight.values(), repeat(claimed))))
+    if backed > claimed:
+        others.update(filterfalse(exact.__contains__, announced))
+    elif backed < claimed:
+        others.update(trust.tested)
+    return dict.fromkeys(announced, usual), others
 
 
 def _add_holders(

@@ -123,7 +123,7 @@ def test_the_longest_unused_beginnings_are_forgotten() -> None:
 
 
 def test_an_endpoint_that_comes_or_leaves_counts_at_once() -> None:
-    """What was kept for other endpoints is worked out again."""
+    """Matches are those of the endpoints there are."""
     index, fleet = make_fleet(4)
     for _ in range(3):
         index.match_prompt(prompt_of((*COMMON, 7)))

@@ -163,7 +163,7 @@ _KNOWN = st.tuples(
 )
 
 
-@given(st.lists(_KNOWN, max_size=12))
+@given(st.lists(_KNOWN, max_size=40))
 @example([(_MATCHES[1], 0, 0, True, False), (_MATCHES[1], 0, 0, True, True)])  # the second one's claims are doubted
 @example([(_MATCHES[1], 0, 0, True, False), (_MATCHES[1], 0, 1024, True, False)])  # and this one's promise is longer
 def test_endpoints_are_merged_as_if_each_were_alone(
@@ -290,15 +290,22 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_partial_blocks_count_on_average() -> None:
     """Half a block of text, less half a block of the engine's: else every match is taken for shorter than it is."""
-    known = {"tokens_per_block": 64.0, "trust": Trust(), "lookup_trust": Trust()}
-    merged = merge_overlaps(routed={A: 2, B: 3}, prompt_tokens=200, **known)  # type: ignore[arg-type]
-    assert (merged[A].tokens, merged[B].tokens) == (128 + 24, 192)  # all of B's whole blocks are the prompt's
+    local = LocalIndexes(IndexState(), follows_events=False)
+    for endpoint, blocks in ((A, 2), (B, 3)):
+        local.enter_prompt(endpoint, local.approximate.locate(HASHES[:blocks]))
+    found = local.find_overlaps(
+        local.approximate.locate(HASHES[:3]),
+        bytes_per_token=TEXT_BLOCK_BYTES / 64,
+        tokens=None,
+        cache_salt=None,
+        prompt_tokens=200,
+    )
+    assert (found[A].tokens, found[B].tokens) == (128 + 24, 192)  # all of B's whole blocks are the prompt's
 
 
 def test_steps_are_those_of_their_endpoint() -> None:
     """Another engine of the cluster may be of another kind."""
     merged = merge_overlaps(
-        routed={A: 200, B: 200}, tokens_per_block=10.0, trust=Trust(), lookup_trust=Trust(), steps=STEPPED,
-        prompt_tokens=5000,
+        routed={A: 2003, B: 2003}, trust=Trust(), lookup_trust=Trust(), steps=STEPPED, prompt_tokens=5000,
     )  # fmt: skip
     assert merged == {A: Overlap(1024, held_tokens=2003), B: Overlap(2003)}
