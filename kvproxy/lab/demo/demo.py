@@ -346,7 +346,8 @@ def print_table(
         if not math.isnan(ratio) and not busy:
             print(f"{policy}: mean time to first token {ratio:.2f} x {first}'s.", file=out)
     if busy:
-        print(f"This machine is busy (load {load()[0]:.0f} on {cores} cores), and times are longer by it.", file=out)
+        reason = f"This machine is busy (load {load()[0]:.0f} on {cores} cores)"
+        print(f"{reason}: the times of the two policies do not compare.", file=out)
     streamed = sum(r.streamed for replies in results.values() for r in replies)
     total = sum(len(replies) for replies in results.values())
     print(f"{streamed} of {total} requests were streamed; TTFT is theirs, as the client saw it.", file=out)

@@ -134,13 +134,13 @@ async def test_a_worker_that_hangs_before_it_serves_is_killed_and_started_again(
     """Whether or not it says that it is there. That ends the start only once it is of no use."""
     monkeypatch.setattr(module, "GIVE_UP_AFTER", 1000)
     running = asyncio.create_task(late.run())
-    await until(lambda: "does not come to serve: it is killed" in caplog.text)
+    await until(lambda: all(slot.failures for slot in late.slots))
+    assert "does not come to serve: it is killed" in caplog.text
     late.served.config = CONFIG
     (tmp_path / "allowed").touch()
     await until(lambda: running.done() or late.all_ready.is_set())
     late.drain()
     await asyncio.wait_for(running, 60)
-    assert all(slot.failures for slot in late.slots)
 
 
 async def test_workers_that_always_hang_before_they_serve_end_the_start(

@@ -24,7 +24,7 @@ from kvproxy.features.workers.control import ControlApp
 from kvproxy.features.workers.process import WorkerProcess
 from kvproxy.features.workers.share import take_share
 from kvproxy.features.workers.supervisor import ServedConfig, Supervisor
-from kvproxy.features.workers.workers import ANSWER_S, Workers
+from kvproxy.features.workers.workers import Workers
 from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
@@ -76,9 +76,9 @@ class Together:
 
 @contextlib.asynccontextmanager
 async def together(
-    endpoints: dict[str, str], *, count: int = 2, answer_s: float = ANSWER_S, **config: Any
+    endpoints: dict[str, str], *, count: int = 2, answer_s: float = 60.0, **config: Any
 ) -> AsyncIterator[Together]:
-    """`config` is native configuration besides the endpoints; probes are off."""
+    """`config` is native configuration besides the endpoints; probes are off, and workers have time to answer."""
     raw = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
     served, metrics = ServedConfig(load_config(raw)), Metrics()
     async with AsyncExitStack() as stack:
