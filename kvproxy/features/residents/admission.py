@@ -59,7 +59,7 @@ class SessionStay(msgspec.Struct, eq=False):
 class SessionWait:
     """A session that waits for room."""
 
-    __slots__ = ("_admission", "began_at", "request", "reserved", "session", "tokens")
+    __slots__ = ("_admission", "asked", "began_at", "request", "reserved", "session", "tokens")
 
     def __init__(
         self, admission: SessionAdmission, request: PickRequest, session: Session | None, tokens: float, now: float
@@ -70,6 +70,7 @@ class SessionWait:
         self.tokens = tokens
         self.began_at = now
         self.reserved: EndpointId | None = None  # endpoint whose room is kept for it
+        self.asked = 0, 0  # numbers of the latest questions whether there is room for it, the last one last
 
     def has_room(self, candidates: Sequence[Candidate], now: float) -> bool:
         """As of RoomWait."""
@@ -103,6 +104,7 @@ class SessionAdmission:
         self._reserved: dict[EndpointId, tuple[SessionWait, EndpointLoad]] = {}
         self._found: tuple[Sequence[int], Session | None] = (), None  # by the latest question
         self._turns_elsewhere: dict[Hashable, tuple[Session, int]] = {}  # and which turns of their sessions they are
+        self._asked = 0  # questions whether there is room
         self._shares = False  # whether another router places requests as well
         self._granted = (0, 0.0)  # last block of the prompt that waited last, and for how many seconds
         #: Times and tokens of those that got room since some wait; the first is when the first of them began to.
@@ -247,6 +249,7 @@ class SessionAdmission:
         """Return whether an endpoint has room for the one that waits. If none has, the one that will first have it is
         kept for it, unless another one waits for room among these: what gets free elsewhere is the first one's too."""
         self.expire(now)
+        self._release_passed(wait)
         request = wait.request
         session = wait.session
         least: tuple[float, Candidate] | None = None
@@ -339,6 +342,15 @@ class SessionAdmission:
         if self.waits:
             return True
         return any(one.load is not None and _kept_elsewhere(one.load, math.inf) for one in self.sets.values())
+
+    def _release_passed(self, wait: SessionWait) -> None:
+        """Keep no room any more for those that were not asked while this one was twice: another went ahead of them."""
+        before, last = wait.asked
+        self._asked += 1
+        wait.asked = last, self._asked
+        for holder, _ in list(self._reserved.values()):
+            if holder.asked[1] < before:
+                self._release(holder)
 
     def _release(self, wait: SessionWait) -> None:
         if wait.reserved is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import msgspec
@@ -489,6 +490,30 @@ def test_tenants_share_places_by_weight(admission: SessionAdmission, weight: flo
             running.append(begin(admission, asked, place))
             placed.append(tenants[ticket.item])
     assert placed.count("a") / len(placed) == pytest.approx(share, abs=0.03)
+
+
+def test_room_goes_to_the_one_that_goes_ahead_of_its_first_holder(admission: SessionAdmission) -> None:
+    """Of a later session with a higher priority; then to the one for which it was kept before."""
+    knows(admission, *range(4))
+    running = begin(admission, prompt(1, 800), A)
+    queue: FairQueue[int] = FairQueue()
+    for number, level in ((2, 0), (3, 10)):
+        asked = prompt(number, 400)
+        assert waits(admission, asked, A)
+        room = admission.wait(asked, float(number))
+        queue.offer(number, 4.0, float(number), level=level, has_room=partial(room.has_room, [A]))
+        assert queue.poll(lambda model: 0.0, 5.0) is None
+    assert A.load.kept_since == 2.0
+    assert [queue.poll(lambda model: 0.0, 5.0) for _ in range(2)] == [None, None]
+    assert A.load.kept_since == 3.0
+    running.end(6.0, served=False)
+    rooms = {wait.request.facts.blocks[0] // 1_000_000: wait for wait in admission.waits}
+    for expected in (3, 2):
+        ticket = queue.poll(lambda model: 0.0, 6.0)
+        assert ticket is not None
+        assert ticket.item == expected
+        rooms[ticket.item].over(6.0)
+    assert A.load.kept_since is None
 
 
 def test_kept_entries_are_bounded(admission: SessionAdmission, monkeypatch: pytest.MonkeyPatch) -> None:
