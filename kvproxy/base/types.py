@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 import msgspec
 
@@ -146,6 +146,14 @@ class Prompt(msgspec.Struct, frozen=True):
 _HEAD_BYTES = 1024
 
 
+class RequestHints(NamedTuple):
+    """Expectations of a client about one request, which count if it is trusted."""
+
+    level: int = 0  # of its class, larger first
+    deadline_s: float | None = None  # longest time that it may wait here
+    output_tokens: int = 0  # expected length of its answer; 0: not stated
+
+
 class InferenceRequest(msgspec.Struct, frozen=True):
     """One parsed inference request; the raw body beside it is what goes upstream, unchanged."""
 
@@ -165,6 +173,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     retention_s: float | None = None  # how long its client wants the whole prompt to be kept after the answer
     request_id: str = ""  # from the body, if it is fit for a header field
     session_of_user: bool = False  # the session's key names an end user, who may have several at a time
+    hints: RequestHints | None = None
 
     @property
     def head(self) -> bytes:

@@ -67,6 +67,7 @@ class _QueuedRequest:
     tenant: str
     weight: float
     level: int
+    early_s: float  # by which its own deadline is before `max_wait`
     ticket: Ticket[_QueuedRequest] | None = None
     room: RoomWait | None = None  # None: it waits for its turn alone
 
@@ -148,13 +149,23 @@ class RouterQueue:
         return any(wait_s(one, speeds, now) < room_s for one in decision.candidates)
 
     async def wait(
-        self, decision: Decision[Endpoint], decide: Decide, take: Take, *, tenant: str, level: int, weight: float = 1.0
+        self,
+        decision: Decision[Endpoint],
+        decide: Decide,
+        take: Take,
+        *,
+        tenant: str,
+        level: int,
+        weight: float = 1.0,
+        within_s: float = math.inf,
     ) -> Pick | None:
-        """Wait for the request's turn, and place it by `take`. With the queue full raises QueueFull, or, in a queue
-        that is on by itself, takes the decision at once unless a session would begin without room. Raises QueueFull
-        for a session that could not begin in time."""
+        """Wait for the request's turn, `within_s` or `max_wait`, and place it by `take`. With the queue full raises
+        QueueFull, or, in a queue that is on by itself, takes the decision at once unless a session would begin without
+        room. Raises QueueFull for a session that could not begin in time."""
         now = self._clock()
-        queued = _QueuedRequest(decide, take, asyncio.get_running_loop().create_future(), now, tenant, weight, level)
+        early_s = max(0.0, self._queue.settings.max_wait_s - within_s)
+        placed: asyncio.Future[Pick | None] = asyncio.get_running_loop().create_future()
+        queued = _QueuedRequest(decide, take, placed, now, tenant, weight, level, early_s)
         try:
             if not self._offer(queued, decision, now):
                 return take(decision, now)
@@ -180,7 +191,7 @@ class RouterQueue:
         """Queue a request, for room if it needs some; False: the queue is full, and it does not wait. Raises
         QueueFull."""
         request = decision.request
-        room = queued.room = self._find_room(request, now)
+        room = queued.room = self._find_room(request, self._queue.settings.max_wait_s - queued.early_s, now)
         queued.ticket = self._queue.offer(
             queued,
             least_own_s(request.facts, decision.candidates, self._speeds),
@@ -189,6 +200,7 @@ class RouterQueue:
             level=queued.level,
             tenant=queued.tenant,
             weight=queued.weight,
+            early_s=queued.early_s,
             has_room=None if room is None else partial(self._has_room, self.admission, room, request.model),
         )
         if queued.ticket is not None:
@@ -200,12 +212,12 @@ class RouterQueue:
             return False
         raise QueueFull(later_s)
 
-    def _find_room(self, request: PickRequest, now: float) -> RoomWait | None:
+    def _find_room(self, request: PickRequest, max_wait_s: float, now: float) -> RoomWait | None:
         """Return the request's wait for room; None: it needs none. Raises QueueFull if that would take too long."""
         admission = self.admission
         if admission is None or not request.waits_for_room:
             return None
-        later_s = admission.retry_after_s(request, self._queue.settings.max_wait_s, now)
+        later_s = admission.retry_after_s(request, max_wait_s, now)
         if later_s is not None:
             raise QueueFull(later_s)
         return admission.wait(request, now)

@@ -5,6 +5,7 @@ The forwarder, requests that others carry and `/pick` all place by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable
 
 import msgspec
@@ -65,6 +66,7 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
             pick = self.take(verdict, now)
         else:
             notify(RequestObserver.queued, exchange, verdict, now)
+            hints = exchange.hints
             turn = queue.wait(
                 verdict,
                 self._decide_again,
@@ -72,6 +74,7 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
                 tenant=exchange.tenant,
                 weight=exchange.weight,
                 level=self.level(),
+                within_s=math.inf if hints is None or hints.deadline_s is None else hints.deadline_s,
             )
             pick = await self.wait_turn(turn)
         if pick is not None:
@@ -153,6 +156,7 @@ def make_pick_request(
         streams=inference is not None and inference.stream,
         prompt_head=b"" if inference is None else inference.head,
         policy=exchange.policy,
+        output_tokens=0 if (hints := exchange.hints) is None else hints.output_tokens,
     )
 
 

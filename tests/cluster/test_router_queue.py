@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -70,6 +71,7 @@ async def pick_through(
     again: Callable[[], PickRequest] | None = None,
     tenant: str = "",
     level: int = 0,
+    within_s: float = math.inf,
 ) -> Pick | None:
     """As the proxy does: at once if it may, otherwise in its turn, asked `again` then."""
     queue = room_of(cluster)
@@ -85,7 +87,7 @@ async def pick_through(
     def take(decision: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
         return None if isinstance(decision, Refusal) else cluster.reserve(decision, now)
 
-    return await queue.wait(decision, decide, take, tenant=tenant, level=level)
+    return await queue.wait(decision, decide, take, tenant=tenant, level=level, within_s=within_s)
 
 
 async def placed(task: asyncio.Task[Pick | None]) -> Pick:
@@ -190,6 +192,28 @@ async def test_nobody_waits_longer_than_the_bound(clock: FakeClock) -> None:
     await placed(waiting)
     held = metrics.group(RoutingMetrics).router_queue_wait.labels("c")
     assert (sum(held.counts), held.total) == (1, 5.0)
+
+
+async def test_the_earliest_deadline_goes_first_and_is_kept(clock: FakeClock) -> None:
+    """`max_wait` is the deadline of those without; the wait that is shown is the true one."""
+    cluster = cluster_of(clock, max_wait="100s")
+    picks = await fill(cluster, 80_000)
+    short = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    clock.advance(1.0)
+    soon, later = enter(cluster, 50_000, within_s=5.0), enter(cluster, 50_000, within_s=1000.0)
+    await until(lambda: len(room_of(cluster)) == 3)
+    clock.advance(2.0)
+    assert room_of(cluster).status(clock())["oldest_wait_s"] == 2.0
+    picks[1].settle(AttemptOutcome.CANCELLED, clock())
+    (await placed(soon)).settle(AttemptOutcome.CANCELLED, clock())
+    (await placed(short)).settle(AttemptOutcome.CANCELLED, clock())
+    await placed(later)
+    late = enter(cluster, 80_000, within_s=5.0)
+    await until(lambda: len(room_of(cluster)) == 1)
+    clock.advance(5.0)
+    room_of(cluster).on_load_decrease()
+    await placed(late)
 
 
 @pytest.mark.parametrize("way", ["overdue", "queue off"])

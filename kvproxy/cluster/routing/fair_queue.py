@@ -75,14 +75,17 @@ class FairQueue(Generic[ItemT]):
         level: int = 0,
         tenant: str = "",
         weight: float = 1.0,
+        early_s: float = 0.0,
         has_room: HasRoom | None = None,
     ) -> Ticket[ItemT] | None:
         """Queue a request that takes `own_s` seconds of prefill, of a class `level` above others, of a tenant with this
         `weight`, and until an engine `has_room` for it (None: it needs none); None when the queue is full. One that
-        has waited here already `came_at` an earlier time than others before it."""
+        has waited here already `came_at` an earlier time than others before it. One whose deadline is `early_s` before
+        `max_wait` counts as having come so much earlier: the earliest deadline goes first."""
         if self.waiting >= self.settings.limit:
             return None
-        ticket = Ticket(item, own_s, came_at, level * LEVEL_S, tenant, model, has_room, weight)
+        came_at -= early_s
+        ticket = Ticket(item, own_s, came_at, level * LEVEL_S, tenant, model, has_room, weight, early_s)
         if tenant not in self._of_tenant:
             self._granted_s[tenant] = self._virtual_s
         self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
@@ -127,9 +130,9 @@ class FairQueue(Generic[ItemT]):
         return at
 
     def oldest_wait_s(self, now: float) -> float:
-        """How long the request that came first has waited; 0 when nothing waits."""
+        """How long the request with the earliest deadline has waited; 0 when nothing waits."""
         oldest = self._oldest()
-        return 0.0 if oldest is None else max(0.0, now - oldest.queued_at)
+        return 0.0 if oldest is None else max(0.0, now - oldest.queued_at - oldest.early_s)
 
     def retry_after_s(self, now: float) -> float:
         """How long a refused client should stay away: until the oldest waiting request must be out, at least 1 s."""

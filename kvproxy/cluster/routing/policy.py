@@ -93,6 +93,8 @@ class PickRequest(msgspec.Struct, frozen=True):
     transfer_s: Mapping[EndpointId, float] | None = None
     #: No endpoint has room for its session; it waits in the router queue.
     waits_for_room: bool = False
+    #: Length of its answer as a trusted client expects it; 0: not stated.
+    output_tokens: int = 0
 
 
 class LiveBlocksView(Protocol):

@@ -92,12 +92,13 @@ class Ticket(Generic[ItemT]):
 
     item: ItemT
     own_s: float
-    queued_at: float
+    queued_at: float  # when it came, or `early_s` before
     class_s: float
     tenant: str
     model: str
     has_room: HasRoom | None = None  # None: it waits for its turn alone
     weight: float = 1.0  # of its tenant
+    early_s: float = 0.0  # by which its own deadline is before that of others
     released: bool = False  # released or cancelled: its entry in a line is void
 
 

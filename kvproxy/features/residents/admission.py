@@ -235,7 +235,7 @@ class SessionAdmission:
     def wait(self, request: PickRequest, now: float) -> SessionWait:
         """As of Admission."""
         session = self._find(request.facts)
-        tokens = request.facts.prompt_tokens + self.habits.growth_tokens
+        tokens = request.facts.prompt_tokens + self._growth_of(request)
         wait = SessionWait(self, request, session, tokens, now)
         if not self.waits:
             self._admitted.clear()
@@ -411,12 +411,16 @@ class SessionAdmission:
         if self._is_kept(one, holder):
             return engine.capacity_tokens
         tokens = request.facts.prompt_tokens
-        growth = self.habits.growth_tokens
         single_tokens = max(0, load.resident_tokens - residents.running_tokens)
-        missing = residents.tokens(growth) + single_tokens + tokens + growth - ADMIT_BELOW * engine.capacity_tokens
+        taken = residents.tokens(self.habits.growth_tokens) + single_tokens
+        missing = taken + tokens + self._growth_of(request) - ADMIT_BELOW * engine.capacity_tokens
         if missing <= 0.0:
             return missing
         return missing - residents.count_shared(cast("array[int]", request.facts.blocks)) * tokens
+
+    def _growth_of(self, request: PickRequest) -> float:
+        """Return the tokens that the turn will add: as learned, unless a longer answer is expected."""
+        return max(self.habits.growth_tokens, request.output_tokens)
 
     def _return(self, session: Session, tokens: int, now: float) -> None:
         if session.running:

@@ -20,7 +20,7 @@ from kvproxy.cluster.routing.policy import NO_FACTS
 from kvproxy.proxy.forward.answer import read_beginning, read_short
 from kvproxy.proxy.forward.headers import RequestHead
 from kvproxy.proxy.forward.request_body import RequestBody
-from kvproxy.proxy.placement import priority_of
+from kvproxy.proxy.placement import MAX_PRIORITY, priority_of
 from kvproxy.proxy.request.continuation import Leg
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import ERROR_MARK
@@ -82,9 +82,11 @@ class EngineRequest(msgspec.Struct, eq=False):
 
     @property
     def level(self) -> int:
-        """Level of the request's class from the configured header, larger first."""
+        """Level of the request's class, larger first: from the configured header, and as a trusted client expects."""
         header = self.cluster.settings.queue.priority_header
-        return priority_of(self.head.headers, header.lower().encode()) if header else 0
+        level = priority_of(self.head.headers, header.lower().encode()) if header else 0
+        hints = self.exchange.hints
+        return level if hints is None else max(-MAX_PRIORITY, min(MAX_PRIORITY, level + hints.level))
 
     def other_ranks(self) -> frozenset[EndpointId]:
         """Endpoints that a request for its own rank cannot mean; none where no engine is known to have that rank."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from kvproxy.base.json_scan import Members
-from kvproxy.base.types import EndpointId, InferenceRequest
+from kvproxy.base.types import EndpointId, InferenceRequest, RequestHints
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import RequestAddition
 from kvproxy.cluster.routing.policy import OverlapFacts
@@ -153,6 +153,11 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     #: Observers of this request's stages, in this order (`attach`), and the union of their hooks.
     observers: tuple[HasHooks, ...] = ()
     hooks: frozenset[str] = frozenset()
+
+    @property
+    def hints(self) -> RequestHints | None:
+        """Return what a trusted client expects of the request."""
+        return self.inference.hints if self.trusted and self.inference is not None else None
 
     def attach(self, *observers: HasHooks) -> None:
         """Add observers of the request behind those that are there."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
 import msgspec
 from msgspec import Raw
 
+from kvproxy.base.types import RequestHints
 from kvproxy.cache.prefix.cache_marks import DEFAULT_TTL_S
 from kvproxy.proxy.request.session import Session, bounded_key, child_session, session_of_user
 
@@ -17,6 +19,11 @@ _COMMON = ("session_id", "user", "prompt_cache_key", "vllm_xargs", "nvext")
 _KEEPING = ("prompt_cache_retention", "prompt_cache_options", "cache_control")
 #: Fields, of any kind of body, that may name a session or a cache group, or set how long prompts are kept.
 NAMING = (*_COMMON, *_KEEPING, "client_metadata", "conversation", "metadata")
+#: Name of the agent that a task begins with, in the contract of vLLM's router.
+_LEAD = "lead"
+#: An answer that is expected to be longer counts as this long.
+_MAX_OUTPUT_TOKENS = 131_072.0
+_MAX_PROGRAM_BYTES = 16_384
 #: Meaning of "in_memory": OpenAI keeps such a prompt for 5 to 10 minutes after its last use.
 _IN_MEMORY_S = 300.0
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -29,15 +36,53 @@ def is_request_id(text: str) -> bool:
     return _request_id(text) is not None
 
 
+_Number = int | float | str | None
+
+
 class _Program(msgspec.Struct, gc=False):
     program_id: _Key = None
+    task_id: _Key = None
+    session_id: _Key = None
     agent_id: _Key = None
     parent_program_id: _Key = None
+    parent_agent_id: _Key = None
+    priority: _Number = None
+    deadline_seconds: _Number = None
+    expected_output_length: _Number = None
+
+    def session(self) -> Session | None:
+        """Return the program, by its id or as an agent of its task."""
+        program, task, agent, parent = map(
+            _word, (self.program_id, self.task_id or self.session_id, self.agent_id, self.parent_program_id)
+        )
+        if program or not task:
+            return _named(program, parent)
+        agent = agent.removeprefix(f"{task}:") or _LEAD
+        if not parent and (agent != _LEAD or self.parent_agent_id):
+            parent = f"{task}:{_word(self.parent_agent_id).removeprefix(f'{task}:') or _LEAD}"
+        return _named(f"{task}:{agent}", parent)
+
+    def hints(self) -> RequestHints | None:
+        """Return what it expects of this request."""
+        return _hints(self.priority, self.deadline_seconds, self.expected_output_length)
+
+
+_decode_program = msgspec.json.Decoder(_Program, strict=False).decode
 
 
 class _Xargs(msgspec.Struct, gc=False):
     session_id: _Key = None
     agentic_context: _Program | str | None = None
+
+    def program(self) -> _Program | None:
+        """Return the program, which is an object or its JSON as a text, as vLLM itself takes it."""
+        said = self.agentic_context
+        if isinstance(said, str):
+            try:
+                return _decode_program(said) if len(said) <= _MAX_PROGRAM_BYTES else None
+            except (msgspec.DecodeError, RecursionError, UnicodeError):
+                return None
+        return said
 
 
 class _AgentContext(msgspec.Struct, gc=False):
@@ -45,8 +90,14 @@ class _AgentContext(msgspec.Struct, gc=False):
     parent_session_id: _Key = None
 
 
+class _AgentHints(msgspec.Struct, gc=False):
+    priority: _Number = None
+    osl: _Number = None
+
+
 class _Nvext(msgspec.Struct, gc=False):
     agent_context: _AgentContext | None = None
+    agent_hints: _AgentHints | None = None
 
 
 class _ClientMetadata(msgspec.Struct, gc=False):
@@ -87,6 +138,13 @@ class _SessionFields(msgspec.Struct, gc=False):
             or _session_of_user(self.end_user())
         )
 
+    def hints(self) -> RequestHints | None:
+        """Return what the client expects of the request; None: nothing is stated."""
+        if program := self.vllm_xargs and self.vllm_xargs.program():
+            return program.hints()
+        said = self.nvext and self.nvext.agent_hints
+        return _hints(said.priority, None, said.osl) if said else None
+
     def own_session(self) -> Session | None:
         """By fields that only this API has."""
         return None
@@ -113,12 +171,31 @@ def _seconds(said: _Key) -> float | None:
     return None if found is None else int(found[1]) * _UNITS_S[found[2]] or None
 
 
+def _hints(priority: _Number, deadline_s: _Number, output_tokens: _Number) -> RequestHints | None:
+    """Return what these state within bounds; None: nothing."""
+    level, deadline, tokens = map(_number, (priority, deadline_s, output_tokens))
+    if level is deadline is tokens is None:
+        return None
+    return RequestHints(
+        int(level or 0.0),
+        None if deadline is None else max(0.0, deadline),
+        int(max(0.0, min(_MAX_OUTPUT_TOKENS, tokens or 0.0))),
+    )
+
+
+def _number(said: _Number) -> float | None:
+    try:
+        number = math.nan if said is None else float(said)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 def _session_of_xargs(xargs: _Xargs) -> Session | None:
-    program = xargs.agentic_context
-    if (session := _named(xargs.session_id)) or not isinstance(program, _Program):
+    if session := _named(xargs.session_id):
         return session
-    root, agent, parent = map(_word, (program.program_id, program.agent_id, program.parent_program_id))
-    return _named(f"{root}/{agent}", parent or root) if root and agent else _named(root, parent)
+    program = xargs.program()
+    return None if program is None else program.session()
 
 
 def _session_of_nvext(nvext: _Nvext) -> Session | None:

@@ -187,6 +187,7 @@ class _Reader:
             data.retention_s() if named else None,
             request_id if (request_id := data.request_id) and is_request_id(request_id) else "",
             session is not None and session.of_user,
+            data.hints() if named else None,
         )
 
     def _shape(self, data: Common) -> bytes:

@@ -16,7 +16,7 @@ own, with the root as its parent, or as the schema defines.
 | AIPerf alone | `x-correlation-id` (others number requests with it) | | |
 | body: vLLM, SGLang | `session_id` | | |
 | body: vLLM | `vllm_xargs.session_id` | | |
-| body: vLLM's router | `vllm_xargs.agentic_context.program_id` | its `agent_id` | its `parent_program_id` |
+| body: vLLM's router | `vllm_xargs.agentic_context.program_id`, or its `task_id:agent_id` | | its `parent_program_id` |
 | body: Dynamo | `nvext.agent_context.session_id` | | its `parent_session_id` |
 | body: Codex | `client_metadata.thread_id`, `.session_id` | | its `x-codex-parent-thread-id` |
 | body: Responses | `conversation` | | |

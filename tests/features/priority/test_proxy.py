@@ -152,6 +152,24 @@ async def test_the_priority_header_moves_the_number() -> None:
     assert plain - 30_000 - 50 < urgent < plain - 28_000
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_a_trusted_agents_priority_counts_as_its_class(trusted: bool) -> None:
+    """By the hints of vLLM's router and of Dynamo, the larger first."""
+    engine = FakeEngine("a")
+    filters = ["inference_request", "kvcache", {"router": {"trust_clients": trusted}}]
+    programs = [{"program_id": "p"}, {"program_id": "p", "priority": 10}, {"program_id": "p", "priority": -1000}]
+    async with one_engine(engine, **ON, filters=filters) as proxy:
+        for program in programs:
+            body = chat(vllm_xargs={"agentic_context": program})
+            assert (await proxy.client.post("/v1/chat/completions", json=body)).status_code == 200
+        body = chat(nvext={"agent_hints": {"priority": 10}})
+        assert (await proxy.client.post("/v1/chat/completions", json=body)).status_code == 200
+    plain, ahead, behind, dynamo = (sent(call)["priority"] for call in engine.calls)
+    seconds = 1000 if trusted else 0
+    for number, levels in ((ahead, 10), (dynamo, 10), (behind, -100)):
+        assert abs(plain - 3 * levels * seconds - number) < 2_000
+
+
 async def test_a_greedy_tenant_comes_later() -> None:
     """Its grants beyond the others' count as seconds."""
     engine = FakeEngine("a")

@@ -88,6 +88,17 @@ def test_a_session_begins_only_where_its_whole_context_has_room(admission: Sessi
     assert not waits(admission, prompt(2, 401), A, B)
 
 
+def test_a_long_answer_that_is_expected_needs_its_room(admission: SessionAdmission) -> None:
+    """A short one as much as turns usually add."""
+    knows(admission, 1, 2)
+    turn(admission, prompt(1, 500), A)
+    admission.habits.growth_tokens = 1_000.0  # of each: 400 blocks less 20
+    for tokens, room in ((0, True), (900, True), (2_000, False)):
+        asked = msgspec.structs.replace(prompt(2, 380), output_tokens=tokens)
+        assert waits(admission, asked, A) is not room
+    assert admission.wait(asked, 0.0).tokens == 40_000
+
+
 def test_turns_of_residents_never_wait(admission: SessionAdmission) -> None:
     """Whatever their contexts have grown to."""
     knows(admission, 1, 2)

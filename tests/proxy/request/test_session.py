@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.base.types import InferenceRequest, RequestKind
+from kvproxy.base.types import InferenceRequest, RequestHints, RequestKind
 from kvproxy.proxy.request.parse import MAX_DECODED_BYTES, parse_body
 from kvproxy.proxy.request.session import CLIENTS, MAX_SESSION_KEY, NO_CALLER, Caller, Session, SessionHeaders
 
@@ -147,16 +147,28 @@ def test_a_session_of_any_schema_may_end(value: str) -> None:
     [
         (CHAT, {"vllm_xargs": {"session_id": "x", "n": 1}}, "x", None),
         (CHAT, {"vllm_xargs": {"agentic_context": {"program_id": "p", "task_id": "t"}}}, "p", None),
-        (CHAT, {"vllm_xargs": {"agentic_context": {"program_id": "p", "agent_id": "a"}}}, "p/a", "p"),
+        (CHAT, {"vllm_xargs": {"agentic_context": {"program_id": "t:a", "agent_id": "a"}}}, "t:a", None),
         (
             CHAT,
-            {"vllm_xargs": {"agentic_context": {"program_id": "p", "parent_program_id": "q", "agent_id": "a"}}},
-            "p/a",
-            "q",
+            {"vllm_xargs": {"agentic_context": {"program_id": "t:a", "parent_program_id": "t:lead", "agent_id": "a"}}},
+            "t:a",
+            "t:lead",
+        ),
+        (CHAT, {"vllm_xargs": {"agentic_context": '{"program_id": "p", "priority": 3}'}}, "p", None),
+        (CHAT, {"vllm_xargs": {"agentic_context": {"task_id": "t"}}}, "t:lead", None),
+        (CHAT, {"vllm_xargs": {"agentic_context": {"session_id": "s", "agent_id": "a"}}}, "s:a", "s:lead"),
+        (CHAT, {"vllm_xargs": {"agentic_context": {"task_id": "t", "agent_id": "t:a"}}}, "t:a", "t:lead"),
+        (
+            CHAT,
+            {"vllm_xargs": {"agentic_context": {"task_id": "t", "agent_id": "b", "parent_agent_id": "a"}}},
+            "t:b",
+            "t:a",
         ),
         (CHAT, {"vllm_xargs": {"agentic_context": {"program_id": "p", "parent_program_id": "q"}}}, "p", "q"),
         (CHAT, {"vllm_xargs": {"agentic_context": "text"}, "user": "u"}, "u", None),
-        (CHAT, {"vllm_xargs": {"agentic_context": {"task_id": "t"}}}, None, None),
+        (CHAT, {"vllm_xargs": {"agentic_context": '{"program_id": ' + "[" * 9000}, "user": "u"}, "u", None),
+        (CHAT, {"vllm_xargs": {"agentic_context": " " * 20_000}, "user": "u"}, "u", None),
+        (CHAT, {"vllm_xargs": {"agentic_context": {"agent_id": "a"}}}, None, None),
         (
             CHAT,
             {"nvext": {"agent_context": {"session_id": "n", "parent_session_id": "p"}, "agent_hints": {}}},
@@ -188,6 +200,32 @@ def test_bodies_that_agents_send(kind: RequestKind, body: dict[str, Any], key: s
     for padded in (body, {**body, "padding": "x" * MAX_DECODED_BYTES}):
         request = parsed(kind, padded)
         assert (request.session_key, request.parent_session) == (key, parent)
+
+
+@pytest.mark.parametrize(
+    ("body", "hints"),
+    [
+        ({"vllm_xargs": {"agentic_context": {"program_id": "p"}}}, None),
+        ({"vllm_xargs": {"agentic_context": {"program_id": "p", "priority": 10}}}, RequestHints(10)),
+        (
+            {"vllm_xargs": {"agentic_context": {"deadline_seconds": 30, "expected_output_length": "2048"}}},
+            RequestHints(0, 30.0, 2048),
+        ),
+        ({"vllm_xargs": {"agentic_context": '{"deadline_seconds": 1.5}'}}, RequestHints(0, 1.5)),
+        (
+            {"vllm_xargs": {"agentic_context": {"deadline_seconds": -3, "expected_output_length": 1e300}}},
+            RequestHints(0, 0.0, 131_072),
+        ),
+        ({"vllm_xargs": {"agentic_context": {"priority": "high", "deadline_seconds": "nan"}}}, None),
+        ({"nvext": {"agent_hints": {"priority": 4, "osl": 5}}}, RequestHints(4, None, 5)),
+        ({"nvext": {"agent_hints": {}}}, None),
+        ({}, None),
+    ],
+)
+def test_hints_for_one_request(body: dict[str, Any], hints: RequestHints | None) -> None:
+    """By vLLM's router and Dynamo, within bounds; of a body that is decoded and of one that is scanned."""
+    for padded in (body, {**body, "padding": "x" * MAX_DECODED_BYTES}):
+        assert parsed(CHAT, padded).hints == hints
 
 
 def test_a_cache_group_is_no_session() -> None:
