@@ -282,13 +282,22 @@ class KVCacheMiddleware:
                 downstream.end(type(error).__name__ if isinstance(error, Exception) else "")
 
     async def _inform(self, filters: _Filters, exchange: Exchange, downstream: Downstream) -> None:
-        """Gather what is known of a request whose body was read, for the app and for the end of its answer."""
+        """Gather what is known of a request whose body was read, for the app and for the end of its answer.
+
+        It is examined before anything names an endpoint for it. A guard's refusal is kept for the app's question: the
+        app decides what a refused client gets."""
         waits = filters.facts.before(exchange, downstream)
         if waits is not None:
             await waits
-        if self._guards and exchange.body is not None:
-            await self._examine(exchange, downstream.scope)
-        self._note(exchange, downstream.scope)
+        scope = downstream.scope
+        hosted: HostedRequest = scope["state"][HOSTED_KEY]
+        if exchange.body is not None:
+            try:
+                for guard in self._guards:
+                    await guard.examine(exchange, scope["path"], scope["headers"], exchange.body)
+            except LocalReply as why:
+                hosted.refusal = why
+        self._note(exchange, scope, hosted)
 
     def _without_others(self, scope: Scope) -> Scope:
         """Take away what a client may have set as its preference, and ids that another request, or another middleware
@@ -300,9 +309,8 @@ class KVCacheMiddleware:
             scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != self._header]}
         return scope
 
-    def _note(self, exchange: Exchange, scope: Scope) -> None:
+    def _note(self, exchange: Exchange, scope: Scope, hosted: HostedRequest) -> None:
         """Note the end of reading: follow the answer to a request with facts."""
-        hosted: HostedRequest = scope["state"][HOSTED_KEY]
         hosted.follow(exchange)
         if exchange.facts is None:
             self._counts["unread"] += 1
@@ -468,16 +476,6 @@ class KVCacheMiddleware:
         filters = _Filters(reading, facts)
         reading.on_late_body = functools.partial(self._inform, filters)
         return filters
-
-    async def _examine(self, exchange: Exchange, scope: Scope) -> None:
-        """Examine a body before anything names an endpoint for it, and keep a guard's refusal for the app's question:
-        the app decides what a refused client gets."""
-        try:
-            for guard in self._guards:
-                await guard.examine(exchange, scope["path"], scope["headers"], exchange.body)
-        except LocalReply as why:
-            hosted: HostedRequest = scope["state"][HOSTED_KEY]
-            hosted.refusal = why
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Start when the app has started, end when it has ended. The app's messages go on, whatever becomes of it."""

@@ -77,6 +77,21 @@ async def test_a_user_that_is_not_authenticated_is_no_tenant() -> None:
     assert call.header("authorization") == "Basic eng"
 
 
+async def test_the_date_is_the_hosts_servers_alone() -> None:
+    """Another server adds one to every response, whatever the engine's has."""
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        headers = [(b"date", b"Thu, 01 Jan 2026 00:00:00 GMT"), (b"x-engine", b"a")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    engine = FakeEngine("a", behave)
+    async with Server(engine, drain_s=0.1) as server, host(Proxy({"endpoints": {"a": server.url}})) as client:
+        answer = await client.post(f"/llm{CHAT}", json=BODY)
+    assert "date" not in answer.headers
+    assert answer.headers["x-engine"] == "a"
+
+
 async def test_a_function_may_name_the_tenant() -> None:
     tenant, _ = await tenant_seen(
         {"x-team": "red", "authorization": "Bearer ann"},

@@ -104,6 +104,7 @@ class Downstream(msgspec.Struct, eq=False):
             connection.start(status, headers, piece, more=more)
             self.status = status
         else:
+            headers = [pair for pair in headers if pair[0] != b"date"]  # every server adds its own
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
             self.status = status
             await self._send({"type": "http.response.body", "body": piece, "more_body": more})
