@@ -183,6 +183,25 @@ async def test_replicas_come_and_go() -> None:
     assert await serve(router, make_request(2)) == "c"
 
 
+async def test_open_requests_of_a_replica_that_dies_are_no_load() -> None:
+    """Ray reports the end of each once the caller has its error; those of others stay open."""
+    replicas = {name: Replica(name) for name in "ab"}
+    router = make_router(*replicas.values())
+    chosen = {}
+    for number in range(4):
+        request = make_request(number, text=f"{number} some beginning ")
+        chosen[f"i{number}"] = (await router._choose_replica_for_request(request)).replica_id
+    assert {one.unique_id for one in chosen.values()} == {"a", "b"}
+    router.on_replica_actor_died(replicas["a"].replica_id)
+    for name, replica in chosen.items():
+        if replica.unique_id == "a":
+            router.on_request_completed(replica, name)
+    left = [name for name, replica in chosen.items() if replica.unique_id == "b"]
+    assert list(router._open) == left
+    assert await serve(router, make_request(9)) == "b"
+    assert in_flight(router) == len(left)
+
+
 async def test_an_engine_is_known_by_the_address_that_its_replica_names() -> None:
     """From when the replica's stats name it."""
     replica = Replica("a")
