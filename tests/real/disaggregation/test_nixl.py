@@ -27,6 +27,8 @@ pytestmark = pytest.mark.real
 #: Words of each prompt, about two tokens each.
 LENGTHS = (50, 150, 400, 900, 50, 150, 400, 900, 2000, 3750)
 PROMPTS = int(os.environ.get("KVPROXY_SEPARATED_PROMPTS", "200"))
+#: Number of the first one, for runs in parts.
+FIRST = int(os.environ.get("KVPROXY_SEPARATED_FIRST", "0"))
 
 
 @contextlib.asynccontextmanager
@@ -44,7 +46,7 @@ async def separating(two: Pair, **settings: Any) -> AsyncIterator[tuple[RunningP
 
 async def ask(client: httpx.AsyncClient, prompt: str, **fields: Any) -> dict[str, Any]:
     body = {"model": TINY.name, "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True, **fields}
-    answer = await client.post("/v1/completions", json=body, timeout=120)
+    answer = await client.post("/v1/completions", json=body, timeout=600)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -65,7 +67,7 @@ def results(proxy: RunningProxy) -> dict[str, float]:
 async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> None:
     """Of prompts of 100 to 8,000 tokens; every prompt token is pulled."""
     async with (
-        separating(two) as (proxy, state),
+        separating(two, prefill_timeout="10m", canary="24h") as (proxy, state),  # a canary's tokens are pulled, too
         engine_client(two.b) as decoder,
         httpx.AsyncClient(base_url=two.b.url) as alone,
     ):
@@ -73,7 +75,7 @@ async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> Non
         before = (await decoder.fetch_metrics(timeout_s=120)).external_hits_tokens or 0
         equal = tokens = 0
         took: dict[str, list[float]] = {"separated": [], "alone": []}
-        for number in range(PROMPTS):
+        for number in range(FIRST, FIRST + PROMPTS):
             prompt = text(LENGTHS[number % len(LENGTHS)], seed=f"separated {number}")
             began = time.monotonic()
             answer = await ask(proxy.client, prompt)
@@ -84,7 +86,7 @@ async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> Non
             took["alone"].append(time.monotonic() - began)
             equal += answer["choices"][0]["text"] == other["choices"][0]["text"]
             if number % 20 == 19:
-                saw(f"{equal} of {number + 1} texts equal so far")
+                saw(f"{equal} of {number + 1 - FIRST} texts equal so far")
         pulled = ((await decoder.fetch_metrics(timeout_s=120)).external_hits_tokens or 0) - before
         means = ", ".join(f"{name} {statistics.mean(seconds):.2f} s" for name, seconds in took.items())
         saw(f"{equal} of {PROMPTS} texts equal; {pulled} of {tokens} prompt tokens pulled; 16 tokens took {means}")
