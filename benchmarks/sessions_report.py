@@ -38,6 +38,19 @@ are the same to the last digit with admission and without.
 Host memory is no room: counted as such (twice an engine's, contexts of four times the memory) 256 agents took 1,082 s
 each if it is read at 20 GB/s and 1,511 s at 5 GB/s, 452 and 321 sessions an hour. By the engines' memory alone they
 take the time of `agents-4-4`.
+
+Figures that are missed, and why:
+
+- `agent`: contexts of 4,000 tokens take 0.2 s to compute again, and a wait for room 18 s. If sessions wait only once
+  engines prefill for 0.35 of their time, and then until 0.15, `agent-4-2` takes 78 s (1.00 of off), `agent-4-4` 107 s,
+  but `giant-4-2` 623 s instead of 553 s and `agents-4-1` 289 s instead of 273 s; from 0.25 on without a lower bound
+  `forks-4-2` takes 446 s instead of 349 s. So 0.15 stays.
+- `cc-4-4`: no session waits for room, since only 161 of 3,606 turns count as returns. Prompts wait for their turn in
+  the router queue for longer than the 30 s in which a next turn is expected, and are counted when they are placed.
+- Fairness: of a batch that begins at once the last sessions wait longest, whatever their own time is. First come,
+  first served is 0.85 at four times the memory where `places` is 0.59 and all at once, each as slow as the other, 0.93.
+- Evicting a session's context at its end, which keeps residents as if they were pinned, changes nothing: `agents-4-1.5`
+  391 s (389 s), `agents-4-2` 524 s (525 s).
 """
 
 COLUMNS = (
