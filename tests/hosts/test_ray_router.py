@@ -64,6 +64,12 @@ def make_request(number: int = 0, text: str = "long beginning ", **metadata: Any
     return PendingRequest([body], {}, RequestMetadata(f"r{number}", f"i{number}", **metadata))
 
 
+def set_bound(monkeypatch: pytest.MonkeyPatch, router: Any, name: str, value: float) -> None:
+    """Set a constant of its module. Ray, once it ran in this process, has given the class's functions globals of their
+    own."""
+    monkeypatch.setitem(type(router)._place.__globals__, name, value)
+
+
 def load_of(router: Any, replica: Replica) -> Any:
     return router._router.proxy.clusters["default"].members.find_named(replica.replica_id.unique_id)[0].load
 
@@ -120,10 +126,8 @@ async def test_a_request_given_up_while_it_waits_is_no_load() -> None:
 async def test_of_requests_whose_end_is_never_reported_the_oldest_count_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import kvproxy.ray
-
-    monkeypatch.setattr(kvproxy.ray, "_MAX_OPEN", 2)
     router = make_router(Replica("a"))
+    set_bound(monkeypatch, router, "_MAX_OPEN", 2)
     for number in range(4):
         await router._choose_replica_for_request(make_request(number))
     assert in_flight(router) == 2
@@ -143,10 +147,8 @@ async def test_the_end_of_an_attempt_without_room_leaves_the_next_one() -> None:
 
 async def test_a_pick_whose_end_is_not_reported_counts_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """With direct streaming the ingress names a replica, and nothing of the answer is reported."""
-    import kvproxy.ray
-
-    monkeypatch.setattr(kvproxy.ray, "_PICKED_S", 0.2)
     router = make_router(Replica("a"), Replica("b"))
+    set_bound(monkeypatch, router, "_PICKED_S", 0.2)
     request = make_request()
     request.args = [SimpleNamespace(**request.args[0])]
     await anext(router._choose_replicas_with_backoff(request))
