@@ -27,7 +27,7 @@ from tests.real.prompts import chat, text
 from tests.support.loopback import serve
 from tests.support.until import until
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("default")]
 
 PATH = "/v1/chat/completions"
 CHATS, TURNS = 6, 4
