@@ -79,7 +79,7 @@ async def test_a_cache_that_is_cleared_without_events(server: Vllm, saw: Saw) ->
 
 
 async def test_a_pause(server: Vllm) -> None:
-    """Level 0, the one there is without a GPU: left out while it lasts, and nothing is forgotten."""
+    """Level 0: left out while it lasts, and nothing is forgotten."""
     async with following(server.url, events=True) as (proxy, service):
         body = chat(TINY.name, text(600, seed="paused"), max_tokens=4)
         held = [await ask(proxy.client, body) for _ in range(2)][1].cached_tokens
