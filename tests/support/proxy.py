@@ -34,6 +34,10 @@ class RunningProxy:
         return self.proxy.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
+#: A machine that stands still for seconds is no engine that takes no connections.
+PATIENT = {"timeouts": {"connect": 60.0}}
+
+
 @contextlib.asynccontextmanager
 async def running_proxy(
     endpoints: Mapping[str, str] | list[dict[str, Any]],
@@ -45,7 +49,8 @@ async def running_proxy(
 ) -> AsyncIterator[RunningProxy]:
     """`config` is native configuration besides the endpoints; probes are off unless it says otherwise. With `siblings`
     it is one of several workers of a machine. Its clocks are `ahead_s` ahead of `clock` and of the wall clock here."""
-    raw: dict[str, Any] = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
+    raw: dict[str, Any] = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **PATIENT}
+    raw |= config
     drain_s = 2.0
     async with (
         Proxy(

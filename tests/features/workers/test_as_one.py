@@ -93,7 +93,7 @@ async def test_an_engines_metrics_are_read_once_for_all() -> None:
         endpoint = both.proxies[1].clusters["default"].endpoints[0]
         await until(lambda: scrapers[1].signals.latest_scrape(endpoint) is not None and scrapers[1].readings._heard)
         await scrapers[1].scrape_all()
-        assert engine.calls["/metrics"] == asked + 1
+        assert engine.calls["/metrics"] <= asked + 1  # none more if the first had just heard of the other's first round
         assert await both.metric('kvproxy_engine_requests{cluster="default",endpoint="a",state="running"}') == 3
 
 

@@ -28,6 +28,7 @@ from kvproxy.features.workers.workers import Workers
 from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
+from tests.support.proxy import PATIENT
 from tests.support.until import until
 
 
@@ -79,7 +80,7 @@ async def together(
     endpoints: dict[str, str], *, count: int = 2, answer_s: float = 60.0, **config: Any
 ) -> AsyncIterator[Together]:
     """`config` is native configuration besides the endpoints; probes are off, and workers have time to answer."""
-    raw = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
+    raw = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **PATIENT, **config}
     served, metrics = ServedConfig(load_config(raw)), Metrics()
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
