@@ -43,6 +43,34 @@ for endpoints in (2, 128):
         match(lambda size: blocks)
         took.append(1e6 * (time.perf_counter() - start))
     found[f"lookup of 256 blocks at {endpoints} endpoints, us"] = sorted(took)[100]
+try:
+    from kvproxy.cache.overlap.index_state import IndexState
+    from kvproxy.cache.overlap.local_indexes import LocalIndexes
+except ImportError:  # too early a version
+    print(json.dumps(found))
+    sys.exit()
+common = array("I", range(512))
+def chat(number):
+    return common + array("I", range(1000 * number, 1000 * number + 3584))
+for endpoints in (8, 128, 512):
+    local = LocalIndexes(IndexState())
+    local.exact = frozenset(f"e{number}" for number in range(endpoints))
+    def store(number, tokens):
+        blocks = token_blocks(tokens, 16, 1)
+        local.precise.apply_events(f"e{number}", 0, [BlockStored(tuple(blocks), None, tokens, 16)])
+        local.enter_prompt(f"e{number}", local.approximate.locate(token_blocks(tokens, 64, 2)))
+    for number in range(endpoints):
+        store(number, chat(number + 1))
+    took = []
+    for turn in range(300):
+        number = turn % endpoints
+        store(number, chat(endpoints + turn))  # another engine has changed by each decision
+        tokens = chat(1 + (number + 3) % endpoints)
+        cursor = local.approximate.locate(token_blocks(tokens, 64, 2))
+        start = time.thread_time()
+        local.find_overlaps(cursor, bytes_per_token=4.0, tokens=tokens, cache_salt=None, prompt_tokens=4096)
+        took.append(1e6 * (time.thread_time() - start))
+    found[f"overlaps of a chat behind a common beginning at {endpoints} endpoints, us"] = sorted(took)[75]
 print(json.dumps(found))
 """
 

@@ -43,8 +43,8 @@ class PreciseMatch(msgspec.Struct, frozen=True):
         return (self.tokens, self.device_tokens, -self.dp_rank) > (other.tokens, other.device_tokens, -other.dp_rank)
 
 
-#: Match of one endpoint with a prompt (None: it holds nothing), its blocks, and a guess for the next endpoint.
-MatchOne = Callable[[EndpointId, "array[int]", int], tuple[PreciseMatch | None, int, int]]
+#: Match of an endpoint that holds so many leading blocks of a prompt on the device, and so many in all.
+MakeMatch = Callable[[EndpointId, "array[int]", int, int], PreciseMatch]
 
 
 class Beginning:
@@ -92,9 +92,9 @@ class Beginnings:
     """Of one set of endpoints, each with one table of blocks of one size. A beginning is kept when the second prompt
     comes of which at least `many` endpoints hold just that."""
 
-    def __init__(self, tables: Mapping[EndpointId, BlockTable], match_one: MatchOne, *, many: int) -> None:
+    def __init__(self, tables: Mapping[EndpointId, BlockTable], make_match: MakeMatch, *, many: int) -> None:
         self._tables = tables
-        self._match_one = match_one
+        self._make_match = make_match
         self._many = many
         self._nothing = Beginning(array("Q"))  # what every prompt begins with
         self._nothing.whole = {endpoint: table.firsts for endpoint, table in tables.items()}
@@ -121,17 +121,21 @@ class Beginnings:
         block = hashes[depth]
         further = list(compress(known.whole, map(contains, known.whole.values(), repeat(block))))
         further += known.followed_by.get(block, ())
-        shared: PreciseMatch | None = None  # by neighbours that hold as much
+        shared: dict[int, PreciseMatch] = {}  # by blocks, where all are on the device
         lengths = []
         guess = 0
+        tables = self._tables
         for endpoint in further:
-            match, blocks, guess = self._match_one(endpoint, hashes, guess)
-            if match is None:
+            device, blocks, guess = tables[endpoint].match(hashes, guess)
+            if not blocks:
                 continue
-            if match == shared:
-                match = shared
-            found[endpoint] = shared = match
             lengths.append(blocks)
+            match = shared.get(blocks) if blocks == device else None
+            if match is None:
+                match = self._make_match(endpoint, hashes, device, blocks)
+                if blocks == device:
+                    shared[blocks] = match
+            found[endpoint] = match
         if len(lengths) >= self._many:
             self._learn(hashes, lengths)
         return found
@@ -159,9 +163,10 @@ class Beginnings:
 
     def _match_again(self, known: Beginning, endpoint: EndpointId) -> None:
         known.forget(endpoint)
-        match, blocks, _ = self._match_one(endpoint, known.hashes, 0)
-        if match is not None:
-            known.enter(endpoint, match, blocks, self._tables[endpoint])
+        table = self._tables[endpoint]
+        device, blocks, _ = table.match(known.hashes)
+        if blocks:
+            known.enter(endpoint, self._make_match(endpoint, known.hashes, device, blocks), blocks, table)
 
     def _learn(self, hashes: array[int], lengths: list[int]) -> None:
         """Keep the beginning that most of these hold, if it was seen before."""

@@ -356,20 +356,19 @@ class PreciseIndex:
 
     def _follow_beginnings(self, asked: Sequence[_Asked]) -> Beginnings | None:
         """Return the kept beginnings of many sources that are one for each endpoint and alike."""
-        alike = len(self._sizes) == 1 and not self._layers and all(alone for *_, alone in asked)
+        ranks = {source[1] for source, *_ in asked}
+        alike = len(self._sizes) == len(ranks) == 1 and not self._layers and all(alone for *_, alone in asked)
         if not alike or len(asked) < self._many_sources:
             return None
         tables = {source[0]: table for source, table, *_ in asked}
-        ranks = {source[0]: source[1] for source, *_ in asked}
+        (rank,) = ranks
 
-        def match_one(endpoint: EndpointId, hashes: array[int], guess: int) -> tuple[PreciseMatch | None, int, int]:
+        def make_match(endpoint: EndpointId, hashes: array[int], device: int, total: int) -> PreciseMatch:
             table = tables[endpoint]
-            device, total, guess = table.match(hashes, guess)
             lower = self._lower(table, hashes, device, total) if total > device else ()
-            match = PreciseMatch(device * table.block_size, lower, ranks[endpoint]) if total else None
-            return match, total, guess
+            return PreciseMatch(device * table.block_size, lower, rank)
 
-        return Beginnings(tables, match_one, many=self._many_sources)
+        return Beginnings(tables, make_match, many=self._many_sources)
 
     def _match_of(self, source: _Source, table: BlockTable) -> _Match:
         layers = None if source[2] == _STORE else self._layers.get(source[:2])

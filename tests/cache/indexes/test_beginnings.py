@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes import beginnings
 from kvproxy.cache.indexes.beginnings import Beginnings
+from kvproxy.cache.indexes.block_table import BlockTable
 from kvproxy.cache.indexes.precise import PreciseIndex
 from tests.cache.indexes.support import prompt_of, removed, stored
 from tests.support.examples import examples
@@ -73,15 +74,16 @@ def looked_at(index: PreciseIndex, path: Path) -> list[EndpointId]:
     known = index._beginnings
     assert isinstance(known, Beginnings)
     asked: list[EndpointId] = []
-    match_one = known._match_one
+    tables = known._tables
 
-    def watched(endpoint, hashes, guess):  # type: ignore[no-untyped-def]
-        asked.append(endpoint)
-        return match_one(endpoint, hashes, guess)
+    class Watched(dict[EndpointId, BlockTable]):
+        def __getitem__(self, endpoint: EndpointId) -> BlockTable:
+            asked.append(endpoint)
+            return tables[endpoint]
 
-    known._match_one = watched
+    known._tables = Watched(tables)
     index.match_prompt(prompt_of(path))
-    known._match_one = match_one
+    known._tables = tables
     return asked
 
 
