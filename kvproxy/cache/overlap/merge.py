@@ -29,7 +29,7 @@ class HolderOverlap:
     lower: LowerTokens = ()  # the same by tier; (): host memory
 
 
-#: Endpoints, about, by which the overlap of most is found.
+#: Endpoints, about, by which the overlap of most is found; fewer are merged one by one.
 _SAMPLE = 16
 
 #: Blocks of text that a prompt has in common behind the last whole one: half of one, less half a block of the engine's.
@@ -117,12 +117,12 @@ def _usual_overlap(
     announced: Mapping[EndpointId, PreciseMatch],
     exact: Collection[EndpointId],
     trust: Trust,
-) -> tuple[dict[EndpointId, Overlap], set[EndpointId]]:
+) -> tuple[dict[EndpointId, Overlap], Iterable[EndpointId]]:
     """Return what most endpoints hold, for all that announced something, and which of them may hold something else
     (others may be among these). Without a look at each endpoint by itself: a large fleet has hundreds that are
     alike."""
-    if not announced:
-        return {}, set()
+    if len(announced) < _SAMPLE:
+        return {}, announced
     step = len(announced) // _SAMPLE + 1
     some = list(islice(announced.values(), 0, None, step))
     kinds = [(id(some[at]), routed.get(one, 0)) for at, one in enumerate(islice(announced, 0, None, step))]
