@@ -180,6 +180,8 @@ class PolicySet:
         self.deciding_speeds = next((policy.speeds for policy in self._deciding if policy.speeds is not None), None)
         self.speeds = next((policy.speeds for policy in every if policy.speeds is not None), None)
         self.counts_live_blocks = any(policy.counts_live_blocks for policy in every)
+        #: Whether one of them weighs what endpoints hold of a prompt.
+        self.uses_overlap = any(policy.uses_overlap for policy in every)
         self.observes_reuse = any(type(policy).observe_reuse is not Policy.observe_reuse for policy in every)
 
     def _counted(self, name: PolicyName, policy: Policy) -> NamedPolicy:

@@ -26,7 +26,7 @@ class ApproximateIndex:
     `counts` are readings that change nothing.
     """
 
-    def __init__(self, *, capacity_blocks: int = 65_536, max_endpoints: int = 512, heat: Heat | None = None) -> None:
+    def __init__(self, *, capacity_blocks: int = 65_536, max_endpoints: int = 4096, heat: Heat | None = None) -> None:
         self.heat = heat or Heat()
         self._held = HeldRuns(capacity_blocks=capacity_blocks, max_endpoints=max_endpoints, heat=self.heat)
         self._tree = self._held.tree

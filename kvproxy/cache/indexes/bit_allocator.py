@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 M = TypeVar("M", bound=Hashable)
 V = TypeVar("V")
 
-#: Bits resolved one by one; the owners of more are cached by mask, for this many masks. In a large fleet nearly all
-#: hold a common prefix, and mostly all but the few that hold more of a chat.
+#: Bits resolved one by one, those that are missing as well: in a large fleet nearly all hold a common prefix, and
+#: mostly all but the few that hold more of a chat. The owners of many are cached by mask, for this many masks.
 _FEW = 6
 _KNOWN_MASKS = 1024
 
@@ -70,8 +70,17 @@ class BitAllocator(Generic[M]):
         if members is None:
             if len(self._known_masks) >= _KNOWN_MASKS:
                 self._known_masks.clear()
-            members = self._known_masks[mask] = tuple(self.members(mask))
+            members = self._known_masks[mask] = self._owners_of(mask)
         values.update(dict.fromkeys(members, value))
+
+    def _owners_of(self, mask: int) -> tuple[M, ...]:
+        missing = self.active & ~mask
+        if missing.bit_count() > _FEW:
+            return tuple(self.members(mask))
+        owners = dict.fromkeys(self._slot)
+        for member in self.members(missing):
+            del owners[member]
+        return tuple(owners)
 
     def assign(self, member: M) -> int | None:
         """Return the member's slot, a fresh one if it has none; None when all are taken or not yet released."""

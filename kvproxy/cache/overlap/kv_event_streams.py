@@ -184,8 +184,14 @@ class EventStreams(BackgroundTask):
                     yield StreamTrouble(cluster, endpoint.id, one.source.dp_rank, one.status, for_s)
 
     async def follow_endpoints(self) -> None:
-        """Bring the subscribers up to date with the endpoints there are."""
-        present = {endpoint: name for name, cluster in self._clusters.items() for endpoint in cluster.endpoints}
+        """Bring the subscribers up to date with the endpoints there are, and with the policies that weigh what they
+        hold."""
+        present = {
+            endpoint: name
+            for name, cluster in self._clusters.items()
+            if self._required or cluster.policies.uses_overlap
+            for endpoint in cluster.endpoints
+        }
         self._ask_at = {endpoint: at for endpoint, at in self._ask_at.items() if endpoint in present}
         self._engines.keep_only(endpoint.engine for endpoint in present)
         for endpoint in self._streams.keys() - present.keys():

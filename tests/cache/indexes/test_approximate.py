@@ -176,6 +176,16 @@ def test_endpoints_beyond_the_bound_are_passed_over() -> None:
     assert index.lookup(index.locate(chained(PROMPT))) == {B: 10, C: 4}
 
 
+def test_every_endpoint_of_a_fleet_of_thousands_is_known() -> None:
+    """All hold the common beginning; the one that was asked holds more."""
+    index = ApproximateIndex()
+    endpoints = [EndpointId(f"e{n}") for n in range(2500)]
+    for number, endpoint in enumerate(endpoints):
+        index.insert(endpoint, index.locate(chained((*PROMPT, 1000 + number))))
+    found = index.lookup(index.locate(chained((*PROMPT, 1999))))
+    assert found == {**dict.fromkeys(endpoints, 10), EndpointId("e999"): 11}
+
+
 def test_five_hundred_and_twelve_endpoints() -> None:
     """Wide masks are masks."""
     index = ApproximateIndex()

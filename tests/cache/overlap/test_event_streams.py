@@ -178,6 +178,22 @@ async def looking(cluster: Cluster, clock: FakeClock, *, required: bool = False)
         yield streams
 
 
+async def test_by_default_streams_follow_the_policies_that_weigh_what_they_bring(clock: FakeClock) -> None:
+    """A reload from round_robin to kv_aware begins them, and one back ends them."""
+    async with simulated(engine=EVENTS, names=("a",)) as place:
+        cluster = cluster_of(place.engines, policy="round_robin")
+        (endpoint,) = cluster.endpoints
+        async with looking(cluster, clock) as streams:
+            assert streams.publishes(endpoint) is None
+            for policy, follows in (("kv_aware", True), ("round_robin", None)):
+                settings_after = cluster_of(place.engines, policy=policy).settings
+                cluster.reconfigure(settings_after, probe=None)
+                await streams.follow_endpoints()
+                assert streams.publishes(endpoint) is follows
+        async with looking(cluster, clock, required=True) as streams:
+            assert streams.publishes(endpoint)
+
+
 async def test_engines_without_events_are_one_line_and_no_warning(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
