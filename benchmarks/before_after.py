@@ -23,8 +23,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import Process, free_port, free_ports
+from benchmarks.processes import Process
 from benchmarks.report import machine
+from tests.support.ports import free_port, free_ports
 
 HERE = Path(__file__).resolve().parent.parent
 PATH = "/v1/chat/completions"

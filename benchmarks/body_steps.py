@@ -21,10 +21,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import uvloop
 
-from benchmarks.processes import free_port
 from kvproxy.app import Proxy
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
+from tests.support.ports import free_port
 
 MIB = 1024 * 1024
 #: Longer than the longest body, which is the default of `limits.body`.

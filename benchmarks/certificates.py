@@ -20,9 +20,9 @@ from functools import cache
 from pathlib import Path
 
 from kvproxy.proxy.listener.server import serve
-from tests.real.engines.program import free_ports
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.fake_engine import FakeEngine
+from tests.support.ports import free_ports
 from tests.support.process import kvproxy_serve
 
 #: In which the new certificate is to be served.

@@ -20,7 +20,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks import load, peers, report
-from benchmarks.processes import Process, free_port
+from benchmarks.processes import Process
+from tests.support.ports import free_port
 
 
 @dataclass(frozen=True)

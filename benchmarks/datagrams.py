@@ -29,8 +29,8 @@ from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.datagrams import DatagramLink
 from kvproxy.operate.companion import Siblings
 from kvproxy.proxy.listener.server import serve
-from tests.real.engines.program import free_ports
 from tests.support.fake_engine import FakeEngine
+from tests.support.ports import free_ports
 from tests.support.process import kvproxy_serve
 
 SENDERS = (0, 1, 4, 16)

@@ -31,9 +31,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import kvproxy
 from benchmarks import virtual
 from benchmarks.markdown import table
-from benchmarks.processes import Process, free_ports
+from benchmarks.processes import Process
 from benchmarks.small_traces import MODEL, TRACES, Ask, play, serve_engines, summarize
 from kvproxy.proxy.listener.server import Server
+from tests.support.ports import free_ports
 
 STRAIGHT = "httpx to one engine"
 SERVED = "through kvproxy serve"

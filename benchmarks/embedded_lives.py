@@ -26,7 +26,8 @@ import psutil
 import kvproxy
 from benchmarks.embedded import PATH, body_of
 from benchmarks.markdown import table
-from benchmarks.processes import Process, free_ports
+from benchmarks.processes import Process
+from tests.support.ports import free_ports
 
 Counts = tuple[int, int, int, int]
 _URL = f"http://engines{PATH}"

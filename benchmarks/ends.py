@@ -26,9 +26,9 @@ from typing import Any
 
 from kvproxy.operate.commands.last_resort import _THREADS_S, END_GRACE_S
 from kvproxy.proxy.listener.server import serve
-from tests.real.engines.program import free_ports
 from tests.services.install import found as installed
 from tests.support.fake_kubernetes import SLICES, FakeKubernetes, member, slice_of
+from tests.support.ports import free_ports
 
 DRAIN_S = 1.0
 _MOMENTS_S = 3.0

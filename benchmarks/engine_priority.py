@@ -26,10 +26,10 @@ import httpx
 from benchmarks.engine_priority_report import write
 from tests.real.engines import vllm
 from tests.real.engines.place import MID, missing
-from tests.real.engines.program import free_ports
 from tests.real.engines.vllm import Vllm
 from tests.real.pair import warm_up
 from tests.real.prompts import text
+from tests.support.ports import free_ports
 from tests.support.process import kvproxy_serve
 
 #: Sequences at once and tokens a step; vLLM's defaults on such a machine are the latter.

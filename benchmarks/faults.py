@@ -37,10 +37,10 @@ from benchmarks.ends import kubernetes_at, program
 from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.wire import Origin
 from kvproxy.proxy.listener.server import serve
-from tests.real.engines.program import free_ports
 from tests.services.install import found as installed
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_kubernetes import SLICES, FakeKubernetes, member, slice_of
+from tests.support.ports import free_ports
 from tests.support.process import kvproxy_serve
 
 #: Faults last so long unless told otherwise, and setups run so long before the first one.

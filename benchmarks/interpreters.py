@@ -21,7 +21,8 @@ import psutil
 
 from benchmarks import load, peers, report
 from benchmarks.data_plane import CASES, PROBE, Case, Target, measure, stub_engines
-from benchmarks.processes import Process, free_port
+from benchmarks.processes import Process
+from tests.support.ports import free_port
 
 OURS = "kvproxy kv_aware"
 THEIRS = "vllm-router cache_aware"

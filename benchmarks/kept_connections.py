@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvproxy.proxy.listener.server import serve
-from tests.real.engines.program import free_ports
+from tests.support.ports import free_ports
 from tests.support.process import KvproxyProcess, kvproxy_serve
 
 UPLOAD = b"x" * 3_000_000

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -88,17 +86,3 @@ class Process:
     def _tree(self) -> list[psutil.Process]:
         root = psutil.Process(self._child.pid)
         return [root, *root.children(recursive=True)]
-
-
-def free_port() -> int:
-    """Return a port without a listener now."""
-    return free_ports(1)[0]
-
-
-def free_ports(number: int) -> list[int]:
-    """As many different ones."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

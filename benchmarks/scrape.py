@@ -25,9 +25,10 @@ import psutil
 import yaml
 
 from benchmarks import load, scrape_report
-from benchmarks.processes import Process, free_ports
+from benchmarks.processes import Process
 from benchmarks.scrape_page import MODELS, configuration, page
 from benchmarks.scrape_report import Measured, Round
+from tests.support.ports import free_ports
 
 ENDPOINTS = (2, 64)
 STEADY_RATE = 1000.0

@@ -31,9 +31,9 @@ import httpx
 import psutil
 import yaml
 
-from benchmarks.processes import free_ports
 from benchmarks.report import machine
 from benchmarks.soak_engines import MODEL
+from tests.support.ports import free_ports
 
 CHAT = "/v1/chat/completions"
 #: One of these every FAULT_EVERY_S, at one engine; what it had before is taken back.

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import Process, free_ports
+from benchmarks.processes import Process
+from tests.support.ports import free_ports
 
 HERE = Path(__file__).resolve().parent.parent
 WATCHER = Path(__file__).with_name("turn_watcher.py")

@@ -27,9 +27,10 @@ import psutil
 import yaml
 
 from benchmarks import load
-from benchmarks.processes import Process, free_ports
+from benchmarks.processes import Process
 from benchmarks.report import machine
 from benchmarks.workers_report import render
+from tests.support.ports import free_ports
 
 CONNECTIONS = 64
 STREAMS = 100

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
 import shutil
 import socket
@@ -62,12 +63,15 @@ def envoy_program() -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports without a listener now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Ports without a listener now, below those of outgoing connections: Envoy binds them a moment later."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 30_000), 10_000):
+        if len(found) == count:
+            break
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 def with_ports(text: str, ports: Mapping[int, int]) -> str:

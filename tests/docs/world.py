@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import re
-import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from kvproxy.operate.commands.reload import FileReloader
 from kvproxy.proxy.listener.server import Server
 from tests.cache.fleet import simulated
 from tests.docs.blocks import ROOT, block
+from tests.support.ports import free_port
 
 MODEL = "tiny"
 
@@ -75,14 +75,6 @@ async def world(folder: Path, *, own_gateway: bool = False, programs: Path | Non
             port = free_port()
             places |= {"http://127.0.0.1:8888": f"http://127.0.0.1:{port}", "--port 8888": f"--port {port}"}
         yield World(folder, places, _environment(folder, programs), public.url)
-
-
-def free_port() -> int:
-    """Return a port without a listener now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def _engines(a: str, b: str) -> dict[str, str]:

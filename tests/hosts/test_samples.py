@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from kvproxy.testing import simulated_engines
-from tests.docs.world import free_port
 from tests.hosts.test_servers import served
+from tests.support.ports import free_port
 from tests.support.until import until_says
 
 pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from kvproxy.testing import simulated_engines
-from tests.docs.world import free_port
+from tests.support.ports import free_port
 from tests.support.until import until_says
 
 pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("default")]

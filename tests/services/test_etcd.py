@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import shutil
-import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ import pytest
 
 from tests.cluster.followed import Follow, follow
 from tests.support.certificates import Certificate, make_certificate
+from tests.support.ports import free_port
 from tests.support.until import until, until_says
 
 pytestmark = [
@@ -27,13 +27,6 @@ pytestmark = [
 __all__ = ["follow"]
 
 PREFIX = "/kvproxy/endpoints/"
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 class Etcd:

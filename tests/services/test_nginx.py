@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.processes import free_port
 from kvproxy.app import Proxy
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
 from tests.cache.fleet import simulated
 from tests.cache.support import long_text
+from tests.support.ports import free_port
 from tests.support.until import until
 
 SAMPLE = Path(__file__).parent.parent.parent / "samples" / "nginx"

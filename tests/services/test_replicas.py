@@ -7,7 +7,6 @@ import contextlib
 import random
 import shutil
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.features.leases.test_proxy import Engine
 from tests.services.install import found
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
+from tests.support.ports import free_port
 from tests.support.until import until, until_says
 
 SERVERS = {"redis": "redis-server", "valkey": "valkey-server", "nats": "nats-server"}
@@ -64,9 +64,7 @@ class Store:
     async def start(self) -> None:
         """Until it takes connections."""
         if not self.port:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self.port = free.getsockname()[1]
+            self.port = free_port()
         null = asyncio.subprocess.DEVNULL
         self.process = await asyncio.create_subprocess_exec(
             *self.program, cwd=self.folder, stdout=null, stderr=null

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from starlette.types import Send
 
 from kvproxy.proxy.listener.server import serve
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, reply, start_stream
+from tests.support.ports import free_port
 from tests.support.proxy import chat, running_proxy
 
 BUSY = b'{"error":{"message":"The engine is currently busy","type":"Service Unavailable","param":null,"code":503}}'
@@ -54,9 +54,7 @@ async def error_as_first_event(engine: FakeEngine, call: Call, send: Send) -> No
 
 
 def closed_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.mark.parametrize("broken", [answer_500, answer_busy, die_after_the_head, error_as_first_event])

@@ -16,6 +16,7 @@ from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.base.upstream.request import SLICE_BYTES, encode_request
 from tests.base.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until
 from tests.support.clock import FakeClock
+from tests.support.ports import free_port
 from tests.support.scripted import Peer, answer, scripted
 
 
@@ -344,7 +345,7 @@ async def test_a_slot_handed_to_a_waiter_that_leaves_in_the_same_turn_is_free_ag
 
 async def test_a_failed_connect_passes_its_slot_on() -> None:
     """The line does not stall behind a connection that never came to be."""
-    origin = Origin("http", "127.0.0.1", unused_port())
+    origin = Origin("http", "127.0.0.1", free_port())
     async with UpstreamPool(max_connections=1) as pool:
         results = await asyncio.gather(*[post(pool, origin) for _ in range(4)], return_exceptions=True)
         assert [type(result) for result in results] == [ConnectError] * 4
@@ -470,11 +471,3 @@ async def test_a_small_request_goes_out_in_one_piece() -> None:
         assert response.status == 200
         host = upstream.origin.host_header
         assert seen == [b"POST /v1 HTTP/1.1\r\nhost: " + host + b"\r\na: b\r\ncontent-length: 5\r\n\r\nhello"]
-
-
-def unused_port() -> int:
-    """Return a port without a listener."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port

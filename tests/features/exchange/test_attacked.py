@@ -27,6 +27,7 @@ from kvproxy.operate.companion import Siblings
 from tests.features.exchange.support import BEAT_S, A, Bus, Node, deciding, pair
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
+from tests.support.ports import free_port
 from tests.support.until import until
 
 FAR = 2**60
@@ -225,9 +226,7 @@ async def redis_of(
         pytest.skip("needs redis-server")
     from redis.asyncio import Redis
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     program = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(tmp_path)]
     null = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*program, stdout=null, stderr=null)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import io
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +18,7 @@ from tests.operate.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
 from tests.operate.doctor.test_engines import Front
 from tests.support.certificates import make_certificate
 from tests.support.loopback import serve
-
-
-def unused_port() -> int:
-    """Return a port without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.support.ports import free_port
 
 
 async def test_a_healthy_cluster() -> None:
@@ -151,7 +143,7 @@ async def test_engines_on_one_host_with_ports_of_their_own() -> None:
 
 async def test_wrong_port() -> None:
     """Nothing listens there; the address is in the finding, and nothing else is made of it."""
-    port = unused_port()
+    port = free_port()
     async with cluster({"a": ENGINE}) as site:
         endpoints = {"a": site.urls["a"], "b": f"http://127.0.0.1:{port}"}
         report = await visit(site.config(endpoints=endpoints))
@@ -213,7 +205,7 @@ async def test_a_url_copied_from_a_client() -> None:
 
 async def test_findings_are_in_the_order_of_the_file() -> None:
     """a before b, whichever check found them."""
-    gone = {name: f"http://127.0.0.1:{unused_port()}" for name in ("a", "b", "c")}
+    gone = {name: f"http://127.0.0.1:{free_port()}" for name in ("a", "b", "c")}
     async with cluster({"a": ENGINE}) as site:
         report = await visit(site.config(endpoints=gone))
     out = io.StringIO()
@@ -279,7 +271,7 @@ async def test_tokenizer_that_differs() -> None:
 
 async def test_controller_down() -> None:
     """Said once, and what depends on it is skipped, not guessed."""
-    port = unused_port()
+    port = free_port()
     async with cluster(controller=None) as site:
         report = await visit(site.config(kvcache={"lmcache_endpoint": f"http://127.0.0.1:{port}"}))
     found = only(report)

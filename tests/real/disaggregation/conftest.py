@@ -10,9 +10,9 @@ import pytest
 
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines.place import NIXL, TINY
-from tests.real.engines.program import free_ports
 from tests.real.engines.vllm import Vllm
 from tests.real.pair import Pair, running_pair
+from tests.support.ports import free_ports
 
 _CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 

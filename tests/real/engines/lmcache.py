@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 
 from tests.real.engines.place import HERE, LMCACHE, Model, root
-from tests.real.engines.program import Program, flags, free_ports
+from tests.real.engines.program import Program, flags
 from tests.real.engines.vllm import Vllm
+from tests.support.ports import free_ports
 
 LOCATION = "LocalCPUBackend"
 CHUNK_TOKENS = 256

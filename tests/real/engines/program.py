@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -120,16 +118,3 @@ class Program:
 def flags(values: Mapping[str, object]) -> list[str]:
     """Return a command line's options with their values."""
     return [str(part) for pair in values.items() for part in pair]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports without a listener now, all different, below those of outgoing connections: an engine binds some of its own
-    minutes later."""
-    found: list[int] = []
-    for port in random.sample(range(20_000, 30_000), 10_000):
-        if len(found) == count:
-            break
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-    return found

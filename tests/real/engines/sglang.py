@@ -9,7 +9,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 from tests.real.engines.place import HERE, SGLANG, Model, root
-from tests.real.engines.program import Program, flags, free_ports
+from tests.real.engines.program import Program, flags
+from tests.support.ports import free_ports
 
 PAGE_TOKENS = 16
 _START_LIMIT_S = 540.0

@@ -10,7 +10,8 @@ import ssl
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.real.engines.place import VLLM, Model, root
-from tests.real.engines.program import Program, flags, free_ports
+from tests.real.engines.program import Program, flags
+from tests.support.ports import free_ports
 
 BLOCK_TOKENS = 32
 #: Requests vLLM runs at once, and further ones it queues before it answers 503.
