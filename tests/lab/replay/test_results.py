@@ -115,6 +115,7 @@ def test_former_names_of_the_reference_are_kept_in_json() -> None:
     assert (written["half"], len(written["policies"]["p"]["runs"])) == ("both", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv_dev", "msyn_dev", "toolagent_like_dev", "cc_dev", "agent_dev"])
 def test_halves_share_only_what_is_common(name: str) -> None:
     """Every request is in one half, no conversation in both, and each half still hits as the whole does."""

@@ -107,6 +107,7 @@ def test_open_loop_fixes_every_arrival_closed_loop_the_first() -> None:
     assert Pace(2.0, service_s=1.0).duration_s(trace) == 6.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "requests", "ceiling"),
     [("conv_dev", 4665, 0.339), ("msyn_dev", 2000, 0.336), ("agent_dev", 2020, 0.943), ("cc_dev", 5245, 0.949),

@@ -15,6 +15,7 @@ from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Half, Trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=lambda scenario: str(scenario.name))
 def test_a_scenario_is_the_same_for_the_same_half(scenario: Scenario) -> None:
     """The halves are two draws of one distribution; sessions are in order and begin at 0."""
