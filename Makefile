@@ -9,8 +9,8 @@ RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 PACK   := $(VENV)/.installed-packaging
 ARGS   ?=
-# Those that need nothing from elsewhere; tests of the others are not even imported.
-LOCAL  := not real and not packaging and not browser and not services and not hosts
+# Marks of the tests that need nothing from elsewhere; those of the others are not even imported.
+LOCAL  := $(shell sed -n "s/^addopts.* -m 'not slow and \(.*\)'.*/\1/p" pyproject.toml)
 # Tests start kvproxy hundreds of times: without bytecode each process compiles all of it anew, and so does each collection.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -22,8 +22,8 @@ help: ## this list
 demo: $(RUN) ## simulated engines, controller and proxy; real traffic through them (ARGS=--stay leaves them running)
 	@$(BIN)/kvproxy demo $(ARGS)
 
-test: $(DEV) ## the fast test suite (PYTHON=python3.13 for another Python, ARGS=--uvloop for the other event loop)
-	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
+test: $(DEV) ## the fast test suite (PYTHON=python3.13 for another Python, ARGS=--uvloop for the other loop, SLOW=1: all of it)
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(if $(SLOW),-m "$(LOCAL)") $(ARGS)
 
 test-slow: $(DEV) ## what takes long: starts of programs, workers and demos, replays of whole traces
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and $(LOCAL)" $(ARGS)

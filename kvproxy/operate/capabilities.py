@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvproxy.base.installed import installed
 from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.settings import AUTO, ClusterSettings
 from kvproxy.operate.config.schema import Config, find_kvcache_settings
@@ -85,7 +86,9 @@ def _describe_events(
         return OFF, _NO_FILTER
     if not kvcache.kv_events:
         return OFF, "`kv_events: false`"
-    if kvcache.kv_events == AUTO and not any(policy_types()[cluster.policy].uses_overlap for cluster in clusters):
+    if kvcache.kv_events == AUTO and not any(
+        policy_types()[policy].uses_overlap for cluster in clusters for policy in list_policies(cluster)
+    ):
         return OFF, "auto: no policy weighs cached prefixes"
     mode = "auto" if kvcache.kv_events == AUTO else "required"
     if seen is None:

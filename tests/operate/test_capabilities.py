@@ -40,6 +40,7 @@ def kvcache(**settings: Any) -> dict[str, Any]:
         ({}, SEEN, "KV events", "on", "auto: 3 of 4 endpoints publish"),
         ({}, PUBLISHING_NONE, "KV events", "off", "auto: 0 of 4 endpoints publish"),
         ({"policy": "random"}, SEEN, "KV events", "off", "auto: no policy weighs cached prefixes"),
+        ({"policy": "random", "shadow_policy": "kv_aware"}, None, "KV events", "on", "auto: of engines that publish"),
         (kvcache(kv_events=False), SEEN, "KV events", "off", "`kv_events: false`"),
         (kvcache(kv_events=True), None, "KV events", "on", "required of every engine"),
         (kvcache(kv_events=False), None, "tokenizer", "off", "neither KV events nor LMCache"),

@@ -43,15 +43,12 @@ class ApproximateIndex:
         """Leading blocks of which each endpoint has a request in flight, whether it is estimated to hold them or not;
         endpoints without are absent. Only of requests routed with `in_flight`.
         """
-        return self._look_up(cursor, _IN_FLIGHT_AT, worth)
+        return self.lookup(cursor, worth, _IN_FLIGHT_AT)
 
-    def lookup(self, cursor: PrefixCursor[Run], worth: Callable[[int], int] = int) -> dict[EndpointId, int]:
-        """Leading blocks each endpoint holds, or `worth` of these; endpoints that hold none are absent."""
-        return self._look_up(cursor, _HELD_BY, worth)
-
-    def _look_up(
-        self, cursor: PrefixCursor[Run], bits_of: Callable[[Run], int], worth: Callable[[int], int]
+    def lookup(
+        self, cursor: PrefixCursor[Run], worth: Callable[[int], int] = int, bits_of: Callable[[Run], int] = _HELD_BY
     ) -> dict[EndpointId, int]:
+        """Leading blocks each endpoint holds, or `worth` of these; endpoints that hold none are absent."""
         if cursor.edits != self._tree.edits:
             self._tree.renew(cursor)
         found: dict[EndpointId, int] = {}

@@ -56,7 +56,8 @@ def merge_overlaps(
     never beyond `prompt_tokens`. An endpoint in `steps` reuses multiples of so many tokens. Endpoints that hold as much
     as each other share one object: of a large fleet most do, and a policy sees it."""
     if announced is None:
-        alike = {tokens: Overlap(tokens) for tokens in set(routed.values())}
+        lengths = set(routed.values())
+        alike = dict(zip(lengths, map(Overlap, lengths), strict=True))
         found = dict(zip(routed, map(alike.__getitem__, routed.values()), strict=True))
     else:
         found = _with_events(routed, in_flight, announced, exact, trust)

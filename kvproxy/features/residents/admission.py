@@ -133,9 +133,8 @@ class SessionAdmission:
         self._found = blocks, session
         if not self.habits.comes_back(blocks[0]) or self.busy_share(now) < BUSY_FROM:
             return request
-        if (
-            not self._is_crowded()
-        ):  # all sessions fit: the policy's choice among all endpoints costs less than another one
+        if not self._is_crowded():
+            # All sessions fit: the policy's choice among all endpoints costs less than another one.
             for one in candidates:
                 if self._missing_tokens(one, session, request) <= 0.0:
                     return request
