@@ -41,11 +41,9 @@ about one factor: the quietest round is nearest to an idle one.
 
 WANTED = """\
 Wanted with KV events, next turn: at most 100, 110, 120 and 150 us at 8, 128, 512 and 2,000 endpoints. What grows is one
-look at each engine's table of blocks, one merged fact for each endpoint and one cost for each. Where chats share a
-system prompt every endpoint holds some of it, so that a list of holders is as long as the fleet; and the cost of an
-endpoint changes with time (progress of its prefill, its usual wait), so that an order of endpoints by it does not last
-until the next decision. An index of blocks over all engines, with a set of engines for each run as in the approximate
-index, would take the first two away; the third needs bounds on these terms that hold for a while.
+cost for each endpoint, and what those hold that have changed since the last prompt; what most hold of a common system
+prompt is kept and merged at once. The cost of an endpoint changes with time (progress of its prefill, its usual wait)
+and has means over all of them, so that an order of endpoints by it does not last until the next decision.
 """
 
 Samples = dict[str, list[Decided]]
