@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if "_ARGCOMPLETE" in os.environ:  # set by the shell's completion
         import_module("argcomplete").autocomplete(_parser(), exclude=["worker"])
-    args = _parser(words[0] if words else "").parse_args(words)
+    args, unknown = _parser(words[0] if words else "").parse_known_args(words)
+    if unknown:
+        args.parser.refuse(unknown)
     try:
         status = _load(args.run)(args)
         sys.stdout.flush()
@@ -83,6 +85,14 @@ class _Parser(argparse.ArgumentParser):
         close = wrong and closest_word(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         super().error(f"{message}: did you mean {close!r}?" if close else message)
 
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Exit with this command's usage, and the nearest option to the first of these words."""
+        from kvproxy.operate.config.decode import closest_word
+
+        options = [option for action in self._actions for option in action.option_strings]
+        close = closest_word(unknown[0].partition("=")[0], options)
+        self.error(f"unknown: {' '.join(unknown)}" + (f": did you mean {close}?" if close else ""))
+
 
 def _parser(named: str | None = None) -> argparse.ArgumentParser:
     """Return the parser. With a command, those of the lab get their options, slow to import, only if it needs them."""
@@ -109,6 +119,7 @@ def _parser(named: str | None = None) -> argparse.ArgumentParser:
         _add_feature_command(commands, one)
     for name, command in commands.choices.items():
         command.formatter_class = GroupedHelp
+        command.set_defaults(parser=command)
         if name in EXAMPLES:
             add_examples(name, command, EXAMPLES[name])
         if name in USUAL:

@@ -201,6 +201,26 @@ def test_a_misspelt_command_is_answered_with_the_nearest(
     assert f"did you mean '{meant}'?" in said if meant else "did you mean" not in said
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["serve", "http://a", "--prot", "3"], "kvproxy serve: error: unknown: --prot 3: did you mean --port?"),
+        (["replay", "--polcy=x"], "kvproxy replay: error: unknown: --polcy=x: did you mean --policy?"),
+        (["check", "a", "b"], "kvproxy check: error: unknown: b"),
+    ],
+)
+def test_an_unknown_option_is_answered_by_its_command(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With that command's usage, and the nearest option."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"usage: kvproxy {words[0]} ")
+    assert printed.endswith(f"{error}\n")
+
+
 def test_a_file_that_cannot_be_read_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Which one and why; no number of the operating system's."""
     for command in (["status", "--token-file", f"{tmp_path}/none"], ["replay", f"{tmp_path}/none"]):
