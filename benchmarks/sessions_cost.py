@@ -16,6 +16,7 @@ from array import array
 from pathlib import Path
 from statistics import median, quantiles
 
+import msgspec
 import psutil
 
 from benchmarks.markdown import table
@@ -77,7 +78,8 @@ def measure(*, crowded: bool) -> tuple[float, float]:
     for turn in range(TURNS):
         if crowded and turn == 2:
             for number in range(WAITING):
-                worlds[0].rule.wait(question(SESSIONS + number, FIRST_BLOCKS), worlds[0].now)
+                asked = msgspec.structs.replace(question(SESSIONS + number, FIRST_BLOCKS), waits_for_room=True)
+                worlds[0].rule.wait(asked, worlds[0].now)
         for session in range(SESSIONS):
             for which, world in enumerate(worlds):
                 us = world.play(session, turn)

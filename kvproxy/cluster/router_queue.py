@@ -69,7 +69,7 @@ class _QueuedRequest:
     level: int
     early_s: float  # by which its own deadline is before `max_wait`
     ticket: Ticket[_QueuedRequest] | None = None
-    room: RoomWait | None = None  # None: it waits for its turn alone
+    room: RoomWait | None = None  # as the rule counts its wait; None: there is no rule
 
 
 class RouterQueue:
@@ -191,7 +191,10 @@ class RouterQueue:
         """Queue a request, for room if it needs some; False: the queue is full, and it does not wait. Raises
         QueueFull."""
         request = decision.request
-        room = queued.room = self._find_room(request, self._queue.settings.max_wait_s - queued.early_s, now)
+        room = queued.room = self._begin_wait(request, self._queue.settings.max_wait_s - queued.early_s, now)
+        has_room = None
+        if room is not None and request.waits_for_room:
+            has_room = partial(self._has_room, self.admission, room, request.model)
         queued.ticket = self._queue.offer(
             queued,
             least_own_s(request.facts, decision.candidates, self._speeds),
@@ -201,7 +204,7 @@ class RouterQueue:
             tenant=queued.tenant,
             weight=queued.weight,
             early_s=queued.early_s,
-            has_room=None if room is None else partial(self._has_room, self.admission, room, request.model),
+            has_room=has_room,
         )
         if queued.ticket is not None:
             return True
@@ -212,13 +215,12 @@ class RouterQueue:
             return False
         raise QueueFull(later_s)
 
-    def _find_room(self, request: PickRequest, max_wait_s: float, now: float) -> RoomWait | None:
-        """Return the request's wait for room; None: it needs none. Raises QueueFull if that would take too long."""
+    def _begin_wait(self, request: PickRequest, max_wait_s: float, now: float) -> RoomWait | None:
+        """Return the request's wait by the rule; None: there is none. Raises QueueFull if room would come too late."""
         admission = self.admission
-        if admission is None or not request.waits_for_room:
+        if admission is None:
             return None
-        later_s = admission.retry_after_s(request, max_wait_s, now)
-        if later_s is not None:
+        if request.waits_for_room and (later_s := admission.retry_after_s(request, max_wait_s, now)) is not None:
             raise QueueFull(later_s)
         return admission.wait(request, now)
 

@@ -127,6 +127,22 @@ async def test_requests_in_turn_are_not_held_back_by_sessions_without_room(clock
     assert len(queue) == 0
 
 
+async def test_the_rule_counts_what_waits_for_its_turn_alone(clock: FakeClock) -> None:
+    """Until it is placed or its client leaves, so that its session is not taken for idle."""
+    cluster, queue, rule = ruled(clock)
+    picks = await fill(cluster, 4999)
+    tasks = [enter(cluster, 100) for _ in range(2)]
+    await until(lambda: len(queue) == 2)
+    assert [wait.ended for wait in rule.waits] == [False, False]
+    assert queue.status(clock())["waiting_for_room"] == 0
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
+    assert [wait.ended for wait in rule.waits] == [False, True]
+    picks[0].settle(AttemptOutcome.SUCCESS, clock())
+    await placed(tasks[0])
+    assert rule.waits[0].ended
+
+
 async def test_requests_of_one_line_go_in_order_of_arrival_whatever_their_size(clock: FakeClock) -> None:
     """Unlike those that wait for their turn alone."""
     cluster, queue, rule = ruled(clock)
@@ -204,7 +220,7 @@ async def test_one_whose_turn_comes_when_there_is_no_room_waits_for_room(clock: 
     rule.open = True
     queue.on_load_decrease()
     await placed(waiting)
-    assert [wait.ended for wait in rule.waits] == [True]
+    assert [wait.ended for wait in rule.waits] == [True, True]  # for its turn, and then for room
     assert len(queue) == 0
 
 

@@ -27,7 +27,7 @@ class Stay(Protocol):
 
 
 class RoomWait(Protocol):
-    """A request that waits for room."""
+    """A request that waits in the router queue: for room, or for its turn alone."""
 
     def has_room(self, candidates: Sequence[Candidate], now: float) -> bool:
         """Return whether one of these endpoints has room for it. The first of a line keeps the room that is left."""
@@ -61,7 +61,7 @@ class Admission(Protocol):
         ...
 
     def wait(self, request: PickRequest, now: float) -> RoomWait:
-        """Queue a request that waits for room."""
+        """Count a request that begins to wait in the router queue: for room if it `waits_for_room`."""
         ...
 
     def retry_after_s(self, request: PickRequest, max_wait_s: float, now: float) -> float | None:

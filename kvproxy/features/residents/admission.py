@@ -57,9 +57,9 @@ class SessionStay(msgspec.Struct, eq=False):
 
 
 class SessionWait:
-    """A session that waits for room."""
+    """A turn of a session that waits for room, or for its turn in the queue alone."""
 
-    __slots__ = ("_admission", "asked", "began_at", "request", "reserved", "session", "tokens")
+    __slots__ = ("_admission", "asked", "began_at", "is_over", "request", "reserved", "session", "tokens")
 
     def __init__(
         self, admission: SessionAdmission, request: PickRequest, session: Session | None, tokens: float, now: float
@@ -70,6 +70,7 @@ class SessionWait:
         self.tokens = tokens
         self.began_at = now
         self.reserved: EndpointId | None = None  # endpoint whose room is kept for it
+        self.is_over = False
         self.asked = 0, 0  # numbers of the latest questions whether there is room for it, the last one last
 
     def has_room(self, candidates: Sequence[Candidate], now: float) -> bool:
@@ -225,23 +226,23 @@ class SessionAdmission:
         if not goes_on:
             self._forget(session)
             return
-        self._known[session] = None
-        if session.endpoint is not None:
-            self._idle[session] = None
+        self._ended_last(session)
         if len(self._known) > MAX_SESSIONS:
             self._forget(next(iter(self._known)))
 
     def wait(self, request: PickRequest, now: float) -> SessionWait:
         """As of Admission."""
-        session = self._find(request.facts)
+        session = self._find(request.facts) if request.facts.blocks else None
         tokens = request.facts.prompt_tokens + self._growth_of(request)
         wait = SessionWait(self, request, session, tokens, now)
-        if not self.waits:
-            self._admitted.clear()
-            self._admitted.append((now, 0.0))
-        self.waits[wait] = None
-        if session is not None:  # its client has come back, so that it is not forgotten meanwhile
+        if request.waits_for_room:
+            if not self.waits:
+                self._admitted.clear()
+                self._admitted.append((now, 0.0))
+            self.waits[wait] = None
+        if session is not None:  # its client has come back: it is neither forgotten meanwhile nor idle
             self._known.pop(session, None)
+            self._idle.pop(session, None)
         return wait
 
     def has_room(self, wait: SessionWait, candidates: Sequence[Candidate], now: float) -> bool:
@@ -281,11 +282,13 @@ class SessionAdmission:
 
     def wait_over(self, wait: SessionWait, now: float) -> None:
         """Forget one that waits no longer."""
-        if wait not in self.waits:
+        if wait.is_over:
             return
-        del self.waits[wait]
-        self._release(wait)
-        self._granted = wait.request.facts.blocks[-1], now - wait.began_at
+        wait.is_over = True
+        if wait in self.waits:
+            del self.waits[wait]
+            self._release(wait)
+            self._granted = wait.request.facts.blocks[-1], now - wait.began_at
         session = wait.session
         if session is not None and not session.running:
             # its wait is no part of the gap between its turns; several may have waited that continue it
@@ -375,8 +378,8 @@ class SessionAdmission:
         """Put a session between turns behind those that ended before."""
         self._known.pop(session, None)
         self._known[session] = None
-        if session in self._idle:
-            del self._idle[session]
+        self._idle.pop(session, None)
+        if session.endpoint is not None:
             self._idle[session] = None
 
     def _find(self, facts: OverlapFacts) -> Session | None:

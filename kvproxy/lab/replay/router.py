@@ -77,7 +77,7 @@ class LiveRequest:
     outcome: ReplayOutcome
     name: str = ""
     streams: bool = True  # its first token is seen when it comes
-    room: RoomWait | None = None  # its wait for room in an engine's memory
+    room: RoomWait | None = None  # its wait, as the rule of admission counts it
 
 
 @dataclass(slots=True, eq=False)
@@ -155,9 +155,10 @@ class VirtualRouter:
         """Queue a request; False: the queue is full."""
         assert self._speeds is not None
         has_room = None
-        if decision.request.waits_for_room and self.admission is not None:
+        if self.admission is not None:
             room = request.room = self.admission.wait(decision.request, now)
-            has_room = lambda at: room.has_room(self.endpoints, at)  # noqa: E731
+            if decision.request.waits_for_room:
+                has_room = lambda at: room.has_room(self.endpoints, at)  # noqa: E731
         own_s = least_own_s(decision.request.facts, self.endpoints, self._speeds)
         outcome = request.outcome
         return self._queue.offer(request, own_s, outcome.came_at, tenant=outcome.tenant, has_room=has_room) is not None
@@ -175,7 +176,7 @@ class VirtualRouter:
                 room.over(now)
                 request.room = None
             if not decision.request.waits_for_room or (
-                room is not None and not self._comes_again(request, decision, now)
+                ticket.has_room is not None and not self._comes_again(request, decision, now)
             ):
                 return self._place(request, decision, now)
             if not self._offer(request, decision, now):

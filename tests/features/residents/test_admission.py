@@ -18,6 +18,7 @@ from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.features.residents import admission as rule
 from kvproxy.features.residents.admission import BUSY_FROM, SessionAdmission, SessionStay, SessionWait
 from kvproxy.features.residents.habits import HORIZON_S, MAX_HEADS, Habits
+from kvproxy.features.residents.note import NOTE, SessionTurn
 
 CAPACITY = 100_000
 BLOCK = 100  # tokens
@@ -71,6 +72,11 @@ def waits(admission: SessionAdmission, request: PickRequest, *candidates: Engine
     return admission.restrict(request, candidates, now).waits_for_room
 
 
+def wait_for_room(admission: SessionAdmission, request: PickRequest, now: float) -> SessionWait:
+    """Queue a request for room."""
+    return admission.wait(msgspec.structs.replace(request, waits_for_room=True), now)
+
+
 @pytest.fixture
 def admission() -> SessionAdmission:
     """Return a rule that takes contexts as they are, without room for growth."""
@@ -96,7 +102,7 @@ def test_a_long_answer_that_is_expected_needs_its_room(admission: SessionAdmissi
     for tokens, room in ((0, True), (900, True), (2_000, False)):
         asked = msgspec.structs.replace(prompt(2, 380), output_tokens=tokens)
         assert waits(admission, asked, A) is not room
-    assert admission.wait(asked, 0.0).tokens == 40_000
+    assert wait_for_room(admission, asked, 0.0).tokens == 40_000
 
 
 def test_turns_of_residents_never_wait(admission: SessionAdmission) -> None:
@@ -115,7 +121,7 @@ def test_sessions_do_not_wait_for_room_while_engines_hardly_prefill(admission: S
     asked = prompt(2, 401)
     admission.busy_share = lambda now: BUSY_FROM
     assert waits(admission, asked, A)
-    room = admission.wait(asked, 0.0)
+    room = wait_for_room(admission, asked, 0.0)
     assert not room.has_room([A], 0.0)
     assert A.load.kept_since is not None
     admission.busy_share = lambda now: BUSY_FROM - 0.01
@@ -234,10 +240,10 @@ def test_the_first_that_waits_keeps_the_room_that_comes_first(admission: Session
     first = begin(admission, prompt(1, 600), A)
     turn(admission, prompt(2, 200), A)
     assert waits(admission, prompt(3, 500), A)
-    large = admission.wait(prompt(3, 500), 0.0)
+    large = wait_for_room(admission, prompt(3, 500), 0.0)
     assert not large.has_room([A], 0.0)
     assert waits(admission, prompt(4, 50), A)
-    small = admission.wait(prompt(4, 50), 0.0)
+    small = wait_for_room(admission, prompt(4, 50), 0.0)
     assert not small.has_room([A], 0.0)
     first.end(0.0, served=False)
     assert not small.has_room([A], 0.0)
@@ -253,7 +259,7 @@ def test_room_is_kept_where_the_session_may_go(admission: SessionAdmission) -> N
     knows(admission, 1, 2, 3)
     turn(admission, prompt(1, 600), A)
     turn(admission, prompt(2, 700), B)
-    wait = admission.wait(prompt(3, 500), 0.0)
+    wait = wait_for_room(admission, prompt(3, 500), 0.0)
     assert not wait.has_room([A, B], 0.0)
     assert wait.reserved == A.id
     assert not wait.has_room([B], 0.0)
@@ -264,9 +270,9 @@ def test_one_that_left_the_queue_keeps_no_room(admission: SessionAdmission) -> N
     """The next one has it."""
     knows(admission, 1, 2, 3)
     turn(admission, prompt(1, 600), A)
-    large = admission.wait(prompt(2, 500), 0.0)
+    large = wait_for_room(admission, prompt(2, 500), 0.0)
     assert not large.has_room([A], 0.0)
-    small = admission.wait(prompt(3, 100), 0.0)
+    small = wait_for_room(admission, prompt(3, 100), 0.0)
     assert not small.has_room([A], 0.0)
     large.over(0.0)
     assert small.has_room([A], 0.0)
@@ -277,7 +283,7 @@ def test_while_one_waits_others_go_only_where_they_have_room(admission: SessionA
     knows(admission, 1, 2, 3)
     turn(admission, prompt(1, 800), A)
     assert admission.restrict(prompt(3, 200), [A, B], 0.0) == prompt(3, 200)
-    admission.wait(prompt(2, 900), 0.0)
+    wait_for_room(admission, prompt(2, 900), 0.0)
     assert admission.restrict(prompt(3, 200), [A, B], 0.0).excluded == {A.id}
     assert admission.restrict(prompt(3, 100), [A, B], 0.0) == prompt(3, 100)
 
@@ -289,7 +295,7 @@ def test_endpoints_that_a_request_may_not_use_have_no_room_for_it(admission: Ses
     barred = msgspec.structs.replace(prompt(2, 200), excluded=frozenset({B.id}))
     asked = admission.restrict(barred, [A, B], 0.0)
     assert asked.waits_for_room
-    wait = admission.wait(asked, 0.0)
+    wait = wait_for_room(admission, asked, 0.0)
     assert not wait.has_room([A, B], 0.0)
     assert wait.reserved == A.id
     barred = msgspec.structs.replace(prompt(3, 200), excluded=frozenset({B.id}))
@@ -337,7 +343,7 @@ def test_an_engine_that_left_takes_its_residents_and_reservations_along(admissio
     knows(admission, 1, 2, 3)
     running = begin(admission, prompt(1, 500), A)
     turn(admission, prompt(2, 600), B)
-    large = admission.wait(prompt(3, 600), 0.0)
+    large = wait_for_room(admission, prompt(3, 600), 0.0)
     assert not large.has_room([A], 0.0)
     assert large.reserved == A.id
     admission.forget(A.id)
@@ -379,6 +385,7 @@ def test_prompts_without_blocks_are_not_counted(admission: SessionAdmission) -> 
     assert admission.place(PickRequest(), A.id, 0.0) is None
     assert admission.restrict(PickRequest(), [A], 0.0) == PickRequest()
     assert admission.restrict(prompt(1, 5), [], 0.0) == prompt(1, 5)
+    admission.wait(PickRequest(facts=OverlapFacts(0, session=5)), 0.0).over(1.0)
 
 
 def test_a_turn_that_waited_for_too_long_takes_nobodys_room(admission: SessionAdmission) -> None:
@@ -413,11 +420,40 @@ def test_waiting_is_no_part_of_the_gap_between_turns(admission: SessionAdmission
     turn(admission, prompt(1, 500), A, now=0.0)
     admission.forget(A.id)
     turn(admission, prompt(2, 800), A, now=0.0)
-    wait = admission.wait(prompt(1, 510), 1.0)
+    wait = wait_for_room(admission, prompt(1, 510), 1.0)
     admission.expire(500.0)
     wait.over(500.0)
     turn(admission, prompt(1, 510), A, now=500.0)
     assert max(admission.habits._gaps) == pytest.approx(1.0)
+
+
+def test_a_session_whose_turn_waits_in_the_queue_is_not_idle(admission: SessionAdmission) -> None:
+    """It keeps its room while engines are too busy for it, and is neither one of those that wait for room, nor is its
+    wait part of the gap between its turns."""
+    knows(admission, 1, 2)
+    turn(admission, prompt(1, 500), A)
+    wait = admission.wait(prompt(1, 510), 1.0)
+    later_s = 3 * HORIZON_S
+    assert waits(admission, prompt(2, 401), A, now=later_s)
+    assert not admission.waits
+    wait.over(later_s)
+    wait.over(later_s + 1.0)  # its client's task ends later
+    stay = begin(admission, prompt(1, 510), A, now=later_s)
+    assert stay.note == (NOTE, SessionTurn(2, resident=True))
+    assert max(admission.habits._gaps) == pytest.approx(1.0)
+
+
+def test_one_that_left_the_queue_is_idle_from_then_on(admission: SessionAdmission) -> None:
+    """Its gap goes on, as if it had not come."""
+    knows(admission, 1)
+    turn(admission, prompt(1, 500), A)
+    wait = admission.wait(prompt(1, 510), 1.0)
+    wait.over(100.0)
+    limit_s = admission.habits.idle_limit_s
+    admission.expire(99.0 + limit_s)
+    assert len(admission.sets[A.id]) == 1
+    admission.expire(99.1 + limit_s)
+    assert not admission.sets[A.id]
 
 
 def test_new_sessions_are_refused_where_they_could_not_begin_in_time(admission: SessionAdmission) -> None:
@@ -427,7 +463,7 @@ def test_new_sessions_are_refused_where_they_could_not_begin_in_time(admission: 
     assert admission.retry_after_s(new, 300.0, 0.0) is None
     assert admission.expected_wait_s(0.0) is None
     assert admission.retry_after_s(new, 0.0, 0.0) == 1.0
-    waiting = [admission.wait(prompt(number, 100), 1.0) for number in range(1, 16)]
+    waiting = [wait_for_room(admission, prompt(number, 100), 1.0) for number in range(1, 16)]
     for number in range(10):
         assert admission.retry_after_s(new, 2.0, 1.0 + number) is None or number > 7
         assert waiting[number].has_room([A], 2.0 + number)
@@ -441,12 +477,12 @@ def test_new_sessions_are_refused_where_they_could_not_begin_in_time(admission: 
 
 def test_the_rate_of_an_earlier_rush_refuses_no_one(admission: SessionAdmission) -> None:
     """An hour in which none waited is no hour for a few places."""
-    rush = [admission.wait(prompt(number, 100), 0.0) for number in range(1, 20)]
+    rush = [wait_for_room(admission, prompt(number, 100), 0.0) for number in range(1, 20)]
     for wait in rush:
         assert wait.has_room([A], 1.0)
         wait.over(1.0)
     for number in range(20, 40):
-        admission.wait(prompt(number, 100), 3600.0)
+        wait_for_room(admission, prompt(number, 100), 3600.0)
     assert admission.expected_wait_s(3600.0) is None
     assert admission.retry_after_s(prompt(50, 100), 300.0, 3600.0) is None
 
@@ -456,10 +492,10 @@ def test_the_first_has_whatever_room_is_first_enough(admission: SessionAdmission
     knows(admission, 1, 2, 3, 4)
     turn(admission, prompt(1, 800), A)
     second = begin(admission, prompt(2, 850), B)
-    first = admission.wait(prompt(3, 300), 0.0)
+    first = wait_for_room(admission, prompt(3, 300), 0.0)
     assert not first.has_room([A, B], 0.0)
     assert first.reserved == A.id
-    other = admission.wait(prompt(4, 300), 0.0)
+    other = wait_for_room(admission, prompt(4, 300), 0.0)
     assert not other.has_room([A, B], 0.0)
     assert other.reserved is None
     second.end(1.0, served=False)
@@ -481,7 +517,7 @@ def test_tenants_share_places_by_weight(admission: SessionAdmission, weight: flo
     for number, tenant in tenants.items():
         asked = prompt(number, 400)
         assert waits(admission, asked, *engines)
-        room = admission.wait(asked, 0.0)
+        room = wait_for_room(admission, asked, 0.0)
         queue.offer(
             number,
             4.0,
@@ -511,7 +547,7 @@ def test_room_goes_to_the_one_that_goes_ahead_of_its_first_holder(admission: Ses
     for number, level in ((2, 0), (3, 10)):
         asked = prompt(number, 400)
         assert waits(admission, asked, A)
-        room = admission.wait(asked, float(number))
+        room = wait_for_room(admission, asked, float(number))
         queue.offer(number, 4.0, float(number), level=level, has_room=partial(room.has_room, [A]))
         assert queue.poll(lambda model: 0.0, 5.0) is None
     assert A.load.kept_since == 2.0
@@ -673,10 +709,10 @@ def test_the_first_to_come_keeps_room_at_all_routers() -> None:
     """Neither a later one that waits elsewhere nor a new one takes it, until its own router has placed it."""
     both = TwoRouters()
     resident = both.begin(0, prompt(1, 850))
-    later = both.rules[1].wait(prompt(3, 100), 2.0)
+    later = wait_for_room(both.rules[1], prompt(3, 100), 2.0)
     assert not later.has_room(both.engines[1:], 2.0)
     assert later.reserved == A.id
-    early = both.rules[0].wait(prompt(2, 700), 1.0)
+    early = wait_for_room(both.rules[0], prompt(2, 700), 1.0)
     assert not early.has_room(both.engines[:1], 2.0)
     both.tell_rooms(2.0)
     both.end(0, resident, 3.0, served=False)
@@ -697,7 +733,7 @@ def test_sessions_that_may_wait_are_not_taken_for_single_requests() -> None:
         turn(both.rules[number], prompt(1, 800), both.engines[number])
         waits(both.rules[number], prompt(2, 200), both.engines[number])
         both.rules[number].placed_elsewhere("other", prompt(4, 1).facts, A.id, 0.0)
-    wait = both.rules[0].wait(prompt(2, 200), 0.0)
+    wait = wait_for_room(both.rules[0], prompt(2, 200), 0.0)
     assert not wait.has_room(both.engines[:1], 0.0)
     both.tell_rooms()
     head = prompt(1, 1).facts.blocks[0]
@@ -728,7 +764,7 @@ def test_thousands_of_sessions_leave_nothing_behind(seed: int) -> None:
         open_to = [one for one in engines if one.id not in asked.excluded]
         if asked.waits_for_room:
             waited += 1
-            waiting.append((admission.wait(asked, now), asked))
+            waiting.append((wait_for_room(admission, asked, now), asked))
         else:
             running.append(begin(admission, asked, rng.choice(open_to), now))
         while len(running) > 64:
