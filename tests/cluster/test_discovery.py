@@ -226,13 +226,21 @@ async def test_a_bad_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert [one.id for one in good(await discovery.endpoints())] == ["a", "b"]
 
 
+@pytest.mark.parametrize("line", ["e{0}: http://127.0.0.1:1\n", "- {{id: e{0}, url: 'http://127.0.0.1:1'}}\n", "- 1\n"])
+def test_yaml_is_read_no_further_than_what_is_kept(line: str) -> None:
+    """As nodes, a file of four megabytes would take a minute and most of a gigabyte, some of it for good."""
+    text = "".join(line.format(number) for number in range(10_001)) + "{ not YAML"
+    with pytest.raises(DiscoveryError, match=r"line 10001, .*more than 10000 entries"):
+        parse_endpoints(text.encode())
+
+
 def test_json_is_not_read_as_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     """YAML's parser takes a hundred times as long; it is for YAML, and for the place where JSON is wrong."""
     texts: list[str] = []
 
-    def parse(text: str) -> tuple[Any, list[Problem]]:
+    def parse(text: str, **how: Any) -> tuple[Any, list[Problem]]:
         texts.append(text)
-        return parse_yaml(text)
+        return parse_yaml(text, **how)
 
     monkeypatch.setattr(polled, "parse_yaml", parse)
     good(parse_endpoints(json.dumps({"a": "http://127.0.0.1:1"}).encode()))

@@ -18,7 +18,7 @@ from yaml.resolver import Resolver
 from kvproxy.base.errors import Problem
 from kvproxy.base.settings.paths import Path, Place, Where
 
-#: Bounds on what aliases may expand to, so that a few lines cannot become gigabytes.
+#: Bounds on what text and its aliases may expand to, so that a few lines cannot become gigabytes.
 _MAX_NODES = 200_000
 _MAX_DEPTH = 64
 
@@ -30,9 +30,28 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
 
 class _Composer(yaml.SafeLoader):
-    """Composes nodes only; scalars keep the tag `str` and are read by `plain_scalar`."""
+    """Composes nodes only; scalars keep the tag `str` and are read by `plain_scalar`. A node takes 700 bytes, so the
+    text is read no further than the bounds."""
 
     yaml_implicit_resolvers = {"<": Resolver.yaml_implicit_resolvers["<"]}
+
+    def __init__(self, text: str, *, max_entries: int) -> None:
+        super().__init__(text)
+        self._max_entries = max_entries  # of one list or mapping
+        self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes += 1
+        why = ""
+        if self._nodes > _MAX_NODES:
+            why = f"more than {_MAX_NODES} values"
+        elif parent is not None and len(parent.value) >= self._max_entries:
+            why = f"more than {self._max_entries} entries"
+        if why:
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, why, event.start_mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
 
 def plain_scalar(text: str) -> Any:
@@ -48,19 +67,20 @@ def plain_scalar(text: str) -> Any:
     return text
 
 
-def parse_yaml(text: str) -> tuple[Any, list[Problem]]:
+def parse_yaml(text: str, *, max_entries: int = _MAX_NODES) -> tuple[Any, list[Problem]]:
     """Plain dicts, lists and scalars, and the problems: syntax with line and column, and every duplicate key.
 
-    After a syntax error the data is None; after the others it is usable. Messages never quote values.
+    After a syntax error, or more entries than that in one list or mapping, the data is None; after the others it is
+    usable. Messages never quote values.
     """
-    data, problems, _ = parse_yaml_with_places(text)
+    data, problems, _ = parse_yaml_with_places(text, max_entries=max_entries)
     return data, problems
 
 
-def parse_yaml_with_places(text: str) -> tuple[Any, list[Problem], Place]:
+def parse_yaml_with_places(text: str, *, max_entries: int = _MAX_NODES) -> tuple[Any, list[Problem], Place]:
     """Return the same, and where each value stands."""
     try:
-        loader = _Composer(text)
+        loader = _Composer(text, max_entries=max_entries)
         try:
             node = loader.get_single_node()
         finally:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.settings import yaml_text
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.settings.yaml_text import Substituted, parse_yaml, retype_scalars, substitute_variables
 
@@ -48,6 +49,17 @@ def test_every_duplicate_key_is_named_with_its_place() -> None:
         "line 3, column 14: duplicate key 'c'",
     ]
     assert data["a"] == 2
+
+
+def test_text_is_read_no_further_than_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of values in all, and of entries in one place; what is behind them is not looked at."""
+    monkeypatch.setattr(yaml_text, "_MAX_NODES", 20)
+    assert parse_yaml("[" + "1, " * 18 + "1]") == ([1] * 19, [])
+    data, problems = parse_yaml("[" + "1, " * 20 + "{ not YAML")
+    assert (data, [one.message for one in problems]) == (None, ["YAML syntax: more than 20 values"])
+    assert parse_yaml("a: [1, 2, 3]", max_entries=3) == ({"a": [1, 2, 3]}, [])
+    _, problems = parse_yaml("{a: 1, b: 2, c: 3, d: 4, { not YAML", max_entries=3)
+    assert [one.message for one in problems] == ["YAML syntax: more than 3 entries"]
 
 
 @pytest.mark.parametrize(
