@@ -23,13 +23,6 @@ def _prefix_name(text: str) -> str:
 PrefixName = Annotated[str, AfterValidator(_prefix_name)]
 
 
-class SignalSource(StrEnum):
-    """Where a load or memory figure comes from."""
-
-    ENGINE = "engine"
-    HOST = "host"
-
-
 class CacheStrategySettings(Model):
     """Actions on cached prefixes after a response. Each is off unless enabled."""
 
@@ -37,6 +30,11 @@ class CacheStrategySettings(Model):
         "score_weights": "the order of eviction is the measured one (benchmarks/reports/eviction.md)",
         "evict_batch": "4 prefixes go after each response",
         "compress_method": "LMCache compresses with cachegen and ignores other methods",
+        "load_source": "load is the engine's",
+        "memory_source": "memory is the engine's and LMCache's",
+        "memory_hysteresis": "eviction goes on until memory use is 0.1 below memory_threshold",
+        "pin_renewal": "a pin is renewed after 0.8 of pin_lease",
+        "disable_after": "5 actions in a row without effect switch it off at that instance",
     }
 
     enable_pinning: bool = False
@@ -47,28 +45,22 @@ class CacheStrategySettings(Model):
     """Evict the coldest prefixes while KV memory is short."""
     dry_run: bool = False
     """Decide, log and count every action without sending it."""
-    load_source: SignalSource = SignalSource.ENGINE
-    """Load is the busier of running/waiting requests at the engine, or this host's CPU."""
     load_threshold: Fraction = 0.8
-    """Load from which cold prefixes are compressed."""
-    memory_source: SignalSource = SignalSource.ENGINE
-    """Memory is the engine's KV cache usage, or this host's memory."""
+    """Load of the engine from which cold prefixes are compressed: the larger of its running requests against 256 and
+    the share of its requests that wait."""
     memory_threshold: Fraction = 0.9
-    """Memory use from which cold prefixes are evicted."""
-    memory_hysteresis: Fraction = 0.1
-    """Once begun, eviction goes on until memory use is this much below `memory_threshold`."""
+    """Use of the engine's KV cache from which cold prefixes are evicted, until it is 0.1 below."""
     keep_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=1024)
     """Prefixes that are neither evicted nor compressed, by the name that the audit log gives them (16 hex digits)."""
-    hot_content_threshold: int = Field(default=5, ge=1)
+    hot_content_threshold: int = Field(default=5, ge=1, le=300)
     """A prefix seen this often within `hot_window` is hot."""
     pin_instance_id: str = ""
     """LMCache instance that pins; empty: the one that served or holds the prefix."""
     pin_location: str = "LocalCPUBackend"
     """Storage location the pin applies to."""
     pin_lease: Duration = 300.0
-    """How long the provider honours a pin (LMCache's default is about 300 s)."""
-    pin_renewal: Duration = 240.0
-    """A pin of a prefix that is still hot is renewed after this long; shorter than `pin_lease`."""
+    """How long the provider honours a pin (LMCache's default is about 300 s). A pin of a prefix that is still hot is
+    renewed after 0.8 of it."""
     pin_max_tokens: int = Field(default=200_000, ge=0)
     """Tokens pinned at once on one instance; 0 pins nothing."""
     compress_instance_id: str = ""
@@ -83,8 +75,11 @@ class CacheStrategySettings(Model):
     """Storage location that is evicted from."""
     allow_clear: bool = False
     """Where the provider cannot evict one prefix (LMCache's controller), clear the whole location instead."""
-    disable_after: int = Field(default=5, ge=1)
-    """An action without effect this many times in a row on one instance switches itself off there."""
+
+    @property
+    def pin_renewal_s(self) -> float:
+        """Age at which a pin of a hot prefix is renewed."""
+        return 0.8 * self.pin_lease
 
 
 #: Parameters of signed URLs, lower case: S3 and stores with its API, Google Cloud Storage, CloudFront, Azure.
@@ -139,23 +134,15 @@ class LookupRetrySettings(Model):
     """Longest pause between attempts."""
 
 
-class BackgroundSettings(Model):
-    """The queue of work done after responses."""
-
-    max_queue: int = Field(default=1024, ge=1)
-    """Jobs waiting; further ones are dropped and counted."""
-    max_workers: int = Field(default=4, ge=1, le=256)
-    """Jobs run at once; on one instance always one at a time."""
-    job_timeout: Duration = 10.0
-    """A job with all its retries takes no longer."""
-    drain: Duration = 5.0
-    """At shutdown queued jobs have this long to finish."""
-
-
 class KvCacheSettings(Model):
     """Settings of `kvcache`: which endpoint holds most of the prompt already, and what keeps it there."""
 
-    retired = {"learn_capacity": "cache sizes are always learned where KV events are not complete"}
+    retired = {
+        "learn_capacity": "cache sizes are always learned where KV events are not complete",
+        "background": "1,024 jobs may wait, 4 run at once, each for 10 s at most",
+        "hot_max_keys": "the uses of 100,000 prefixes are counted",
+        "hot_max_records": "300 uses of a prefix are remembered",
+    }
 
     enabled: bool = True
     """False: requests go straight on."""
@@ -193,10 +180,6 @@ class KvCacheSettings(Model):
     """Where older engines publish them."""
     hot_window: Duration = 300.0
     """How far back uses of a prefix count."""
-    hot_max_records: int = Field(default=300, ge=1)
-    """Uses remembered per prefix."""
-    hot_max_keys: int = Field(default=100_000, ge=1)
-    """Prefixes whose uses are counted; the longest unused is dropped first."""
     max_connections: int = Field(default=64, ge=1)
     """Connections to `lmcache_endpoint`, and as many to `vllm_endpoint`."""
     token_cache: TokenCacheSettings = TokenCacheSettings()
@@ -205,8 +188,6 @@ class KvCacheSettings(Model):
     """Asking the engine for token ids."""
     cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
-    background: BackgroundSettings = BackgroundSettings()
-    """The queue they run from."""
     retry: LookupRetrySettings = LookupRetrySettings()
     """Retries of background calls."""
     circuit_breaker: BreakerSettings = BreakerSettings()

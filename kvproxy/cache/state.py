@@ -42,7 +42,7 @@ class CacheState:
     on_counted: Callable[[str, Sequence[int], int, int], None] | None = None
     fresh: bool = True  # no service has run with it: a saved state may still fill it
     _of_features: dict[type, object] = field(default_factory=dict)
-    _hotness: tuple[object, Hotness] | None = None
+    _hotness: Hotness | None = None
     _record: tuple[str, ActionRecord] | None = None
     _tokens: tuple[TokenCacheSettings, TokenMemory] | None = None
 
@@ -74,11 +74,9 @@ class CacheState:
 
     def hotness(self, settings: KvCacheSettings) -> Hotness:
         """Message prefixes by use."""
-        bounds = (settings.hot_window, settings.hot_max_records, settings.hot_max_keys)
-        if self._hotness is None or self._hotness[0] != bounds:
-            window_s, records, keys = bounds
-            self._hotness = (bounds, Hotness(window_s=window_s, max_records=records, max_keys=keys))
-        return self._hotness[1]
+        if self._hotness is None or self._hotness.window_s != settings.hot_window:
+            self._hotness = Hotness(window_s=settings.hot_window)
+        return self._hotness
 
     def action_record(self, settings: KvCacheSettings) -> ActionRecord:
         """Return what stands at the LMCache of these settings."""

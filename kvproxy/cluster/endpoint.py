@@ -81,7 +81,6 @@ class Endpoint:
         "_shown",
         "authorization",
         "breaker",
-        "configured_weight",
         "ended",
         "engine",
         "followers",
@@ -146,7 +145,7 @@ class Endpoint:
         """Apply settings that may change at run time: the endpoint's own, the engine's, and those of the cluster. Its
         load is kept."""
         self.max_in_flight = settings.max_in_flight
-        self.configured_weight = self.weight = config.weight
+        self.weight = config.weight
         self.ready = config.ready
         self.models = frozenset(config.models)
         self.instance_id = config.instance_id or config.id
@@ -240,8 +239,7 @@ class Endpoint:
             **rank,
             "url": str(self.origin),
             "condition": self.condition(now).value,
-            "weight": self.configured_weight,
-            "effective_weight": self.weight,
+            "weight": self.weight,
             "models": sorted(self.models),
             "role": self.role.value,
             "adapters": self.engine.adapters.status(),

@@ -14,11 +14,8 @@ from kvproxy.cluster.adapters import Adapters
 from kvproxy.cluster.ranks import Ranks
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCheckSettings
 
-#: Weight of an endpoint that has just come back, as a share of its own.
-_SLOW_START_FROM = 0.1
-
-#: Steps in which the weight grows from there.
-_SLOW_START_STEPS = 20
+#: Longest ejection, unless `eject_for` is longer.
+_MAX_EJECTION_S = 300.0
 
 #: 2**this times `eject_for` is beyond any bound a person would write.
 _MAX_DOUBLINGS = 20
@@ -50,7 +47,6 @@ class Health:
         self._failed_clients: tuple[str, ...] = ()  # the first two that got a 500 since the last success
         self._ejected_until = -math.inf
         self._ejections = 0  # number of doublings of the next ejection
-        self._back_at = -math.inf
 
     @property
     def is_healthy(self) -> bool:
@@ -87,7 +83,6 @@ class Health:
         self._healthy = well
         self._streak = 0
         if well:
-            self._back_at = now
             self.unserved = 0
         return True
 
@@ -131,36 +126,20 @@ class Health:
             good_s = max(0.0, now - self._ejected_until)
             forgiven = int(good_s / settings.eject_for) if settings.eject_for else self._ejections
             self._ejections = max(0, self._ejections - forgiven)
-        length_s = min(settings.eject_for * 2.0**self._ejections, settings.max_eject_for)
+        length_s = min(settings.eject_for * 2.0**self._ejections, max(_MAX_EJECTION_S, settings.eject_for))
         self._ejections = min(self._ejections + 1, _MAX_DOUBLINGS)
         self._ejected_until = now + length_s
         self.failures = 0
         return length_s
 
-    def weight_factor(self, now: float) -> float:
-        """Share of its own weight: below 1 while it starts slowly after coming back."""
-        since_s = max(0.0, now - self._came_back_at(now))
-        slow_s = self.settings.slow_start
-        if since_s >= slow_s:
-            return 1.0
-        grown = math.floor(since_s / slow_s * _SLOW_START_STEPS) / _SLOW_START_STEPS
-        return _SLOW_START_FROM + (1.0 - _SLOW_START_FROM) * grown
-
     def next_change(self, now: float) -> float:
         """When time alone will change an answer of this object; infinite if it will not."""
-        if now < self._ejected_until:
-            return self._ejected_until
-        since_s = max(0.0, now - self._came_back_at(now))
-        slow_s = self.settings.slow_start
-        return now + slow_s / _SLOW_START_STEPS if since_s < slow_s else math.inf
+        return self._ejected_until if now < self._ejected_until else math.inf
 
     def _needed(self, well: bool) -> int:
         if well:
             return self.settings.healthy_threshold
         return self.settings.unhealthy_threshold if self._ever_healthy else 1
-
-    def _came_back_at(self, now: float) -> float:
-        return max(self._back_at, self._ejected_until)
 
 
 class Engine:

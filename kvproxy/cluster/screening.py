@@ -103,7 +103,6 @@ class Screening:
         self._conditions = {endpoint: endpoint.condition(now) for endpoint in self._endpoints}
         stale_at = math.inf
         for endpoint in self._endpoints:
-            endpoint.weight = endpoint.configured_weight * endpoint.health.weight_factor(now)
             for moment in (endpoint.health.next_change(now), endpoint.breaker.reopens_at):
                 # An expired breaker admits until its probe slots are taken, which invalidates the result.
                 if now < moment < stale_at:

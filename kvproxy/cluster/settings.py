@@ -151,6 +151,11 @@ class HealthCheckSettings(Model):
     never make a full outage. An endpoint that never passed a probe is out after the first failed one.
     """
 
+    retired = {
+        "max_eject_for": "ejections last five minutes at most, or eject_for if it is longer",
+        "slow_start": "an endpoint that comes back has its whole weight: no figure supported another",
+    }
+
     active: bool = True
     """Probe each endpoint."""
     path: str = "/health"
@@ -166,13 +171,9 @@ class HealthCheckSettings(Model):
     eject_after: int = Field(default=3, ge=0)
     """Failed requests in a row (connect errors, 5xx, timeouts) that eject an endpoint; 0 never ejects."""
     eject_for: Duration = 10.0
-    """First ejection's length; doubles with each further one, up to `max_eject_for`."""
-    max_eject_for: Duration = 300.0
-    """Longest ejection."""
+    """First ejection's length; doubles with each further one, up to five minutes or this, if it is longer."""
     max_ejected: Fraction = 0.5
     """Largest share of a cluster that passive ejection may take out (at least one endpoint may always be)."""
-    slow_start: Duration = 0.0
-    """Over this long after it comes back an endpoint's weight grows from a tenth to its own; 0 is off."""
 
 
 class EndpointRetrySettings(Model):

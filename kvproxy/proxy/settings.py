@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class LimitSettings(Model):
     """Bounds on what one client may make the proxy hold."""
 
+    retired = {"headers": "a request may have 256 header fields"}
+
     body: Size = 32 * 1024 * 1024
     """Largest request body, on every path; a larger one gets 413 and is not read into memory."""
     body_timeout: Duration = Field(default=60.0, gt=0)
@@ -28,9 +30,7 @@ class LimitSettings(Model):
     connections: int = Field(default=10_000, ge=1)
     """Client connections served at once; further ones get 503."""
     head: Size = Field(default=64 * 1024, ge=4096, le=1024 * 1024)
-    """Largest request line with its header fields; a larger one gets 431."""
-    headers: int = Field(default=256, ge=16, le=10_000)
-    """Header fields of a request; more get 431."""
+    """Largest request line with its header fields, 256 at most; a larger one gets 431."""
     head_timeout: Duration = Field(default=20.0, le=3600)
     """From a request's first byte (or the connection's start) to the end of its head; then 408. 0: no bound."""
     keep_alive: Duration = Field(default=75.0, le=86_400)
@@ -69,6 +69,8 @@ class PoolSettings(Model):
 class RetrySettings(Model):
     """Trying another endpoint, only before the first byte went to the client."""
 
+    retired = {"max_backoff": "no pause between attempts is longer than a second"}
+
     attempts: int = Field(default=3, ge=1, le=20)
     """Attempts in all, the first included."""
     budget: Fraction = 0.2
@@ -76,10 +78,8 @@ class RetrySettings(Model):
     min_per_second: float = Field(default=1.0, ge=0)
     """Retries allowed regardless of the share, so that a quiet proxy may retry too. Nothing is retried while every
     endpoint is out."""
-    backoff: Duration = 0.025
-    """Base of the pause before a retry once every endpoint was tried (full jitter, doubling)."""
-    max_backoff: Duration = 1.0
-    """Longest pause between attempts."""
+    backoff: Duration = Field(default=0.025, le=1)
+    """Base of the pause before a retry once every endpoint was tried (full jitter, doubling, at most a second)."""
 
 
 class LogLevel(StrEnum):

@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import composed
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind, utc_seconds
-from kvproxy.cache.actions.signals import HostUse
 from kvproxy.cache.feature import CacheFeature
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.service import KvCache
@@ -195,7 +194,6 @@ async def running(
     *,
     clock: Clock = time.monotonic,
     wall_clock: Clock = utc_seconds,
-    host: HostUse = HostUse(0.0, 0.0),
     state: CacheState | None = None,
     features: Sequence[CacheFeature] | None = None,
 ) -> AsyncIterator[Service]:
@@ -210,7 +208,6 @@ async def running(
         state=state,
         features=features,
         rng=random.Random(1),
-        sample_host=lambda: host,
     )
     async with kv:
         kv.bind_gauges()
@@ -223,7 +220,6 @@ async def world(
     lmcache: Fake | None = None,
     *,
     clock: Clock = time.monotonic,
-    host: HostUse = HostUse(0.0, 0.0),
     instances: Mapping[str, str] | None = None,
     features: Sequence[CacheFeature] | None = None,
     **changes: Any,
@@ -238,7 +234,7 @@ async def world(
         if lmcache is not None:
             changes = {"lmcache_endpoint": await served(lmcache), **changes}
         cluster = cluster_of(urls, clock=clock, instances=instances)
-        service = running(settings(**changes), cluster, clock=clock, host=host, features=features)
+        service = running(settings(**changes), cluster, clock=clock, features=features)
         yield await stack.enter_async_context(service)
 
 

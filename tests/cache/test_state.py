@@ -40,9 +40,7 @@ async def test_requests_that_end_at_the_earlier_service_teach_both() -> None:
             assert (await after.ask(chat(TURN))).preferred == A
 
 
-@pytest.mark.parametrize(
-    ("changes", "kept"), [({"min_matched_tokens": 9}, True), ({"hot_window": 1.0}, False), ({"hot_max_keys": 9}, False)]
-)
+@pytest.mark.parametrize(("changes", "kept"), [({"min_matched_tokens": 9}, True), ({"hot_window": 1.0}, False)])
 def test_heat_is_kept_while_its_bounds_stay_the_same(changes: dict[str, Any], kept: bool, clock: FakeClock) -> None:
     """It cannot be counted again in another window."""
     state = CacheState.empty(metrics=Metrics(), clock=clock)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvproxy.cache.actions.signals import HostUse
 from kvproxy.cache.feature import CacheFeature, CacheNeeds
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing.load import EngineState
@@ -59,7 +58,7 @@ async def test_an_engine_without_prefix_caching_holds_nothing() -> None:
 
 
 async def test_readings_become_pressure() -> None:
-    async with world({"a": engine(usage=0.75)}, host=HostUse(0.1, 0.2)) as service:
+    async with world({"a": engine(usage=0.75)}) as service:
         await round_of(service)
         pressure = service.kv.scraper.signals.pressure(service.cluster.endpoints[0])
         assert (pressure.load, pressure.memory) == (0.25, 0.75)
@@ -186,7 +185,7 @@ async def test_a_lmcache_that_is_down_says_nothing() -> None:
 
 async def test_leases_are_renewed_between_requests(clock: FakeClock) -> None:
     """The round ticks the strategies."""
-    strategy = {"enable_pinning": True, "hot_content_threshold": 1, "pin_lease": 300, "pin_renewal": 240}
+    strategy = {"enable_pinning": True, "hot_content_threshold": 1, "pin_lease": 300}
     lmcache = controller(lambda _: {})
     async with world({"a": answering()}, lmcache, clock=clock, cache_strategy=strategy) as service:
         await round_of(service)  # nothing is pinned yet

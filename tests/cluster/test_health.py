@@ -70,11 +70,16 @@ def test_an_ejection_ends_by_itself() -> None:
 
 def test_ejections_double_up_to_their_bound() -> None:
     """One right after the other."""
-    subject, now, lengths = health(eject_for=10, max_eject_for=75), 0.0, []
+    subject, now, lengths = health(eject_for=60), 0.0, []
     for _ in range(5):
         lengths.append(subject.eject(now))
         now = subject.ejected_until
-    assert lengths == [10, 20, 40, 75, 75]
+    assert lengths == [60, 120, 240, 300, 300]
+
+
+def test_an_ejection_of_more_than_five_minutes_lasts_as_long_as_the_first() -> None:
+    subject = health(eject_for=3600)
+    assert [subject.eject(0.0), subject.eject(3600.0)] == [3600, 3600]
 
 
 @pytest.mark.parametrize(("good_s", "length_s"), [(0, 80), (9.9, 80), (10, 40), (29, 20), (1000, 10)])
@@ -96,7 +101,7 @@ def test_an_ejection_of_no_length_never_keeps_anybody_out() -> None:
 
 def test_ejections_stay_bounded_after_very_many() -> None:
     """No overflow in the thousandth."""
-    subject, now = health(eject_for=10, max_eject_for=300), 0.0
+    subject, now = health(eject_for=10), 0.0
     for _ in range(2000):
         subject.eject(now)
         now = subject.ejected_until
@@ -117,31 +122,6 @@ def test_failures_count_from_nothing_after_an_ejection() -> None:
     assert [subject.record_failure(0.0) for _ in range(3)] == [False, False, True]
     subject.eject(0.0)
     assert [subject.record_failure(10.0) for _ in range(3)] == [False, False, True]
-
-
-def test_slow_start_grows_the_weight_from_a_tenth() -> None:
-    """In steps, each announced by `next_change`."""
-    subject = health(slow_start=20, eject_for=10)
-    assert subject.weight_factor(0.0) == 1.0
-    subject.eject(0.0)
-    assert subject.weight_factor(10.0) == pytest.approx(0.1)
-    assert subject.weight_factor(20.0) == pytest.approx(0.55)
-    assert subject.weight_factor(30.0) == 1.0
-    now, seen = 10.0, []
-    while now < math.inf:
-        seen.append(subject.weight_factor(now))
-        now = subject.next_change(now)
-    assert seen == sorted(seen)
-    assert seen[-1] == 1.0
-    assert 15 < len(seen) < 25
-
-
-def test_slow_start_follows_a_good_probe_too() -> None:
-    """Coming back is coming back."""
-    subject = health(slow_start=20, unhealthy_threshold=1)
-    subject.record_probe(False, 0.0)
-    subject.record_probe(True, 50.0)
-    assert subject.weight_factor(50.0) == pytest.approx(0.1)
 
 
 def test_next_change_is_the_end_of_an_ejection() -> None:

@@ -327,18 +327,6 @@ def test_a_refusal_has_its_reason(make_cluster: MakeCluster, refusal: Refusal, r
     assert bench.sample("kvproxy_picks_total", cluster="c", policy="round_robin", reason=refusal.value) == 1
 
 
-def test_slow_start_gives_a_returning_endpoint_little(make_cluster: MakeCluster) -> None:
-    """A tenth of its weight at first, all of it in the end."""
-    bench = make_cluster("a", "b", health={"eject_after": 1, "eject_for": 10, "slow_start": 20})
-    bench.outcomes("a", FAILURE)
-    bench.clock.advance(10)
-    counts = Counter(bench.picked().endpoint.id for _ in range(110))
-    assert counts[A] == 10
-    bench.clock.advance(20)
-    counts = Counter(bench.picked().endpoint.id for _ in range(100))
-    assert counts[A] == 50
-
-
 class Learning(Policy):
     """A policy that notes what it is taught."""
 

@@ -204,11 +204,11 @@ def test_an_operators_order_for_an_engine_holds_for_its_ranks(make_cluster: Make
     bench.cluster.members.reweight_endpoint(A, 3)
     bench.cluster.ranks.observe_ranks(bench.cluster.engines[0], (0, 1), (0, 1))
     assert bench.ids() == {"b"}
-    assert [endpoint.configured_weight for endpoint in bench.cluster.endpoints] == [3, 3, 1]
+    assert [endpoint.weight for endpoint in bench.cluster.endpoints] == [3, 3, 1]
     bench.cluster.members.drain_endpoint(A, draining=False)
     assert bench.ids() == {"a@0", "a@1", "b"}
     bench.cluster.apply_endpoints(configs("a", "b", weight=4))
-    assert [endpoint.configured_weight for endpoint in bench.cluster.endpoints] == [4, 4, 4]
+    assert [endpoint.weight for endpoint in bench.cluster.endpoints] == [4, 4, 4]
 
 
 def test_a_returning_engine_finds_its_ranks(make_cluster: MakeCluster) -> None:

@@ -20,7 +20,7 @@ from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
 
-_PINS = {"enable_pinning": True, "hot_content_threshold": 1, "pin_lease": "300s", "pin_renewal": "240s"}
+_PINS = {"enable_pinning": True, "hot_content_threshold": 1, "pin_lease": "300s"}
 _WITHIN_S = 30.0
 
 

@@ -374,7 +374,7 @@ async def test_a_replica_that_dies_in_the_middle_of_an_action(store: Store) -> N
     lmcache = controller(lambda _: {}, pin=pin)
     async with serve(Engine().app) as engine, serve(lmcache) as at, Wire(store) as wire:
         hot = {"enable_pinning": True, "hot_content_threshold": 1}
-        cache = {"lmcache_endpoint": at, "cache_strategy": hot, "background": {"job_timeout": "4s"}}
+        cache = {"lmcache_endpoint": at, "cache_strategy": hot}
         config: dict[str, Any] = {"filters": ["inference_request", {"kvcache": cache}, "router"]}
 
         def acting(name: str, port: int | None = None) -> contextlib.AbstractAsyncContextManager[Deciding]:

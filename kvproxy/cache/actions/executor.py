@@ -23,7 +23,7 @@ from kvproxy.base.log_lines import log_fields
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.retry import retry_background
 from kvproxy.base.types import Clock
-from kvproxy.cache.actions.job_queue import Job, JobQueue
+from kvproxy.cache.actions.job_queue import JOB_TIMEOUT_S, Job, JobQueue
 from kvproxy.cache.actions.strategies import Action, Strategy
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.metrics import HoldingMetrics
@@ -38,6 +38,9 @@ audit = logging.getLogger("kvproxy.audit")
 RETRIED = (ClientTimeout, ClientUnavailable, InstanceBusy, TooManyWaiting)
 #: Of an action that is worth something now or not at all.
 RETRIED_AT_ONCE = (InstanceBusy, TooManyWaiting)
+
+#: Times in a row that an action may have no effect at an instance before it is switched off there.
+DISABLE_AFTER = 5
 
 #: Called at the end of an action, dropped ones included: outcome (a metric label), amount, and seconds it took.
 OnOver = Callable[[str, int | None, float], None]
@@ -83,13 +86,13 @@ class ActionExecutor:
 
     def is_disabled(self, action: Action) -> bool:
         """Return True if this kind of action was switched off at that instance."""
-        return self._without_effect[action.kind, action.instance_id] >= self._settings.cache_strategy.disable_after
+        return self._without_effect[action.kind, action.instance_id] >= DISABLE_AFTER
 
     @property
     def switched_off(self) -> list[tuple[str, str]]:
         """Kind and instance of what switched itself off for want of effect."""
-        limit = self._settings.cache_strategy.disable_after
-        return sorted((kind, instance) for (kind, instance), count in self._without_effect.items() if count >= limit)
+        counts = self._without_effect.items()
+        return sorted((kind, instance) for (kind, instance), count in counts if count >= DISABLE_AFTER)
 
     def keep_only(self, instances: Collection[str]) -> None:
         """Forget what came of actions at all others."""
@@ -137,7 +140,7 @@ class ActionExecutor:
 
     async def _claim(self, claims: ActionLocks, action: Action) -> bool:
         prefix = "*" if action.prefix is None else action.prefix.name
-        return await claims.claim(f"{action.kind} {action.instance_id} {prefix}", self._settings.background.job_timeout)
+        return await claims.claim(f"{action.kind} {action.instance_id} {prefix}", JOB_TIMEOUT_S)
 
     async def _attempt(self, action: Action) -> tuple[str, int | None]:
         """How it went (a metric label), and the amount the service named."""
@@ -148,7 +151,7 @@ class ActionExecutor:
             effect = await retry_background(
                 self._call(action),
                 attempts=retry.max_attempts,
-                deadline_s=self._settings.background.job_timeout,
+                deadline_s=JOB_TIMEOUT_S,
                 base_s=retry.base_backoff,
                 max_s=retry.max_backoff,
                 retry_on=RETRIED if action.timeout_s is None else RETRIED_AT_ONCE,

@@ -48,6 +48,11 @@ class KnownPrefix:
         return f"{self.key:016x}"
 
 
+#: Uses remembered of a prefix.
+MAX_RECORDS = 300
+#: Prefixes whose uses are counted.
+MAX_KEYS = 100_000
+
 #: Called for each use: keys of the prefixes, model, cache salt, instance and session.
 UseWatch = Callable[[Sequence[int], str, str, str, int], None]
 
@@ -56,7 +61,12 @@ class Hotness:
     """Bounded in prefixes, in uses remembered for each, and in bytes of tokens; the longest unused goes first."""
 
     def __init__(
-        self, *, window_s: float, max_records: int, max_keys: int, max_token_bytes: int = 64 * 1024 * 1024
+        self,
+        *,
+        window_s: float,
+        max_records: int = MAX_RECORDS,
+        max_keys: int = MAX_KEYS,
+        max_token_bytes: int = 64 * 1024 * 1024,
     ) -> None:
         self.window_s = window_s
         self._max_records = max_records

@@ -12,7 +12,6 @@ from typing import Self
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.cache import settings as schema
 from kvproxy.cache.metrics import HoldingMetrics
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -21,6 +20,14 @@ QUEUE = "kvcache_background"
 
 #: Request bodies that waiting and running jobs hold, together.
 MAX_HELD_BYTES = 256 * 1024 * 1024
+#: Jobs that wait; further ones are dropped and counted.
+MAX_WAITING = 1024
+#: Jobs that run at once, on one instance always one at a time.
+MAX_RUNNING = 4
+#: Duration of a job with all its retries.
+JOB_TIMEOUT_S = 10.0
+#: Time that jobs have to finish at shutdown.
+DRAIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +45,24 @@ class Job:
 
 
 class JobQueue:
-    """Owns one task a running job, at most `max_workers`. A job outlives the request that caused it.
+    """Owns one task a running job, at most `max_running`. A job outlives the request that caused it.
 
-    Leaving it takes no more jobs, gives those that are there `drain` seconds, then cancels and drops them.
+    Leaving it takes no more jobs, gives those that are there `drain_s`, then cancels and drops them.
     """
 
-    def __init__(self, settings: schema.BackgroundSettings, *, metrics: Metrics) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        *,
+        metrics: Metrics,
+        max_waiting: int = MAX_WAITING,
+        max_running: int = MAX_RUNNING,
+        timeout_s: float = JOB_TIMEOUT_S,
+        drain_s: float = DRAIN_S,
+    ) -> None:
+        self._max_waiting = max_waiting
+        self._max_running = max_running
+        self._timeout_s = timeout_s
+        self._drain_s = drain_s
         self._results = metrics.group(HoldingMetrics).background
         self._lanes: dict[Hashable, deque[Job]] = {}  # waiting, by lane
         self._ready: deque[Hashable] = deque()  # lanes with waiting jobs and none running
@@ -58,7 +76,7 @@ class JobQueue:
         self._idle.set()
 
     def bind_gauges(self, metrics: Metrics) -> None:
-        metrics.group(BoundMetrics).show_queue(QUEUE, lambda: self._waiting, limit=self._settings.max_queue)
+        metrics.group(BoundMetrics).show_queue(QUEUE, lambda: self._waiting, limit=self._max_waiting)
 
     @property
     def waiting(self) -> int:
@@ -86,7 +104,7 @@ class JobQueue:
     async def __aexit__(self, *_: object) -> None:
         self._open = False
         try:
-            async with asyncio.timeout(self._settings.drain):
+            async with asyncio.timeout(self._drain_s):
                 await self._idle.wait()
         except TimeoutError:
             log.warning("[kvcache] %d background jobs are abandoned", self._waiting + len(self._running))
@@ -99,7 +117,7 @@ class JobQueue:
             self._results.labels("duplicate").inc()
             return False
         over = self._held_bytes > 0 and self._held_bytes + job.held_bytes > MAX_HELD_BYTES
-        if not self._open or over or self._waiting >= self._settings.max_queue:
+        if not self._open or over or self._waiting >= self._max_waiting:
             self._results.labels("dropped").inc()
             return False
         lane = job.key if job.lane is None else job.lane
@@ -115,7 +133,7 @@ class JobQueue:
         return True
 
     def _start_ready(self) -> None:
-        while self._ready and len(self._running) < self._settings.max_workers:
+        while self._ready and len(self._running) < self._max_running:
             lane = self._ready.popleft()
             line = self._lanes[lane]
             job = line.popleft()
@@ -128,11 +146,11 @@ class JobQueue:
     async def _run(self, job: Job, lane: Hashable) -> None:
         result = "failed"
         try:
-            async with asyncio.timeout(self._settings.job_timeout):
+            async with asyncio.timeout(self._timeout_s):
                 result = "done" if await job.run() else "failed"
         except TimeoutError:
             result = "timeout"
-            log.warning("[kvcache] a background job did not end within %g s", self._settings.job_timeout)
+            log.warning("[kvcache] a background job did not end within %g s", self._timeout_s)
         except asyncio.CancelledError:
             result = "abandoned"
             raise

@@ -18,6 +18,9 @@ from kvproxy.cache.settings import CacheStrategySettings
 
 log = logging.getLogger("kvproxy.kvcache")
 
+#: Eviction ends where memory use is this much below its threshold.
+MEMORY_HYSTERESIS = 0.1
+
 #: Current pressure on an instance.
 PressureOf = Callable[[str], Pressure]
 
@@ -213,7 +216,7 @@ class Pin:
         return self._hotness.count_recent_uses(prefix, now) >= self._settings.hot_content_threshold
 
     def _due(self, pin: HotPin, now: float) -> bool:
-        return now - pin.pinned_at >= self._settings.pin_renewal
+        return now - pin.pinned_at >= self._settings.pin_renewal_s
 
     def _lapsed(self, pin: HotPin, now: float) -> bool:
         return not self.counted and now - pin.pinned_at >= self._settings.pin_lease
@@ -312,7 +315,7 @@ class Evict:
         limit = self._settings.memory_threshold
         if memory >= limit:
             short.add(instance)
-        elif memory < limit - self._settings.memory_hysteresis:
+        elif memory < limit - MEMORY_HYSTERESIS:
             short.discard(instance)
         return instance in short
 

@@ -74,7 +74,7 @@ class StrategyRunner:
             Evict(strategy, hotness, record, supports=lambda: lookups.supported) if strategy.enable_eviction else None
         )
         self._order: Sequence[Strategy] = [one for one in (self.compress, self.pin, self.evict) if one is not None]
-        self.jobs = JobQueue(settings.background, metrics=metrics)
+        self.jobs = JobQueue(metrics=metrics)
         self.executor = ActionExecutor(
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )

@@ -42,7 +42,6 @@ class AccessLogFilter(Step):
         *,
         sample: float,
         json: bool,
-        stamped: bool = True,
         metrics: Metrics,
         clock: Clock,
         wall_clock: WallClock,
@@ -52,7 +51,6 @@ class AccessLogFilter(Step):
         super().__init__(app, metrics=metrics, clock=clock)
         self._sample = sample
         self._json = json
-        self._stamped = stamped  # a text line begins with time and level; False if its writer adds them
         self._wall_clock = wall_clock
         self._rng = rng
         self._lines = LineBatch(logging.getLogger(LOGGER)) if lines is None else lines
@@ -83,8 +81,7 @@ class AccessLogFilter(Step):
         if self._json:
             self._lines.add_line(as_json(line, self._wall_clock()))
         else:
-            text = as_text(line)
-            self._lines.add_line(format_console_line(self._time_at(now), "INFO", text) if self._stamped else text)
+            self._lines.add_line(format_console_line(self._time_at(now), "INFO", as_text(line)))
 
     def _time_at(self, now: float) -> str:
         """Return the time as text, worked out once for all lines of a millisecond."""
@@ -200,13 +197,11 @@ def as_json(line: Mapping[str, Value], now: datetime) -> str:
 def build(app: ASGIApp, settings: AccessLogSettings, context: FilterContext) -> ASGIApp:
     """Return the filter around `app`, and its lines among the context's lifetimes."""
     lines = LineBatch(logging.getLogger(LOGGER))
-    log_is_json = context.config.log.format == "json"
     context.lifetimes.append(lines)
     return AccessLogFilter(
         app,
         sample=settings.sample,
-        json=log_is_json if settings.format is None else settings.format == "json",
-        stamped=not log_is_json,
+        json=context.config.log.format == "json",
         metrics=context.metrics,
         clock=context.clock,
         wall_clock=context.wall_clock,

@@ -238,7 +238,7 @@ class LeaseBook:
             "kept_ratio": self.kept_ratio,
             "results": dict(self.results),
             "tenants": [
-                {"tenant": tenant, "tokens": tokens, "limit": settings.tenant_budget(tenant)}
+                {"tenant": tenant, "tokens": tokens, "limit": settings.tenant_tokens}
                 for tenant, tokens in sorted(self.tenant_tokens.items())
             ],
         }
@@ -269,7 +269,7 @@ class LeaseBook:
             return "short"
         if len(self.leases) >= self._most:
             return "max_leases"
-        if self.tenant_tokens[tenant] + lease.tokens > settings.tenant_budget(tenant):
+        if self.tenant_tokens[tenant] + lease.tokens > settings.tenant_tokens:
             return "tenant_budget"
         if self._endpoints[place] + lease.tokens > settings.endpoint_tokens:
             return "endpoint_budget"

@@ -53,7 +53,7 @@ class Leasing(CacheObserver):
         settings = parts.settings
         self.settings = part_of(settings, LeasePlace).leases
         self.book = parts.state.of(LeaseState).book_at(settings.lmcache_endpoint)
-        self._renewal_s = settings.cache_strategy.pin_renewal
+        self._renewal_s = settings.cache_strategy.pin_renewal_s
         self._executor = parts.actions.executor
         self._lookups = parts.overlap.lookups
         self._metrics = parts.metrics.group(LeaseMetrics)

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from kvproxy.base.settings.model import Duration, Model, Name
-
-
-class LeaseBudget(Model):
-    """Lease budget of one tenant."""
-
-    tenant: Name
-    """Name of its API key."""
-    tokens: int = Field(ge=0)
-    """At once; 0: no leases."""
+from kvproxy.base.settings.model import Duration, Model
 
 
 class LeaseSettings(Model):
@@ -23,6 +14,7 @@ class LeaseSettings(Model):
     retired = {
         "touch": "sessions took 1.00 to 1.03 of their time with it, in four measurements",
         "max_leases": "there may be 1,000 at once, besides the budgets in tokens",
+        "tenants": "every tenant has the same budget",
         "share": "pauses are no longer learned, a lease lasts for max_duration",
     }
 
@@ -36,12 +28,6 @@ class LeaseSettings(Model):
     """Under lease at one endpoint at once."""
     tenant_tokens: int = Field(default=200_000, ge=0)
     """Under lease for one tenant (API key) at once; requests without one are a tenant together."""
-    tenants: tuple[LeaseBudget, ...] = ()
-    """The same for single tenants, where it is another number."""
-
-    def tenant_budget(self, tenant: str) -> int:
-        """Tokens that may be under lease for it at once."""
-        return next((one.tokens for one in self.tenants if one.tenant == tenant), self.tenant_tokens)
 
 
 class LeasePlace(Model):

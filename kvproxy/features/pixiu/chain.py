@@ -187,9 +187,9 @@ def translate_kvcache(translation: Translation, raw: dict[str, Any], at: Path) -
     _connections(translation, settings, at)
     settings.setdefault("lookup_min_tokens", 1)  # Pixiu looks up every prompt, however short
     settings.setdefault("tokenize", {"inline_min": 0})
-    if str(settings.get("hot_max_keys", "")) == "0":
-        del settings["hot_max_keys"]
-        translation.add_note((*at, "hot_max_keys"), "not unlimited here: the default bound applies")
+    for key in ("hot_max_keys", "hot_max_records"):
+        if settings.pop(key, None) is not None:
+            translation.add_note((*at, key), "bounds of this proxy apply")
     strategy = settings.get("cache_strategy")
     if isinstance(strategy, dict):
         strategy = settings["cache_strategy"] = dict(strategy)
@@ -230,7 +230,7 @@ def _strategy(translation: Translation, strategy: dict[str, Any], at: Path) -> N
     if strategy.get("enable_compression") or strategy.get("enable_eviction"):
         translation.add_note(
             at,
-            "load and memory are the engine's (load_source, memory_source), not this process's; compress and evict act "
+            "load and memory are the engine's, not this process's; compress and evict act "
             "on the coldest prefixes, never on the one just served",
         )
     if strategy.get("enable_eviction"):

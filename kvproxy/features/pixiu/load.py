@@ -128,7 +128,7 @@ def _cooldown(translation: Translation, cluster: PixiuCluster, at: Path) -> dict
         f"the cluster's endpoints are ejected for {longest_ms} ms after a failure (longer when they keep failing); "
         "client errors (4xx) and cancelled requests never eject",
     )
-    return {"eject_after": 1, "eject_for": longest_ms / 1000, "max_eject_for": max(300.0, longest_ms / 1000)}
+    return {"eject_after": 1, "eject_for": longest_ms / 1000}
 
 
 def _endpoint(translation: Translation, endpoint: PixiuEndpoint, at: Path, *, scheme: str) -> dict[str, Any]:

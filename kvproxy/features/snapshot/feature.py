@@ -10,7 +10,7 @@ from kvproxy.base.settings.compose import part_of
 from kvproxy.base.settings.paths import Finding, warning_at
 from kvproxy.cache.feature import CacheNeeds
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.features.snapshot.settings import MAX_AGE_S, SnapshotPlace, SnapshotSettings
+from kvproxy.features.snapshot.settings import SnapshotPlace, SnapshotSettings
 from kvproxy.operate.feature import OFF, ON, Capability, Feature, find_filters
 
 if TYPE_CHECKING:
@@ -30,16 +30,13 @@ class Snapshot(Feature):
     settings = {KvCacheSettings: (SnapshotPlace,)}
 
     def verify(self, config: Config) -> Iterator[Finding]:
-        """Doubt a folder that is not there, and a file that would often be too old."""
+        """Doubt a folder that is not there."""
         for at, settings in find_filters(config, KvCacheSettings):
             own = _own(settings)
             folder = Path(own.path).parent
             if own.path and not folder.is_dir():
                 hint = "make it, writable for the proxy"
                 yield warning_at((*at, "snapshot", "path"), f"no such folder: {str(folder)!r}", hint)
-            if own.path and own.interval > MAX_AGE_S:
-                longer = "longer than an hour: after a crash the file would often be too old"
-                yield warning_at((*at, "snapshot", "interval"), longer)
 
     def needs(self, settings: KvCacheSettings) -> CacheNeeds:
         """Facts: they fill the index that is kept."""

@@ -28,6 +28,8 @@ from kvproxy.operate.runtime.saved_state import Contents, Outcome, Returned, Sav
 _READ_BYTES = 4 << 20
 #: A temporary file this old was left by a proxy that was killed while it wrote.
 _LEFT_BEHIND_S = 600.0
+#: Interval of writes.
+INTERVAL_S = 60.0
 
 
 class Store(Protocol):
@@ -226,7 +228,7 @@ class WarmRestart(BackgroundTask, CacheObserver):
 
     async def _run(self) -> None:
         while True:
-            await self._sleep(self._settings.interval)
+            await self._sleep(INTERVAL_S)
             await self.write()
 
     def _failed(self, error: Exception) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from kvproxy.base.settings.model import Duration, Model, Size
+from kvproxy.base.settings.model import Model, Size
 
 #: An older file is not used: the engines have evicted much of its contents.
 MAX_AGE_S = 3600.0
@@ -15,12 +15,11 @@ class SnapshotSettings(Model):
 
     Hashes and numbers, no text and no tokens. Off without a path."""
 
-    retired = {"max_age": "a file is used for an hour"}
+    retired = {"max_age": "a file is used for an hour", "interval": "it is written every minute"}
 
     path: str = ""
-    """File to keep, one for each proxy, in a folder the proxy may write to; empty: no snapshot."""
-    interval: Duration = Field(default=60.0, ge=1)
-    """Interval of writes, besides at the end; a killed proxy loses at most this much learning."""
+    """File to keep, one for each proxy, in a folder the proxy may write to; empty: no snapshot. It is written every
+    minute and at the end."""
     max_bytes: Size = Field(default=64 * 1024 * 1024, ge=4096)
     """Largest file (a little over 8 bytes for each 256 bytes of prompt); the least recently requested entries are left
     out."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvproxy.base.settings.model import Model, Name
+from kvproxy.base.settings.model import Model
 
 
 class TracingSettings(Model):
-    """Settings of `tracing` (OpenTelemetry; the standard `OTEL_` variables set the destination of spans)."""
+    """Settings of `tracing`: OpenTelemetry has variables of its own (`OTEL_...`) for all of them."""
 
-    service_name: Name = "kvproxy"
-    """`service.name` of the spans, unless set by `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES`."""
-    provider_name: Name = "vllm"
-    """`gen_ai.provider.name` of the attempts: kind of the engines."""
+    retired = {
+        "service_name": "set OTEL_SERVICE_NAME",
+        "provider_name": "it is the kind of the engine",
+    }

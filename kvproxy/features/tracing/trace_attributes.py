@@ -93,7 +93,7 @@ def decision_attributes(exchange: Exchange, pick: Pick) -> Values:
     return found
 
 
-def attempt_attributes(exchange: Exchange, endpoint: Endpoint, *, provider_name: str) -> tuple[str, Values]:
+def attempt_attributes(exchange: Exchange, endpoint: Endpoint) -> tuple[str, Values]:
     """Name and first attributes of the span of one attempt on `endpoint`."""
     origin = endpoint.origin
     attributes: Values = {
@@ -107,7 +107,7 @@ def attempt_attributes(exchange: Exchange, endpoint: Endpoint, *, provider_name:
     operation = _OPERATIONS[request.kind]
     model = request.model[:_LIMIT]
     attributes["gen_ai.operation.name"] = operation
-    attributes["gen_ai.provider.name"] = provider_name
+    attributes["gen_ai.provider.name"] = (endpoint.engine.software or "vllm").partition(" ")[0].lower()
     attributes["gen_ai.request.stream"] = request.stream
     if model:
         attributes["gen_ai.request.model"] = model
@@ -181,11 +181,9 @@ class TraceExport:
     `exporter` replaces OTLP over HTTP.
     """
 
-    def __init__(
-        self, *, service_name: str, exporter: SpanExporter | None = None, shutdown_limit_s: float = 5.0
-    ) -> None:
+    def __init__(self, *, exporter: SpanExporter | None = None, shutdown_limit_s: float = 5.0) -> None:
         self._exporter = OTLPSpanExporter() if exporter is None else exporter
-        named = {"service.name": service_name, **OTELResourceDetector().detect().attributes}
+        named = {"service.name": "kvproxy", **OTELResourceDetector().detect().attributes}
         self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
         self._shutdown_limit_s = shutdown_limit_s
 

@@ -50,14 +50,12 @@ class TracingFilter(Step):
         app: ASGIApp,
         *,
         tracer: Tracer,
-        provider_name: str,
         metrics: Metrics,
         clock: Clock,
         wall_clock: WallClock,
     ) -> None:
         super().__init__(app, metrics=metrics, clock=clock)
         self._tracer = tracer
-        self._provider_name = provider_name
         self._wall_clock = wall_clock
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
@@ -82,7 +80,6 @@ class TracingFilter(Step):
                 RequestTrace(
                     server=server,
                     tracer=self._tracer,
-                    provider_name=self._provider_name,
                     clock=self.clock,
                     to_ns=lambda at: base_ns + int(at * 1e9),
                 )
@@ -118,14 +115,12 @@ class RequestTrace(RequestObserver):
         *,
         server: Span,
         tracer: Tracer,
-        provider_name: str,
         clock: Clock,
         to_ns: Callable[[float], int],
     ) -> None:
         self._server = server
         self._context = set_span_in_context(server, Context())
         self._tracer = tracer
-        self._provider_name = provider_name
         self._clock = clock
         self._to_ns = to_ns
         self._facts_at = 0.0
@@ -153,7 +148,7 @@ class RequestTrace(RequestObserver):
         now = self._clock()
         began = now if self._deciding_since is None else self._deciding_since
         self._child("decision", began, attributes=decision_attributes(exchange, pick))
-        name, attributes = attempt_attributes(exchange, pick.endpoint, provider_name=self._provider_name)
+        name, attributes = attempt_attributes(exchange, pick.endpoint)
         if self._attempts:
             attributes["http.request.resend_count"] = self._attempts
         self._attempts += 1

@@ -32,12 +32,11 @@ def build(
     except ImportError as error:
         text = f"needs OpenTelemetry, which is not installed: {error}"
         raise ConfigError([Problem("", text, "pip install 'kvproxy[otel]'")]) from error
-    export = TraceExport(service_name=settings.service_name)
+    export = TraceExport()
     context.lifetimes.append(export)
     return TracingFilter(
         app,
         tracer=export.tracer,
-        provider_name=settings.provider_name,
         metrics=context.metrics,
         clock=context.clock,
         wall_clock=context.wall_clock,

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 
+from kvproxy.cache.actions.job_queue import MAX_WAITING
 from kvproxy.cache.indexes.heat import Run
 from kvproxy.cache.overlap.gauges import PRECISE_ROW_BYTES, index_worth
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
@@ -39,7 +40,7 @@ def cache_status(service: KvCache) -> dict[str, object]:
         },
         "background": {
             "waiting": service.actions.jobs.waiting,
-            "limit": settings.background.max_queue,
+            "limit": MAX_WAITING,
             "running": running_jobs(service),
         },
         "breakers": service.breakers.states(),

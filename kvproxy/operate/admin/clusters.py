@@ -100,7 +100,7 @@ class EndpointRoutes:
         if unknown:
             raise RequestRefused(422, *unknown)
         assert isinstance(weight, int | float)
-        before = endpoints[0].configured_weight
+        before = endpoints[0].weight
         cluster.members.reweight_endpoint(name, float(weight))
         where = {"cluster": cluster.name, "endpoint": name}
         self._audit.write_line(request, "endpoint.weight", **where, before=before, after=float(weight))

@@ -29,6 +29,10 @@ _LOAD_TIMEOUT_S = 30.0
 _KEPT_EVENTS = 20
 
 
+#: Interval at which the file is looked at.
+FILE_INTERVAL_S = 2.0
+
+
 class Reloadable(Protocol):
     """A proxy, or several workers together."""
 

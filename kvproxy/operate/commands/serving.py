@@ -29,7 +29,7 @@ from kvproxy.operate.commands.garbage import GarbageCollections
 from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
 from kvproxy.operate.commands.live_advice import AdviceRunner, advise_command
 from kvproxy.operate.commands.logging_setup import log_to
-from kvproxy.operate.commands.reload import FileReloader, Reloadable, convert_problems
+from kvproxy.operate.commands.reload import FILE_INTERVAL_S, FileReloader, Reloadable, convert_problems
 from kvproxy.operate.config.schema import AdminSettings, Config
 from kvproxy.operate.doctor.report import DoctorReport
 from kvproxy.operate.doctor.visit import StartupDiagnosis
@@ -114,7 +114,7 @@ def make_reloader(
     shown."""
     config = proxy.config
     proxy.findings = convert_problems(problems)
-    reloader = FileReloader(proxy, source, interval_s=config.reload.interval if config.reload.watch else 0.0)
+    reloader = FileReloader(proxy, source, interval_s=FILE_INTERVAL_S if config.reload.watch else 0.0)
     signals.install(reloader)
     return reloader
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from kvproxy.base.settings.model import Duration, Fraction, Model, Port, Secret, Size
+from kvproxy.base.settings.model import Fraction, Model, Port, Secret, Size
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.proxy.settings import ListenerSettings, ServingSettings
 
@@ -45,10 +45,10 @@ class ReceiptSettings(Model):
 class ReloadSettings(Model):
     """Reading the configuration file again while the proxy runs (SIGHUP and the admin listener always may)."""
 
+    retired = {"interval": "the file is looked at every two seconds"}
+
     watch: bool = True
     """Apply the file when it changes. A bad file changes nothing; the errors are logged."""
-    interval: Duration = Field(default=2.0, gt=0)
-    """How often the file is looked at."""
 
 
 class Config(ServingSettings):

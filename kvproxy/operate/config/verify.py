@@ -112,8 +112,6 @@ def _covers(wide: RouteSettings, narrow: RouteSettings) -> bool:
 
 
 def _intervals(config: Config) -> Iterator[Finding]:
-    if config.retry.max_backoff < config.retry.backoff:
-        yield error_at(("retry", "max_backoff"), "shorter than backoff")
     if config.pool.max_idle > config.pool.max_connections:
         yield warning_at(("pool", "max_idle"), "more than max_connections are never kept")
     for name in ("connect", "first_byte", "idle"):
@@ -122,8 +120,6 @@ def _intervals(config: Config) -> Iterator[Finding]:
     for name, cluster in config.clusters.items():
         health = cluster.health
         at = ("clusters", name, "health")
-        if health.max_eject_for < health.eject_for:
-            yield error_at((*at, "max_eject_for"), "shorter than eject_for")
         if health.active and (health.interval == 0 or health.timeout == 0):
             yield error_at((*at, "timeout" if health.interval else "interval"), "must be longer than 0")
         if not health.path.startswith("/"):
@@ -223,12 +219,6 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         for name in ("enable_pinning", "enable_compression", "enable_eviction"):
             if getattr(strategy, name):
                 yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
-    if settings.hot_max_records < strategy.hot_content_threshold:
-        yield error_at(
-            (*at, "hot_max_records"), "below cache_strategy.hot_content_threshold: nothing would ever be hot"
-        )
-    if strategy.enable_pinning and strategy.pin_renewal >= strategy.pin_lease:
-        yield error_at((*plan, "pin_renewal"), "must be shorter than pin_lease, or pins lapse before they are renewed")
     if settings.retry.max_backoff < settings.retry.base_backoff:
         yield error_at((*at, "retry", "max_backoff"), "shorter than base_backoff")
     if settings.lookup_routing_timeout > settings.request_timeout:

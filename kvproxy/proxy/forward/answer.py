@@ -26,6 +26,8 @@ _NO_MODEL = re.compile(
 NOT_IMPLEMENTED = 501
 #: Longest wait for such a body.
 _ERROR_BODY_S = 1.0
+#: Longest pause before a retry once every endpoint was tried.
+MAX_BACKOFF_S = 1.0
 
 
 async def read_beginning(response: UpstreamResponse, first: bytes) -> tuple[int, bytes]:
@@ -107,4 +109,4 @@ class RetryState:
         self._tried.clear()
         self._rounds += 1
         retry = self._retry
-        return full_jitter_s(self._rounds, base_s=retry.backoff, max_s=retry.max_backoff, rng=self._rng)
+        return full_jitter_s(self._rounds, base_s=retry.backoff, max_s=MAX_BACKOFF_S, rng=self._rng)

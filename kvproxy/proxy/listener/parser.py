@@ -60,7 +60,6 @@ class ListenerLimits:
         return cls(
             max_connections=limits.connections,
             max_head_bytes=limits.head,
-            max_headers=limits.headers,
             head_timeout_s=limits.head_timeout,
             keep_alive_s=limits.keep_alive,
             stall_timeout_s=limits.stall_timeout,

@@ -63,7 +63,7 @@ class Bench:
         breakers = OperationBreakers(config.circuit_breaker, clock=clock, metrics=self.metrics)
         lookups = LookupClient(breakers=breakers, metrics=self.metrics, clock=clock)
         lookups.provider = provider
-        self.background = JobQueue(config.background, metrics=self.metrics)
+        self.background = JobQueue(metrics=self.metrics)
         self.actions = ActionExecutor(
             config,
             jobs=self.background,
@@ -124,30 +124,28 @@ async def test_no_effect_again_and_again_switches_it_off_there(
 ) -> None:
     """It says so once, keeps quiet, and works on elsewhere."""
     provider = Acting(Effect(0))
-    bench = Bench(provider, clock, settings(cache_strategy={"disable_after": 3}))
+    bench = Bench(provider, clock)
     async with bench.background:
-        assert await bench.act(action(), times=6) == [True, True, True, False, False, False]
+        assert await bench.act(action(), times=7) == [True] * 5 + [False] * 2
         assert await bench.act(action(instance="b")) == [True]
         assert await bench.act(action(ActionKind.COMPRESS)) == [True]
-    assert len(provider.calls) == 5
+    assert len(provider.calls) == 7
     assert caplog.text.count("is switched off there") == 1
 
 
 async def test_a_pin_that_the_service_forgot_is_taken_back(clock: FakeClock) -> None:
     """As after its restart: that is no fault, and not tried for ever."""
-    bench = Bench(Acting(Effect(0)), clock, settings(cache_strategy={"disable_after": 1}))
+    bench = Bench(Acting(Effect(0)), clock)
     async with bench.background:
-        assert await bench.act(action(ActionKind.UNPIN), times=2) == [True, True]
-    assert len(bench.strategy.seen) == 2
-    assert bench.count("unpin", "no_effect") == 2
+        assert await bench.act(action(ActionKind.UNPIN), times=6) == [True] * 6
+    assert len(bench.strategy.seen) == 6
+    assert bench.count("unpin", "no_effect") == 6
 
 
 async def test_an_effect_starts_the_count_over(clock: FakeClock) -> None:
-    bench = Bench(
-        Acting(Effect(0), Effect(0), Effect(5), Effect(0)), clock, settings(cache_strategy={"disable_after": 3})
-    )
+    bench = Bench(Acting(*[Effect(0)] * 4, Effect(5), Effect(0)), clock)
     async with bench.background:
-        assert await bench.act(action(), times=5) == [True] * 5
+        assert await bench.act(action(), times=9) == [True] * 9
 
 
 async def test_a_busy_instance_is_tried_again(clock: FakeClock) -> None:
@@ -245,21 +243,22 @@ async def test_without_a_service_nothing_is_queued(clock: FakeClock) -> None:
 
 async def test_an_action_switched_off_while_it_waited_is_not_sent(clock: FakeClock) -> None:
     provider = Acting(Effect(0))
-    bench = Bench(provider, clock, settings(cache_strategy={"disable_after": 1}))
+    bench = Bench(provider, clock)
     second = Action(ActionKind.PIN, "a", serve(hotness(), 2).prefixes[0], "hot")
     async with bench.background:
+        await bench.act(action(), times=4)
         assert bench.actions.submit(action(), bench.strategy)
         assert bench.actions.submit(second, bench.strategy)
         await bench.background.settled()
-    assert len(provider.calls) == 1
+    assert len(provider.calls) == 5
 
 
 async def test_facts_about_an_instance_go_with_it(clock: FakeClock) -> None:
     """One that comes back is tried again, and instances that come and go leave nothing behind."""
-    bench = Bench(Acting(Effect(0)), clock, settings(cache_strategy={"disable_after": 1}))
+    bench = Bench(Acting(Effect(0)), clock)
     async with bench.background:
         for instance in ("a", "b"):
-            await bench.act(action(instance=instance))
+            await bench.act(action(instance=instance), times=5)
         assert bench.actions.switched_off == [("pin", "a"), ("pin", "b")]
         bench.actions.keep_only({"b"})
         assert bench.actions.switched_off == [("pin", "b")]

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.cache import settings as schema
 from kvproxy.cache.actions.job_queue import MAX_HELD_BYTES, Job, JobQueue
 
 
@@ -37,9 +37,9 @@ class Work:
         return Job(name, run, lane=lane)
 
 
-def background(metrics: Metrics | None = None, **changes: float) -> JobQueue:
+def background(metrics: Metrics | None = None, **changes: Any) -> JobQueue:
     metrics = metrics or Metrics()
-    queue = JobQueue(schema.BackgroundSettings.model_validate({"drain": 0.05, **changes}), metrics=metrics)
+    queue = JobQueue(metrics=metrics, **{"drain_s": 0.05, **changes})
     queue.bind_gauges(metrics)
     return queue
 
@@ -55,7 +55,7 @@ def quick(outcome: Callable[[], Awaitable[bool]], name: str = "job") -> Job:
 async def test_one_at_a_time_per_lane() -> None:
     """The controller has one socket per worker: parallel actions on an instance break each other."""
     work = Work()
-    async with background(max_workers=4) as under_test:
+    async with background(max_running=4) as under_test:
         for name in ("pin1", "pin2", "pin3"):
             under_test.submit(work.job(name, lane="vllm-a"))
         under_test.submit(work.job("other", lane="vllm-b"))
@@ -69,7 +69,7 @@ async def test_one_at_a_time_per_lane() -> None:
 
 async def test_workers_are_bounded() -> None:
     work = Work()
-    async with background(max_workers=2) as under_test:
+    async with background(max_running=2) as under_test:
         for number in range(5):
             under_test.submit(work.job(str(number)))
         await asyncio.sleep(0)
@@ -83,7 +83,7 @@ async def test_workers_are_bounded() -> None:
 async def test_the_same_job_waits_or_runs_once() -> None:
     """A hundred requests for one hot prompt are one pin."""
     metrics, work = Metrics(), Work()
-    async with background(metrics, max_workers=1) as under_test:
+    async with background(metrics, max_running=1) as under_test:
         assert under_test.submit(work.job("pin"))
         assert not under_test.submit(work.job("pin"))
         assert under_test.submit(work.job("next"))
@@ -100,7 +100,7 @@ async def test_jobs_hold_a_bounded_amount_of_memory() -> None:
     """A queue of a thousand bodies of 32 MiB would be 32 GiB; one that is larger than the bound alone still may."""
     metrics, work = Metrics(), Work()
     large = MAX_HELD_BYTES // 2 + 1
-    async with background(metrics, max_workers=1) as under_test:
+    async with background(metrics, max_running=1) as under_test:
         jobs = [replace(work.job(str(number)), held_bytes=large) for number in range(2)]
         assert [under_test.submit(job) for job in jobs] == [True, False]
         assert under_test.submit(work.job("small"))
@@ -113,7 +113,7 @@ async def test_jobs_hold_a_bounded_amount_of_memory() -> None:
 
 async def test_a_full_queue_drops_and_counts() -> None:
     metrics, work = Metrics(), Work()
-    async with background(metrics, max_workers=1, max_queue=2) as under_test:
+    async with background(metrics, max_running=1, max_waiting=2) as under_test:
         assert [under_test.submit(work.job(str(number))) for number in range(5)] == [True, True, True, False, False]
         assert metrics.registry.get_sample_value("kvproxy_queue_depth", {"queue": "kvcache_background"}) == 2
         assert metrics.registry.get_sample_value("kvproxy_queue_limit", {"queue": "kvcache_background"}) == 2
@@ -125,7 +125,7 @@ async def test_a_full_queue_drops_and_counts() -> None:
 
 async def test_shutdown_drains_what_can_be_done() -> None:
     work = Work()
-    async with background(max_workers=1, drain=5) as under_test:
+    async with background(max_running=1, drain_s=5) as under_test:
         for number in range(3):
             under_test.submit(work.job(str(number), lane="a"))
         work.go.set()
@@ -137,7 +137,7 @@ async def test_shutdown_with_a_full_queue_ends_within_its_bound(caplog: pytest.L
     """Hanging jobs are cancelled, waiting ones dropped, and both are counted."""
     metrics, work = Metrics(), Work()
     async with asyncio.timeout(60):
-        async with background(metrics, max_workers=2, max_queue=10) as under_test:
+        async with background(metrics, max_running=2, max_waiting=10) as under_test:
             for number in range(12):
                 under_test.submit(work.job(str(number)))
             await asyncio.sleep(0)
@@ -150,7 +150,7 @@ async def test_shutdown_with_a_full_queue_ends_within_its_bound(caplog: pytest.L
 
 async def test_a_job_that_takes_too_long_is_cut() -> None:
     metrics, work = Metrics(), Work()
-    async with background(metrics, job_timeout=0.5) as under_test:
+    async with background(metrics, timeout_s=0.5) as under_test:
         under_test.submit(work.job("stuck", lane="a"))
         await under_test.settled()
         assert counted(metrics, "timeout") == 1

@@ -63,7 +63,7 @@ def test_a_pass_evicts_a_few() -> None:
 def test_once_begun_it_goes_on_until_memory_is_well_below() -> None:
     """At the threshold itself one eviction would end it and the next answer begin it again."""
     known = hotness()
-    under_test = evict(known, memory_threshold=0.9, memory_hysteresis=0.1)
+    under_test = evict(known, memory_threshold=0.9)
     acted = []
     for key, memory in enumerate((0.89, 0.9, 0.81, 0.79, 0.89), 1):
         serve(known, key)

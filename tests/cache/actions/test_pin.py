@@ -25,7 +25,7 @@ def test_a_prefix_is_pinned_once_it_is_hot() -> None:
 
 def test_a_pin_is_not_repeated_while_its_lease_runs() -> None:
     known = hotness()
-    pin = Pin(strategy(pin_lease=300, pin_renewal=240), known)
+    pin = Pin(strategy(pin_lease=300), known)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
     assert pin.plan(serve(known, 1, now=239), PRESSURE, set(), 239.0) == []
     assert [one.reason for one in pin.plan(serve(known, 1, now=240), PRESSURE, set(), 240.0)] == ["renewal"]
@@ -41,7 +41,7 @@ def test_an_action_without_effect_is_no_lease() -> None:
 
 def test_leases_of_hot_prefixes_are_renewed_between_requests() -> None:
     known = hotness()
-    pin = Pin(strategy(pin_lease=300, pin_renewal=240), known)
+    pin = Pin(strategy(pin_lease=300), known)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
     assert pin.tick(100.0) == []
     renewals = pin.tick(250.0)
@@ -52,7 +52,7 @@ def test_leases_of_hot_prefixes_are_renewed_between_requests() -> None:
 
 def test_a_lease_that_is_not_hot_any_more_lapses_and_is_forgotten() -> None:
     known = hotness()
-    pin = Pin(strategy(pin_lease=300, pin_renewal=240), known)
+    pin = Pin(strategy(pin_lease=300), known)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
     assert pin.tick(301.0) == []
     assert not pin.pins(301.0)
@@ -62,7 +62,7 @@ def test_a_lease_that_is_not_hot_any_more_lapses_and_is_forgotten() -> None:
 def test_lapsed_leases_do_not_pile_up() -> None:
     """Prefixes come and go for months."""
     known, record = hotness(), ActionRecord()
-    pin = Pin(strategy(pin_lease=300, pin_renewal=240), known, record)
+    pin = Pin(strategy(pin_lease=300), known, record)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
     pin.tick(299.0)
     assert list(record.pins) == [("a", 1)]
@@ -82,7 +82,7 @@ def test_the_budget_of_an_instance_is_kept() -> None:
 
 def test_a_lapsed_lease_gives_its_budget_back() -> None:
     known = hotness()
-    pin = Pin(strategy(pin_max_tokens=600, pin_lease=10, pin_renewal=5), known)
+    pin = Pin(strategy(pin_max_tokens=600, pin_lease=10), known)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
     assert pin.plan(serve(known, 2, times=2), PRESSURE, set(), 1.0) == []
     assert len(pin.plan(serve(known, 2), PRESSURE, set(), 11.0)) == 1
@@ -120,7 +120,7 @@ def test_pinned_tiers_are_taken() -> None:
 def test_counted_pins_are_renewed_without_a_call_and_taken_back() -> None:
     """The coordinator counts pins and keeps them: pinning again would pin for ever."""
     known = hotness()
-    pin = Pin(strategy(pin_lease=300, pin_renewal=240), known, counted=True)
+    pin = Pin(strategy(pin_lease=300), known, counted=True)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
     assert pin.tick(250.0) == []
     assert pin.tick(480.0) == []
@@ -134,9 +134,9 @@ def test_counted_pins_are_renewed_without_a_call_and_taken_back() -> None:
 def test_a_later_strategy_goes_on_with_the_leases_there_are() -> None:
     """After a reload: it pins nothing twice, and takes back what an earlier one pinned, once for both."""
     known, record = hotness(), ActionRecord()
-    before = Pin(strategy(pin_lease=300, pin_renewal=240), known, record, counted=True)
+    before = Pin(strategy(pin_lease=300), known, record, counted=True)
     pinned(before, before.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
-    after = Pin(strategy(pin_lease=300, pin_renewal=200), known, record, counted=True)
+    after = Pin(strategy(pin_lease=250), known, record, counted=True)
     assert after.plan(serve(known, 1), PRESSURE, set(), 1.0) == []
     (unpin,) = after.tick(500.0)
     assert unpin.kind is ActionKind.UNPIN

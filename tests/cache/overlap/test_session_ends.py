@@ -12,7 +12,7 @@ from tests.cache.support import Service, controller, engine, world
 from tests.support.clock import FakeClock
 
 A = EndpointId("a")
-STRATEGY = {"enable_pinning": True, "hot_content_threshold": 2, "pin_lease": 300, "pin_renewal": 240}
+STRATEGY = {"enable_pinning": True, "hot_content_threshold": 2, "pin_lease": 300}
 
 
 async def turn(service: Service, session: str, *contents: str, ends: bool = False) -> None:

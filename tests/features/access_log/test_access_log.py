@@ -15,6 +15,7 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.features.access_log.access_log import LOGGER, AccessLogFilter, build, fields, printable
 from kvproxy.features.access_log.settings import AccessLogSettings
+from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.settings import LogSettings
 from tests.support.asgi import Inner, call, http_scope
@@ -77,9 +78,14 @@ async def test_a_line_for_people(clock: FakeClock, lines: list[str]) -> None:
     ]
 
 
+def logging_as(form: str, **parts: Any) -> FilterContext:
+    """Return a context whose process log has this format."""
+    return filter_context(log=LogSettings.model_validate({"format": form}), **parts)
+
+
 async def test_a_line_for_machines(clock: FakeClock, lines: list[str]) -> None:
     """One JSON object with the time; what is unknown is left out."""
-    await call(build(Served(clock), AccessLogSettings(format="json"), filter_context(clock=clock)), http_scope())
+    await call(build(Served(clock), AccessLogSettings(), logging_as("json", clock=clock)), http_scope())
     assert [json.loads(line) for line in lines] == [
         {
             "time": NOON.isoformat(timespec="milliseconds"),
@@ -97,19 +103,13 @@ async def test_a_line_for_machines(clock: FakeClock, lines: list[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("log", "own", "json_lines"),
-    [("console", None, False), ("json", None, True), ("console", "json", True), ("json", "text", False)],
-)
-async def test_lines_are_as_the_log_is(
-    log: str, own: Any, json_lines: bool, clock: FakeClock, lines: list[str]
-) -> None:
-    """Unless the filter says otherwise; a text line in a JSON log leaves time and level to the log."""
-    context = filter_context(clock=clock, log=LogSettings.model_validate({"format": log}))
-    await call(build(Served(clock), AccessLogSettings(format=own), context), http_scope())
+@pytest.mark.parametrize("log", ["console", "json"])
+async def test_lines_are_as_the_log_is(log: str, clock: FakeClock, lines: list[str]) -> None:
+    """A line of text has time and level, as those of the log."""
+    await call(build(Served(clock), AccessLogSettings(), logging_as(log, clock=clock)), http_scope())
     [line] = lines
-    assert line.startswith("{") is json_lines
-    assert ("INFO" in line) is (not json_lines and log == "console")
+    assert line.startswith("{") is (log == "json")
+    assert ("INFO" in line) is (log == "console")
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_printable(text: str, written: str) -> None:
     assert printable(text) == written
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("form", ["console", "json"])
 async def test_a_path_cannot_forge_a_line(form: str, lines: list[str]) -> None:
     """Also where a server hands over raw bytes or none at all."""
-    app = build(Inner(), AccessLogSettings(format=form), filter_context())
+    app = build(Inner(), AccessLogSettings(), logging_as(form))
     evil = "/v1\r\n200 end=completed\u2028\x1b[2J"
     await call(app, http_scope(evil, raw_path=evil.encode()))
     await call(app, http_scope(evil, raw_path=None))
@@ -230,7 +230,7 @@ async def test_the_trace_is_named_where_the_request_has_one(lines: list[str], cl
             await super().__call__(scope, receive, send)
 
     served = Traced(clock, end="completed", status=200)
-    for format_ in ("text", "json"):
-        await call(build(served, AccessLogSettings(format=format_), filter_context(clock=clock)), http_scope())
+    for form in ("console", "json"):
+        await call(build(served, AccessLogSettings(), logging_as(form, clock=clock)), http_scope())
     assert "request_id=r-1 trace_id=0af7651916cd43dd8448eb211c80319c tenant=alice" in lines[0]
     assert json.loads(lines[1])["trace_id"] == "0af7651916cd43dd8448eb211c80319c"

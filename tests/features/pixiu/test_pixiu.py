@@ -234,7 +234,7 @@ def test_llm_meta_credentials_and_cooldown() -> None:
     assert (endpoint.id, endpoint.url, endpoint.weight) == ("1", "https://api.example.com", 3.0)
     assert endpoint.labels == {"zone": "z", "name": "n", "provider": "deepseek"}
     health = config.clusters["c"].health
-    assert (health.eject_after, health.eject_for, health.max_eject_for) == (1, 2.5, 300.0)
+    assert (health.eject_after, health.eject_for) == (1, 2.5)
     assert "topsecret" not in f"{config!r}{problems}"
 
 
@@ -330,7 +330,7 @@ def test_kvcache_bounds_and_connections() -> None:
     }  # fmt: skip
     config, problems = check(small(http_filters=[{"name": "dgp.filter.ai.kvcache", "config": settings}]))
     assert config is not None
-    assert (kvcache(config).hot_max_keys, kvcache(config).max_connections) == (100_000, 7)
+    assert kvcache(config).max_connections == 7
     assert kvcache(config).cache_strategy.dry_run
     noted = {problem.path.rpartition(".")[2] for problem in problems if problem.severity == "note"}
     assert noted >= {"hot_max_keys", "max_idle_conns", "vllm_endpoint"}

@@ -415,7 +415,7 @@ async def test_a_service_that_follows_another_is_not_filled_again(tmp_path: Path
     cluster = cluster_of(URLS)
     async with life(tmp_path, cluster) as before:
         before.kv.overlap.indexes["default"].forget_endpoint(A)
-        async with running(keeping(tmp_path, interval="5m"), cluster, state=before.kv.state) as after:
+        async with running(keeping(tmp_path, max_bytes="1MiB"), cluster, state=before.kv.state) as after:
             assert await matched(after) == set()
             assert await matched(after, OTHER) == {B}
             await after.serve(chat(TURN), A)

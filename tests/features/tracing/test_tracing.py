@@ -79,7 +79,6 @@ async def traced(*engines: FakeEngine, sampler: Sampler | None = None, **config:
         app = TracingFilter(
             proxy,
             tracer=provider.get_tracer("test"),
-            provider_name="vllm",
             metrics=Metrics(),
             clock=asyncio.get_running_loop().time,
             wall_clock=lambda: datetime.now(UTC),
@@ -175,9 +174,7 @@ async def test_a_known_prompt_shows_who_holds_it_and_that_it_was_preferred() -> 
 async def test_a_tracer_that_is_off_changes_nothing() -> None:
     """The client's own context goes through as it came."""
     inner = Inner()
-    app = TracingFilter(
-        inner, tracer=NoOpTracer(), provider_name="x", metrics=Metrics(), clock=FakeClock(), wall_clock=lambda: NOON
-    )
+    app = TracingFilter(inner, tracer=NoOpTracer(), metrics=Metrics(), clock=FakeClock(), wall_clock=lambda: NOON)
     scope = http_scope("/x", headers=[(b"tracestate", b"v=1")])
     await call(app, scope)
     assert inner.scopes[0]["headers"] == [(b"tracestate", b"v=1")]
@@ -334,7 +331,6 @@ async def test_a_crash_inside_ends_the_span_with_its_name() -> None:
     app = TracingFilter(
         crash,
         tracer=provider.get_tracer("t"),
-        provider_name="x",
         metrics=Metrics(),
         clock=clock,
         wall_clock=lambda: NOON,
@@ -351,7 +347,7 @@ async def test_other_scopes_pass() -> None:
     """Lifespan is none of its business."""
     inner = Inner()
     app = TracingFilter(
-        inner, tracer=TracerProvider(shutdown_on_exit=False).get_tracer("t"), provider_name="x",
+        inner, tracer=TracerProvider(shutdown_on_exit=False).get_tracer("t"),
         metrics=Metrics(), clock=FakeClock(), wall_clock=lambda: NOON,
     )  # fmt: skip
     await call(app, {"type": "lifespan"})
@@ -383,7 +379,7 @@ class Collector:
         return found
 
 
-@pytest.mark.parametrize(("named", "service"), [("", "gateway"), ("from-env", "from-env")])
+@pytest.mark.parametrize(("named", "service"), [("", "kvproxy"), ("from-env", "from-env")])
 async def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch, named: str, service: str) -> None:
     """The filter in the configuration and the standard variables are all it takes; the end flushes what waits."""
     collector = Collector([])
@@ -391,7 +387,7 @@ async def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch, named: s
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector_url)
         if named:
             monkeypatch.setenv("OTEL_SERVICE_NAME", named)
-        filters = [{"tracing": {"service_name": "gateway"}}, *DEFAULT]
+        filters = ["tracing", *DEFAULT]
         async with running_proxy({"a": url}, filters=filters, **LOOKED_ON) as proxy:
             await proxy.client.post(CHAT, json=chat())
     assert collector.spans() == dict.fromkeys([f"POST {CHAT}", "facts", "decision", "chat m"], service)
@@ -409,7 +405,7 @@ async def test_a_collector_that_hangs_does_not_hold_up_the_end(caplog: pytest.Lo
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(5)
             return SpanExportResult.SUCCESS
 
-    export = TraceExport(service_name="x", exporter=Hanging(), shutdown_limit_s=0.01)
+    export = TraceExport(exporter=Hanging(), shutdown_limit_s=0.01)
     async with export:
         export.tracer.start_span("lost").end()
     assert "did not take the last spans" in caplog.text

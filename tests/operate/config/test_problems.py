@@ -29,7 +29,6 @@ log: {level: inof}
 filters:
   - acces_log
   - kvcache:
-      hot_max_records: 1
       token_cache: {ttl: x}
       cache_strategy: {enable_pinning: true, pin_instance_id: zz, load_threshold: 2}
   - inference_request
@@ -45,7 +44,7 @@ log: {level: inof}
 """
 
 EXPECTED = [
-    "line 30, column 1: duplicate key 'log'",
+    "line 29, column 1: duplicate key 'log'",
     "endpoints.d.url: environment variable NOT_SET is not set",
     "listen: expected host:port, :port, [ipv6]:port or a port number up to 65535",
     "filters[5]: must be a filter's name, or one `name: {settings}`",
@@ -76,7 +75,6 @@ EXPECTED = [
     "(put inference_request before kvcache)",
     "filters[1].kvcache: kvcache works for requests that auth then refuses (put auth before kvcache)",
     "filters[1].kvcache.cache_strategy.enable_pinning: needs lmcache_endpoint",
-    "filters[1].kvcache.hot_max_records: below cache_strategy.hot_content_threshold: nothing would ever be hot",
     "filters[1].kvcache.cache_strategy.pin_instance_id: no endpoint has the instance id 'zz' (instances: a, b, d, e)",
 ]
 

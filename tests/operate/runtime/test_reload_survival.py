@@ -247,7 +247,7 @@ async def test_runtime_changes_of_endpoints() -> None:
         heavier = {"a": {"url": urls["a"]}, "b": {"url": urls["b"], "weight": 5}}
         entries = [{"id": name, **fields} for name, fields in heavier.items()]
         await running.proxy.reload(load_config({**raw({}), "endpoints": entries, "policy": "round_robin"}))
-        assert [(one.id, one.configured_weight) for one in running.proxy.clusters["default"].endpoints] == [
+        assert [(one.id, one.weight) for one in running.proxy.clusters["default"].endpoints] == [
             ("a", 3), ("b", 5), ("c", 1),
         ]  # fmt: skip
         assert endpoint(running, "c").draining

@@ -154,7 +154,7 @@ async def test_a_worker_that_never_answers_holds_up_nobody() -> None:
 
 async def test_memory_pressure_without_evict_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """The real controller answers 404; nothing is cleared unless asked for."""
-    strategy = {"enable_eviction": True, "memory_source": "host", "memory_threshold": 0.0}
+    strategy = {"enable_eviction": True, "memory_threshold": 0.0}
     async with simulated() as place, proxied(place, cache_strategy=strategy) as proxy:
         await service(proxy).scraper.scrape_all()
         for tag in "pqrstu":
@@ -168,7 +168,7 @@ async def test_memory_pressure_without_evict_is_said_once(caplog: pytest.LogCapt
 
 async def test_a_compressed_prefix_is_decompressed_before_it_is_used() -> None:
     """Cold under load: compressed. Wanted again: not preferred there until it is decompressed."""
-    strategy = {"enable_compression": True, "load_source": "host", "load_threshold": 0.0,
+    strategy = {"enable_compression": True, "load_threshold": 0.0,
                 "compress_min_tokens": 0}  # fmt: skip
     async with simulated(names=("a",)) as place, proxied(place, cache_strategy=strategy) as proxy:
         under_test = service(proxy)

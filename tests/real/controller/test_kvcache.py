@@ -188,8 +188,7 @@ async def test_a_full_instance_is_cleared_where_that_is_allowed(
         "cache_strategy": {
             "enable_eviction": True,
             "allow_clear": True,
-            "memory_source": "host",
-            "memory_threshold": 0.001,
+            "memory_threshold": 0.0,
         },
     }
     async with running_proxy({"b": pair.b.url}, filters=with_kvcache(**settings)) as proxy:
