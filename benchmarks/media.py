@@ -28,7 +28,11 @@ from kvproxy.cache.overlap.index_state import IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.sglang_server import SglangApp
+from kvproxy.lab.simulator.sglang_settings import EventSettings, SglangSettings
 from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.vllm_server import VllmApp
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.forward.body_guard import BodySanitizer, is_guarded
@@ -41,9 +45,26 @@ CHATS, REQUESTS, LEARNED = 20, 80, 10
 PICTURE_BYTES = 600_000
 WORDS = 1000
 ROUNDS = 15
+TAUGHT_CHATS, SYSTEM_WORDS, EVICTING = 6, 600, 9
+#: KV memory of the engines whose events are followed: not all chats and the others' prompts fit.
+KEPT_BLOCKS = 900
 ENGINE = VllmSettings(
     engine=EngineSettings(40_000, 16, token_outputs=True, timing=EngineTiming(time_scale=0.001)), root="sim"
 )
+
+
+def _event_vllm(blocks: int) -> VllmApp:
+    timing = EngineTiming(time_scale=0.001)
+    engine = EngineSettings(blocks, 16, token_outputs=True, timing=timing)
+    return VllmApp(VllmSettings(engine=engine, root="sim", kv_events=PublisherSettings()), rng=random.Random(1))
+
+
+def _event_sglang(blocks: int) -> SglangApp:
+    engine = EngineSettings(blocks, 16, token_outputs=True, timing=EngineTiming(time_scale=0.001))
+    return SglangApp(SglangSettings(engine=engine, kv_events=EventSettings()), rng=random.Random(1))
+
+
+EVENT_ENGINES: dict[str, Callable[[int], Any]] = {"vLLM": _event_vllm, "SGLang": _event_sglang}
 
 
 def png(rng: random.Random, width: int, height: int, size_bytes: int) -> bytes:
@@ -111,6 +132,64 @@ async def mix(every: int) -> list[object]:
     return [f"one in {every}", len(texts), _span(texts), len(pictures), _span(pictures), f"{lost} of {CHATS}"]
 
 
+async def taught(kind: str, *, events: bool) -> list[list[object]]:
+    """Rows: how far predicted reuse is from the engine's, of chats with a picture behind a common system prompt."""
+    rng = random.Random(3)
+    async with AsyncExitStack() as stack:
+        app = EVENT_ENGINES[kind](KEPT_BLOCKS)
+        await stack.enter_async_context(app)
+        engine = await stack.enter_async_context(Server(app))
+        config = {
+            "endpoints": {"sim-0": engine.url},
+            "policy": "kv_aware",
+            "health": {"active": False},
+            "filters": {"kvcache": {"kv_events": events}},
+        }
+        proxy = await stack.enter_async_context(Proxy(load_config(config)))
+        front = await stack.enter_async_context(Server(proxy))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=front.url, timeout=60, trust_env=False))
+        direct = await stack.enter_async_context(httpx.AsyncClient(base_url=engine.url, timeout=60, trust_env=False))
+        kvcache = proxy.kvcache
+        assert kvcache is not None
+        while events and not kvcache.overlap.indexes["default"].exact:  # noqa: ASYNC110 - a benchmark waits
+            await asyncio.sleep(0.01)
+        system = {"role": "system", "content": words(rng, SYSTEM_WORDS)}
+        chats = [chat(words(rng, 100), png(rng, 1120, 840, 2000), words(rng, 200)) for _ in range(TAUGHT_CHATS)]
+        for one in chats:
+            one["messages"].insert(0, system)
+        rows: list[list[object]] = []
+
+        async def send_all(name: str) -> None:
+            errors = [await _error(client, one) for one in chats]
+            rows.append([kind, "followed" if events else "not followed", name, f"{max(errors):.3f}"])
+
+        for _ in range(3):  # what a token of text is in bytes
+            (await client.post("/v1/chat/completions", json=chat(words(rng)))).raise_for_status()
+        await send_all("new")
+        await send_all("the same again")
+        for _ in range(EVICTING):  # from another proxy
+            body = {**chat(words(rng)), "messages": [system, *chat(words(rng))["messages"]]}
+            (await direct.post("/v1/chat/completions", json=body)).raise_for_status()
+        await asyncio.sleep(0.2)
+        await send_all("after other proxies' prompts have evicted their pictures")
+        for one in chats:
+            one["messages"] += [{"role": "assistant", "content": "yes"}, *chat(words(rng, 50))["messages"]]
+        await send_all("next turn")
+        return rows
+
+
+async def _error(client: httpx.AsyncClient, body: dict[str, Any]) -> float:
+    """Return how far predicted reuse is from the engine's, by the prompt's tokens."""
+    reply = await client.post("/v1/chat/completions", json=body, headers={"x-kvproxy-debug": "1"})
+    reply.raise_for_status()
+    await asyncio.sleep(0.03)
+    said = dict(part.split("=", 1) for part in reply.headers["x-kvproxy-decision"].split("; "))
+    matched = int(said["matched"].partition("/")[0].partition(":")[2] or 0)
+    usage = reply.json()["usage"]
+    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    return float(abs(matched - cached) / usage["prompt_tokens"])
+
+
 def _span(ratios: list[float]) -> str:
     return f"{min(ratios):.3f} to {max(ratios):.3f}"
 
@@ -171,11 +250,20 @@ each chat. Predicted prompt tokens over the engine's count, from request %d on; 
 first turn is predicted as cached.
 """
 
+_TAUGHT = """
+%d chats with a picture behind a system prompt of %d words, at engines with little KV memory. Predicted reuse less the
+engine's own, by the prompt's tokens. Another proxy's prompts evict the pictures and leave the system prompt.
+"""
+
 
 async def main() -> None:
     print(_HEAD % (datetime.now(UTC).date(), CHATS, WORDS, REQUESTS, PICTURE_BYTES // 1000, LEARNED))
     heads = ("pictures", "text prompts", "predicted / counted", "with picture", "predicted / counted", "chats lost")
     print("\n".join(table(heads, [await mix(10), await mix(2)])))
+    print(_TAUGHT % (TAUGHT_CHATS, SYSTEM_WORDS))
+    columns = ("engine", "KV events", "chats", "largest error")
+    rows = [row for kind in EVENT_ENGINES for events in (True, False) for row in await taught(kind, events=events)]
+    print("\n".join(table(columns, rows)))
     print("\nCPU of a chat with four screenshots of 0.5 MB, in milliseconds:\n")
     print("\n".join(table(("work", "ms", "of hashing once"), await costs())))
 

@@ -182,6 +182,8 @@ class KvCache:
 
     def finished(self, facts: RequestFacts, result: Result) -> None:
         """End a request: queue the actions that follow; never waits."""
+        if facts.media and result.prefilled:
+            self.overlap.note_reported(facts, result)
         self.feedback.finished(facts, result)
         if facts.request.session_ends:
             self._end_session(facts)

@@ -12,8 +12,9 @@ from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.proxy.metrics import RequestMetrics
 from tests.cache.media.samples import data_uri, picture_part, png
 from tests.lab.simulator.support import engine
-from tests.real.kvcache import following, predicted_at
+from tests.real.kvcache import ask, following, predicted_at
 from tests.support.proxy import RunningProxy
+from tests.support.until import until
 
 FIRST, SECOND = (png(1120, 840, seed=seed, size_bytes=400_000) for seed in (1, 2))
 DEBUG = {"x-kvproxy-debug": "1"}
@@ -22,7 +23,7 @@ QUESTION = " ".join(f"question {number}" for number in range(100))
 
 #: Predicted, reused and all tokens of one prompt.
 Counted = tuple[int, int, int]
-Ask = Callable[[RunningProxy, bytes], Awaitable[Counted]]
+Send = Callable[[RunningProxy, bytes], Awaitable[Counted]]
 
 
 @pytest.fixture(params=[False, True], ids=["routed", "KV events"])
@@ -80,19 +81,53 @@ async def by_messages(proxy: RunningProxy, picture: bytes) -> Counted:
     return predicted_at(answer.headers)[0], cached, prompt
 
 
-@pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
-async def test_predicted_picture_tokens_are_reused(proxy: RunningProxy, ask: Ask) -> None:
+@pytest.mark.parametrize("send", [by_chat, by_responses, by_messages])
+async def test_predicted_picture_tokens_are_reused(proxy: RunningProxy, send: Send) -> None:
     """The same picture, and what is in front of another one, within 5 % of the prompt; half a megabyte counts nothing
     by its bytes."""
     for number in range(3):  # what a token of text is in bytes
         text = f"{number} {TEXT}"
         body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
         (await proxy.client.post("/v1/chat/completions", json=body)).raise_for_status()
-    await ask(proxy, FIRST)
-    again, other = await ask(proxy, FIRST), await ask(proxy, SECOND)
+    await send(proxy, FIRST)
+    again, other = await send(proxy, FIRST), await send(proxy, SECOND)
     for predicted, cached, prompt in (again, other):
         assert predicted == pytest.approx(cached, abs=0.05 * prompt)
     assert other[1] < again[1] - 1200
+
+
+def pictured(number: int) -> dict[str, Any]:
+    """Return a chat with a picture at a URL, whose size is unknown, behind a system prompt that all have."""
+    url = {"type": "image_url", "image_url": {"url": f"https://pictures.example/{number}.png"}}
+    texts = [{"type": "text", "text": f"{number} {text}"} for text in (QUESTION, TEXT)]
+    content = [texts[0], url, texts[1]]
+    return {
+        "model": "tiny",
+        "max_tokens": 1,
+        "messages": [{"role": "system", "content": TEXT}, {"role": "user", "content": content}],
+    }
+
+
+async def test_events_show_what_is_left_of_a_chat_with_a_picture() -> None:
+    """Others' prompts evict the blocks of its picture, not those of the text that all begin with: that text alone is
+    predicted. Before, what had been routed counted behind it."""
+    async with (
+        engine(kv_events=PublisherSettings()) as running,
+        following(running.url, events=True) as (proxy, kvcache),
+    ):
+        reported = kvcache.overlap.indexes["default"].followed.reported
+        first = await ask(proxy.client, pictured(1))
+        await until(lambda: len(reported) > 0)
+        again = await ask(proxy.client, pictured(1))
+        assert (again.predicted, again.source) == (again.cached_tokens, "precise")
+        assert again.cached_tokens > 0.95 * first.prompt_tokens
+        before = kvcache.overlap.indexes["default"].precise.counts.removed
+        for number in range(2, 6):  # sent to the engine by another proxy
+            (await running.client.post("/v1/chat/completions", json=pictured(number))).raise_for_status()
+        await until(lambda: kvcache.overlap.indexes["default"].precise.counts.removed > before + 60)
+        evicted = await ask(proxy.client, pictured(1))
+    assert evicted.cached_tokens < 0.6 * first.prompt_tokens
+    assert evicted.predicted == pytest.approx(evicted.cached_tokens, abs=0.05 * first.prompt_tokens)
 
 
 async def test_a_clients_name_for_a_picture_does_not_reach_the_engine(proxy: RunningProxy) -> None:

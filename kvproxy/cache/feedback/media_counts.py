@@ -42,6 +42,12 @@ class MediaCounts:
         uniform = self._uniform.get(model)
         return uniform[0] if uniform is not None and uniform[2] else guess_tokens(model, medium)
 
+    def find_count(self, model: str, media: Sequence[Medium]) -> int | None:
+        """Return the tokens of all these media, if each was counted."""
+        counts = [self._by_key.get((model, medium.key)) for medium in media]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
     def observe_count(self, model: str, media: Sequence[Medium], tokens: int) -> None:
         """Learn from the engine's count of tokens for all media of a prompt."""
         if not 0 < tokens <= _MOST:
@@ -58,6 +64,11 @@ class MediaCounts:
             self._note_exact(model, unknown, rest // len(unknown))
         else:
             self.observe_estimate(model, unknown, rest)
+
+    def note_medium(self, model: str, medium: Medium, tokens: int) -> None:
+        """Learn the count of one medium, as KV events show it, unless it is known."""
+        if 0 < tokens <= _MOST and (model, medium.key) not in self._by_key:
+            self._note_exact(model, (medium,), tokens)
 
     def observe_estimate(self, model: str, media: Sequence[Medium], tokens: int) -> None:
         """Learn from an estimate of the tokens for all media of a prompt."""

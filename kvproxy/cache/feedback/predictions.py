@@ -97,6 +97,8 @@ class PredictionFeedback:
         if facts.media:
             counts = self._state.media_counts
             if media_tokens is None:
+                media_tokens = counts.find_count(facts.model, facts.media)
+            if media_tokens is None:
                 if facts.mixed is not None:
                     text_tokens = facts.overlaps.prompt_tokens - facts.mixed.media_tokens
                     counts.observe_estimate(facts.model, facts.media, prompt_tokens - text_tokens)
@@ -139,8 +141,10 @@ class PredictionFeedback:
             held_tokens=held,
             cached_tokens=cached,
             cached_blocks=cached_blocks,
-            known_tokens=0 if facts.tokens is None else len(facts.tokens),
+            known_tokens=facts.searched_tokens,
         )
+        if contradicted and facts.reported is not None:
+            facts.indexes.followed.reported.forget(facts.keys, facts.hashes, facts.media, facts.model)
         if facts.holders_found is not None:
             ever_hit = self._lookups.hits > 0
             self._empty.observe_lookup(cached_tokens=cached, holders_named=facts.holders_found, ever_hit=ever_hit)

@@ -22,6 +22,7 @@ class ReportedBlocks:
     extra: tuple[BlockExtra, ...] | None
     lora: str
     tier: int
+    wide: bool = False  # some of the ids name a picture
 
 
 class PendingBlocks:
@@ -108,6 +109,7 @@ class BlockTable:
         self.leading_on = self._runs.leading_on
         self.count_tiers = self._runs.count_tiers
         self.walk_tiers = self._runs.walk_tiers
+        self.walk_up = self._runs.walk_up
         #: Removed blocks whose children may still come. A BoundedMapping takes four times as long for each of them.
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._aliases: dict[int, int] = {}  # a block's further engine hashes: the one its run has

@@ -20,6 +20,7 @@ from kvproxy.base.types import EndpointId, LowerTokens, Tier, skip_lower
 from kvproxy.cache.indexes.beginnings import Beginnings, PreciseMatch
 from kvproxy.cache.indexes.block_table import BlockTable, PendingBlocks, ReportedBlocks
 from kvproxy.cache.indexes.layer_groups import LayerGroup, LayerGroups, LayerKind
+from kvproxy.cache.indexes.media_chains import MediaChains
 from kvproxy.cache.indexes.runs import KEY_BITS, MAX_TIERS
 from kvproxy.cache.kv_events.events import WHOLE_PREFIX, BlockRemoved, BlockStored, EngineHash, KvEvent
 from kvproxy.cache.prefix.hashing import mix_keys, root_seed, token_blocks
@@ -68,6 +69,7 @@ _STORE = -1  # blocks of another size than the engine's, on lower tiers only
 class _Followed(NamedTuple):
     """Index data of one source."""
 
+    endpoint: EndpointId
     table: BlockTable
     pending: PendingBlocks
 
@@ -105,6 +107,7 @@ class PreciseIndex:
         self._beginnings: Beginnings | None = None
         self._swept: deque[BlockTable | LayerGroup] = deque()
         self._root = lru_cache(_REMEMBERED_ROOTS)(precise_root)
+        self.media = MediaChains()
 
     def apply_events(self, endpoint: EndpointId, dp_rank: int, events: Iterable[KvEvent]) -> None:
         """Follow the events of one rank, in order. Their number is the caller's to bound."""
@@ -293,7 +296,7 @@ class PreciseIndex:
         if followed is None or tier is None:
             self.counts.removed_unknown += event.blocks
             return
-        table, pending = followed
+        _, table, pending = followed
         if self._beginnings is not None:
             self._beginnings.note_change(source[0])
         store = self._followed.get((*source[:2], _STORE)) if tier else None
@@ -309,7 +312,7 @@ class PreciseIndex:
 
     def _place(self, followed: _Followed, reported: ReportedBlocks) -> bool:
         """Store the blocks, or buffer them; False when they are malformed or were buffered."""
-        table, pending = followed
+        _, table, pending = followed
         size = table.block_size
         above = None
         seed: int | None
@@ -323,6 +326,8 @@ class PreciseIndex:
         placed = reported.parent is None or above is not None
         if blocks is not None and placed and table.store_new(keys, blocks, above, reported.tier):
             self.counts.stored += len(blocks)
+            if reported.extra is not None or reported.wide or self.media.any:
+                self._note_media(followed, reported, blocks, seed)
             return True
         different = set(keys)
         if len(different) != len(keys) or reported.parent in different:  # a block twice, or below itself
@@ -335,7 +340,24 @@ class PreciseIndex:
         stored = table.store_blocks(keys, blocks, reported.parent, reported.tier)
         self.counts.stored += stored
         self.counts.over_bound += len(keys) - stored
+        if stored == len(keys):
+            self._note_media(followed, reported, blocks, seed)
         return True
+
+    def _note_media(
+        self, followed: _Followed, reported: ReportedBlocks, blocks: array[int], parent: int | None
+    ) -> None:
+        """Note the media in an event of an engine's own memory."""
+        if reported.tier or parent is None:
+            return
+
+        def find_front() -> array[int] | None:
+            if reported.parent is None:
+                return array("Q")
+            place = followed.table.find_place(reported.parent)
+            return None if place is None else followed.table.walk_up(place)
+
+        self.media.note_stored(followed.endpoint, reported, blocks, parent=parent, find_front=find_front)
 
     def _attach_pending(self, followed: _Followed, reported: ReportedBlocks) -> None:
         """Store what waited for one of these blocks, and what waited for that."""
@@ -351,7 +373,7 @@ class PreciseIndex:
         sources = Counter(endpoint for endpoint, _, _ in self._followed)
         return [
             (source, table, table.block_size, self._match_of(source, table), sources[source[0]] == 1)
-            for source, (table, _) in self._followed.items()
+            for source, (_, table, _) in self._followed.items()
         ]
 
     def _follow_beginnings(self, asked: Sequence[_Asked]) -> Beginnings | None:
@@ -381,7 +403,7 @@ class PreciseIndex:
         if len(self._followed) + len(self._swept) >= self._max_sources:
             return None
         table = BlockTable(block_size, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
-        followed = _Followed(table, PendingBlocks(max_blocks=self._max_pending_blocks))
+        followed = _Followed(source[0], table, PendingBlocks(max_blocks=self._max_pending_blocks))
         self._followed[source] = followed
         self._asked = None
         self._sizes[block_size] += 1
@@ -453,7 +475,7 @@ def reported_blocks(event: BlockStored, tier: int) -> ReportedBlocks:
     if parent is not None:
         parent = (parent if isinstance(parent, int) else xxh3_64_intdigest(parent)) & _KEY
     lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
-    return ReportedBlocks(parent, keys_of(event.block_hashes), event.token_ids, event.extra, lora, tier)
+    return ReportedBlocks(parent, keys_of(event.block_hashes), event.token_ids, event.extra, lora, tier, event.wide)
 
 
 def keys_of(engine_hashes: Sequence[EngineHash]) -> array[int]:

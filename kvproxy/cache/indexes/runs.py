@@ -8,6 +8,8 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import add
 from random import SystemRandom
 
 import msgspec
@@ -49,6 +51,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     mixed: bytearray | None = None
     start: int = 0
     found: int = 0  # place last looked for in the middle
+    above: int | None = None  # key of the block above the first; None: none, or not known
 
     def place_of(self, key: int) -> int:
         """Where the block with this key is. Events mostly speak of a run's end, or of neighbours one by one."""
@@ -140,6 +143,9 @@ class Run(msgspec.Struct, gc=False, eq=False):
 #: A block: its run and its place there.
 Place = tuple[Run, int]
 
+#: Key of no block.
+_GONE = -1
+
 
 class Runs:
     """The runs of one source. No key is on two blocks and no block in two runs: the caller sees to that.
@@ -182,6 +188,7 @@ class Runs:
         """Append new blocks below `above`, on one tier; returns where the last one is. None, and nothing changed, when
         one of the keys is taken."""
         run = self._room_below(above)
+        higher = None if above is None else above[0].keys[above[1]]
         done = 0
         total = len(keys)
         added: list[Place] = []
@@ -190,7 +197,7 @@ class Runs:
                 start = 0
                 end = min(total, done + SPAN)
                 piece = keys[done:end]
-                run = Run(piece, blocks[done:end], tier_bit)
+                run = Run(piece, blocks[done:end], tier_bit, above=higher)
             else:
                 start = len(run.keys)
                 end = min(total, done + SPAN - start)
@@ -202,6 +209,7 @@ class Runs:
                 return None
             last = run
             run = None
+            higher = keys[end - 1]
             done = end
         for each, start in added:
             if not start:
@@ -293,6 +301,19 @@ class Runs:
             else:
                 yield from Counter(run.mixed[run.start :]).items()
 
+    def walk_up(self, place: Place) -> array[int] | None:
+        """Return our hashes of the blocks from the top down to this one; None: one of them is not there."""
+        pieces: list[array[int]] = []
+        run, at = place
+        while True:
+            pieces.append(run.blocks[run.start : at + 1])
+            if run.above is None:
+                return reduce(add, reversed(pieces))
+            found = self.find_key(run.above)
+            if found is None:
+                return None
+            run, at = found
+
     def leading_keys(self, hashes: array[int], count: int) -> array[int]:
         """Keys of the first `count` of these blocks, which `match` found."""
         keys = array("Q")
@@ -332,8 +353,9 @@ class Runs:
         return None
 
     def _begin(self, run: Run, start: int) -> None:
-        """Begin the run at `start`; if most of it is before that, the rest moves out."""
+        """Begin the run at `start`, below a block that is dropped; if most of it is before that, the rest moves out."""
         run.start = start
+        run.above = _GONE
         if 4 * start > 3 * len(run.keys) and start >= TRIM:
             self._move(run, start, len(run.keys))
         else:
@@ -342,6 +364,7 @@ class Runs:
     def _move(self, run: Run, at: int, end: int) -> None:
         """Move these places' blocks to a new run; the caller cuts them off the old one."""
         moved = Run(run.keys[at:end], run.blocks[at:end], run.tiers)
+        moved.above = run.above if at == run.start else run.keys[at - 1]
         if run.mixed is not None:
             moved.mixed = run.mixed[at:end]
         for key in moved.keys:

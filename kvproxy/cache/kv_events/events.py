@@ -51,6 +51,7 @@ class BlockStored:
     spec_kind: str | None = None
     window: int | None = None  # tokens, of a group of sliding windows
     pairs: bool = False  # the engine's keys are pairs of tokens: a block counts for it with the token after it alone
+    wide: bool = False  # some ids name a picture, and are folded
 
     @property
     def uniform(self) -> bool:
@@ -256,7 +257,7 @@ _WIDE_PAIRS = msgspec.msgpack.Decoder(
 )
 _LARGEST_TOKEN = 2**32 - 1
 #: A folded id has this bit, as no token of a vocabulary has.
-_FOLDED = 1 << 31
+FOLDED = 1 << 31
 #: Position of the first element of a msgpack array by the array's first byte, and first bytes of an array of two.
 _FIRST_AT = {0xDC: 3, 0xDD: 5}
 _TWO = 0x92
@@ -346,23 +347,24 @@ def _names_pairs(tokens: msgspec.Raw) -> bool:
     return first < len(data) and data[first] == _TWO
 
 
-def _decode_tokens(raw: msgspec.Raw, *, pairs: bool) -> TokenIds:
-    """Return the ids as they are; those that name a picture, in the place of its tokens, folded into 32 bits."""
+def _decode_tokens(raw: msgspec.Raw, *, pairs: bool) -> tuple[TokenIds, bool]:
+    """Return the ids as they are, or with those that name a picture, in the place of its tokens, folded into 32
+    bits, and whether there are such."""
     try:
-        return token_array([first for first, _ in _PAIRS.decode(raw)] if pairs else _TOKENS.decode(raw))
+        return token_array([first for first, _ in _PAIRS.decode(raw)] if pairs else _TOKENS.decode(raw)), False
     except msgspec.ValidationError:
         ids = [first for first, _ in _WIDE_PAIRS.decode(raw)] if pairs else _WIDE_TOKENS.decode(raw)
     fold = cache(_fold)  # a picture repeats four of them
-    return token_array([one if one <= _LARGEST_TOKEN else fold(one) for one in ids])
+    return token_array([one if one <= _LARGEST_TOKEN else fold(one) for one in ids]), True
 
 
 def _fold(wide: int) -> int:
-    return _FOLDED | (xxh3_64_intdigest(wide.to_bytes(8, "little")) & (_FOLDED - 1))
+    return FOLDED | (xxh3_64_intdigest(wide.to_bytes(8, "little")) & (FOLDED - 1))
 
 
 def _stored(event: _StoredFields) -> Generator[Effort, None, BlockStored]:
     pairs = _names_pairs(event.token_ids)
-    tokens = _decode_tokens(event.token_ids, pairs=pairs)
+    tokens, wide = _decode_tokens(event.token_ids, pairs=pairs)
     if len(tokens) > _EXTRA_STEP_BYTES:
         yield Effort(len(tokens) * tokens.itemsize // _BYTES_A_BLOCK)
     keys = event.extra_keys
@@ -387,6 +389,7 @@ def _stored(event: _StoredFields) -> Generator[Effort, None, BlockStored]:
         spec_kind=event.kv_cache_spec_kind,
         window=event.kv_cache_spec_sliding_window,
         pairs=pairs,
+        wide=wide,
     )
 
 

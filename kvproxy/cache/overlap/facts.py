@@ -15,8 +15,9 @@ from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.media.cut import Medium
 from kvproxy.cache.media.mixed import MixedPrompt
 from kvproxy.cache.overlap.last_served import NO_NAMES, RequestNames
-from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.cache.overlap.local_indexes import LocalIndexes, searched_tokens
 from kvproxy.cache.overlap.merge import HolderOverlap, preferred_endpoint
+from kvproxy.cache.overlap.reported_prompts import ReportedBeginning
 from kvproxy.cache.prefix.session_hashes import PromptText
 from kvproxy.cache.prefix.token_memory import HashedTokens
 from kvproxy.cluster.cluster import Cluster
@@ -43,6 +44,7 @@ class RequestFacts(msgspec.Struct):
     names: RequestNames = NO_NAMES  # of its session and of the response that it continues
     media: tuple[Medium, ...] = ()  # whose stand-ins were hashed
     mixed: MixedPrompt | None = None  # of a prompt with media: its text and media in tokens
+    reported: ReportedBeginning | None = None  # of a prompt with media: its leading blocks by engines' names
     overlaps: OverlapFacts = NO_FACTS
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     hashed_tokens: HashedTokens | None = None  # begins with these tokens
@@ -53,6 +55,11 @@ class RequestFacts(msgspec.Struct):
     lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
     holders_found: int | None = None  # by a lookup that answered in time
     entry: SpeculativeEntry | None = None  # entry in the approximate index
+
+    @property
+    def searched_tokens(self) -> int:
+        """Leading tokens that KV events are searched for."""
+        return searched_tokens(self.tokens, self.reported)
 
     @property
     def hashes(self) -> array[int]:

@@ -73,6 +73,7 @@ class _Consumer:
         precise = self._followed.precise
         rank = (endpoint, dp_rank)
         precise.apply_events(endpoint, dp_rank, events)
+        self._followed.reported.events_came(endpoint)
         if precise.lacks_prefixes(endpoint, dp_rank) is not (rank in self._without_prefixes):
             self._without_prefixes ^= {rank}
             self._update_exact()

@@ -18,8 +18,10 @@ from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.media.mixed import MixedPrompt
 from kvproxy.cache.overlap.denied import EVERY_ENDPOINT, Denials, DeniedPlacements, trusted_tokens
 from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
+from kvproxy.cache.overlap.last_served import NO_BLOCKS
 from kvproxy.cache.overlap.merge import BEYOND, NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.cache.overlap.prompt_hashes import REMEMBERED_SEEDS, PromptHashes
+from kvproxy.cache.overlap.reported_prompts import ReportedBeginning
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, token_blocks
 from kvproxy.cache.prefix.token_memory import HashedTokens
 from kvproxy.cluster.routing.policy import NO_FACTS, FactSource, Overlap, OverlapFacts
@@ -100,17 +102,18 @@ class LocalIndexes:
         looked_up: Sequence[HolderOverlap] = (),
         prompt_tokens: int = 0,
         mixed: MixedPrompt | None = None,
+        reported: ReportedBeginning | None = None,
     ) -> dict[EndpointId, Overlap]:
         """Return leading tokens by endpoint. `tokens` (or a known prefix of them) are also looked up in the precise
         index; `hashed` begins with them. `looked_up` is a lookup service's answer about this prompt of `prompt_tokens`.
-        `mixed`: it has media, and `tokens` end in front of the first."""
+        `mixed`: it has media, `tokens` end in front of the first, and events may have `reported` its beginning."""
         in_flight: Mapping[EndpointId, int] = NOTHING
         announced = None
         exact = self.exact
-        searched = tokens is not None and self.followed.any
+        searched = (tokens is not None or reported is not None) and self.followed.any
         worth = self._find_worth(bytes_per_token, mixed, prompt_tokens, partly=not searched)
-        if tokens is not None and searched:
-            blocks = self._blocks_of(tokens, hashed, model, cache_salt)
+        if searched:
+            blocks = self.blocks_of(tokens, hashed, model, cache_salt, reported)
             announced = self.precise.match_prompt(blocks)
             stored = self.precise.match_store(blocks)
             if self.denied and (denials := self.denied.find_denials(cursor.hashes)):
@@ -122,8 +125,8 @@ class LocalIndexes:
                 exact = frozenset(exact).difference(self.missed.doubted)
             if exact:
                 in_flight = self.approximate.lookup_in_flight(cursor, worth)
-            if mixed is not None:
-                exact = _without_confirmed(exact, announced, len(tokens))
+            if mixed is not None and not (reported is not None and reported.whole):
+                exact = _without_confirmed(exact, announced, searched_tokens(tokens, reported))
         return merge_overlaps(
             routed=self.approximate.lookup(cursor, worth),
             in_flight=in_flight,
@@ -161,14 +164,21 @@ class LocalIndexes:
         lower = ((Tier.SHARED, tokens),)
         return [HolderOverlap(each, tokens, True, FactSource.PRECISE, lower) for each in self.store_readers()]
 
-    def _blocks_of(
-        self, tokens: TokenIds, hashed: HashedTokens | None, model: str, cache_salt: str | None
+    def blocks_of(
+        self,
+        tokens: TokenIds | None,
+        hashed: HashedTokens | None,
+        model: str,
+        cache_salt: str | None,
+        reported: ReportedBeginning | None = None,
     ) -> Callable[[int], array[int]]:
         """Return a function from block size to block hashes; the same tokens under a LoRA are other blocks, and a
         model's name is a LoRA's if events call one so."""
         lora = model if self.loras and model in self.loras else ""
 
         def blocks(size: int) -> array[int]:
+            if tokens is None or (reported is not None and reported.tokens >= len(tokens)):
+                return NO_BLOCKS if reported is None else reported.hashes
             root = self._precise_root(size, lora=lora, cache_salt=cache_salt)
             if hashed is None:
                 return token_blocks(tokens, size, root)
@@ -315,6 +325,12 @@ def _without_confirmed(
     cover the part behind it, where routed requests count."""
     confirmed = {endpoint for endpoint, match in announced.items() if match.tokens + _LARGEST_BLOCK > tokens}
     return frozenset(exact) - confirmed
+
+
+def searched_tokens(tokens: TokenIds | None, reported: ReportedBeginning | None) -> int:
+    """Return how many leading tokens of a prompt KV events are searched for."""
+    known = 0 if tokens is None else len(tokens)
+    return known if reported is None else max(known, reported.tokens)
 
 
 def _undenied(endpoint: EndpointId, match: PreciseMatch, denials: Denials) -> PreciseMatch:

@@ -17,7 +17,7 @@ from kvproxy.cache.media.cut import cut_prompt
 from kvproxy.cache.media.mixed import MixedPrompt
 from kvproxy.cache.media.urls import UrlSignatures
 from kvproxy.cache.metrics import KvCacheMetrics
-from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.gauges import TierCounts, show_indexes
 from kvproxy.cache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.cache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
@@ -26,6 +26,7 @@ from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.overlap.lookup_service import Connection
 from kvproxy.cache.overlap.lookup_task import LookupTask
 from kvproxy.cache.overlap.merge import HolderOverlap, in_steps
+from kvproxy.cache.overlap.reported_prompts import ServedPrompt
 from kvproxy.cache.overlap.tokens import TokenSource
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cache.providers import Prefix
@@ -98,6 +99,7 @@ class OverlapSources:
         )
         indexes.sessions.signatures = UrlSignatures(self._settings.url_signatures)
         indexes.store_readers = partial(_store_readers, cluster)
+        indexes.followed.reported.on_counted = state.media_counts.note_medium
         return indexes
 
     async def __aenter__(self) -> Self:
@@ -158,6 +160,8 @@ class OverlapSources:
         )
         if self._looks_up or indexes.followed.any:
             self.tokens.recall_tokens(facts)
+            if media:
+                _recall_reported(facts)
         self._assess(facts)
         if self._entered and request.continues is None and self._looks_up:
             facts.wants_lookup = self._lookup_task.is_wanted(facts)
@@ -179,6 +183,8 @@ class OverlapSources:
         """Refresh the facts of a request that waited from our own sources; a lookup's answer stays."""
         if not facts.tokens_exact and (self._looks_up or facts.indexes.followed.any):
             self.tokens.recall_tokens(facts)
+        if facts.media:
+            _recall_reported(facts)
         self._assess(facts)
 
     def add_transferred(self, facts: RequestFacts) -> None:
@@ -204,6 +210,25 @@ class OverlapSources:
         if earlier is not None:
             facts.indexes.settle_entry(earlier, prefilled=False)
         facts.entry = facts.indexes.route(endpoint, facts.cursor, facts.overlaps)
+
+    def note_reported(self, facts: RequestFacts, result: Result) -> None:
+        """Learn from what events report of a prompt with media that an engine has computed."""
+        endpoint = result.endpoint
+        indexes = facts.indexes
+        tokens = result.prompt_tokens
+        if endpoint is None or tokens is None or not indexes.followed.any or facts.request.continues is not None:
+            return
+        blocks = indexes.blocks_of(facts.tokens, facts.hashed_tokens, facts.model, facts.request.cache_salt)
+        served = ServedPrompt(
+            facts.model,
+            facts.keys,
+            facts.hashes,
+            facts.media,
+            blocks,
+            tokens,
+            result.cached_tokens or 0,
+        )
+        indexes.followed.reported.note_served(endpoint, served)
 
     def instance_ids(self) -> frozenset[str]:
         """LMCache instance ids of all endpoints."""
@@ -232,6 +257,8 @@ class OverlapSources:
         if facts.media:
             facts.mixed = self._mixed(facts, bytes_per_token)
             prompt_tokens += facts.mixed.media_tokens
+        if facts.reported is not None and facts.reported.whole:
+            prompt_tokens = facts.reported.prompt_tokens
         indexes = facts.indexes
         cursor = facts.cursor
         history = None
@@ -248,6 +275,7 @@ class OverlapSources:
             looked_up=facts.lookup_overlaps,
             prompt_tokens=prompt_tokens,
             mixed=facts.mixed,
+            reported=facts.reported,
         )
         if history is not None:
             _add_history(found, history, indexes.steps.known.get(history.endpoint), prompt_tokens)
@@ -276,6 +304,12 @@ class OverlapSources:
         self._lookup_task.bind_gauges(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)
         self.tier_counts.bind_gauges(metrics)
+
+
+def _recall_reported(facts: RequestFacts) -> None:
+    """Put the blocks that engines reported of a prompt with media into its facts."""
+    if facts.request.continues is None:
+        facts.reported = facts.indexes.followed.reported.find_beginning(facts.keys, facts.hashes, facts.media)
 
 
 def _store_readers(cluster: Cluster) -> list[EndpointId]:

@@ -195,3 +195,27 @@ def test_regular_keys_are_spread(stride: int) -> None:
         keys = array("Q", range(start * stride, (start + 500) * stride, stride))
         assert runs.append_blocks(keys, keys, None, GPU) is not None
     assert max(map(len, runs._by_key)) < 2 * 20_000 / 257
+
+
+def test_a_block_leads_up_to_the_first() -> None:
+    """Over runs and branches, whatever was dropped elsewhere; not where a block above it is gone."""
+    runs, keys, blocks = filled(2 * SPAN + 50)
+    middle = runs.find_key(keys[SPAN // 2])
+    branch, branched = names(40, seed=7), names(40, seed=8)
+    end = runs.append_blocks(branch, branched, middle, GPU)
+    assert end is not None
+    wanted = blocks[: SPAN // 2 + 1] + branched
+    assert runs.walk_up(end) == wanted
+    for key in reversed(keys[SPAN // 2 + 1 :]):
+        place = runs.find_key(key)
+        assert place is not None
+        assert runs.walk_up(place) == blocks[: keys.index(key) + 1]
+        runs.drop_block(*place)
+    assert runs.walk_up(end) == wanted
+    for gone in (keys[3], branch[20]):
+        place = runs.find_key(gone)
+        assert place is not None
+        runs.drop_block(*place)
+        last = runs.find_key(branch[-1])
+        assert last is not None
+        assert runs.walk_up(last) is None

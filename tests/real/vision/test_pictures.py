@@ -98,9 +98,14 @@ async def send_all(proxy: RunningProxy, saw: Saw, *, seed: str) -> dict[str, Ask
 @pytest.mark.parametrize("events", [False, True], ids=["routed", "KV events"])
 async def test_predicted_picture_tokens_are_reused(server: Vllm, saw: Saw, *, events: bool) -> None:
     """New and repeated ones, whatever their size in bytes; of another picture nothing behind it."""
-    async with following(server.url, events=events) as (proxy, _):
+    async with following(server.url, events=events) as (proxy, kvcache):
         for number in range(8):  # what a token is in bytes, and a picture in tokens
             await ask(proxy.client, chat(text(WORDS, seed=f"{events} learn {number}"), png(64, 64, seed=50 + number)))
         found = await send_all(proxy, saw, seed=f"{events}")
+    learned = len(kvcache.overlap.indexes["default"].followed.reported)
+    saw(f"{'KV events' if events else 'routed'}: {learned} beginnings of prompts with pictures by the engine's names")
+    if events:
+        for name in ("the same again", "these again"):
+            assert (found[name].source, found[name].predicted) == ("precise", found[name].cached_tokens)
     assert {name for name, asked in found.items() if not is_right(asked)} == set()
     assert found["another picture"].cached_tokens < found["the same again"].cached_tokens
