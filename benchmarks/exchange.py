@@ -35,7 +35,7 @@ from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.service import SyncService
-from kvproxy.features.exchange.world import SharedState
+from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.lab.replay.replicas import RoutersCluster
 from kvproxy.lab.replay.router import SimEndpoint
 from kvproxy.operate.commands.garbage import GarbageCollections

@@ -49,7 +49,7 @@ class LoadListener(Protocol):
     def on_load_decrease(self) -> None: ...
 
 
-class Picker(Protocol):
+class PickOwner(Protocol):
     """The cluster, as a pick sees it."""
 
     @property
@@ -66,7 +66,7 @@ class Pick(msgspec.Struct, eq=False):
     endpoint: Endpoint  # chosen by the decision
     reservation: Reservation
     permit: Permit | None  # None: picked in panic past an open breaker
-    picker: Picker
+    owner: PickOwner
     placement: Placement | None = None  # of its request's adapter
     stay: Stay | None = None  # of its request in the engine's memory
 
@@ -88,8 +88,8 @@ class Pick(msgspec.Struct, eq=False):
         if self.endpoint.followers and not self.reservation.hidden:
             for follower in self.endpoint.followers:
                 follower.first_token(self, now)
-        if self.picker.queue is not None:
-            self.picker.queue.on_load_decrease()
+        if self.owner.queue is not None:
+            self.owner.queue.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
             # a probe that streams for minutes must not keep the breaker half open that long
             self.permit.record_success()
@@ -111,18 +111,18 @@ class Pick(msgspec.Struct, eq=False):
             health = self.endpoint.health
             if health.failures or health.unserved:
                 health.record_success()
-                self.picker.verdicts.follow_outage(now)
+                self.owner.verdicts.follow_outage(now)
         else:
             if outcome in _UNSERVED:
                 self.endpoint.health.record_unserved(now)
             self.blame(outcome, now)
-        self.picker.on_release(self.endpoint, now)
+        self.owner.on_release(self.endpoint, now)
 
     def suspend(self, now: float) -> None:
         """Release a failed attempt whose blame is decided later: `blame` must follow."""
         self._release(now, served=False)
         self.endpoint.health.record_unserved(now)
-        self.picker.on_release(self.endpoint, now)
+        self.owner.on_release(self.endpoint, now)
 
     def blame(self, outcome: AttemptOutcome, now: float) -> None:
         """Pass on the verdict about an attempt without success; about a suspended one FAILURE or UNPROVEN."""
@@ -133,7 +133,7 @@ class Pick(msgspec.Struct, eq=False):
                 self.permit.record_failure()
             else:
                 self.permit.record_cancellation()
-        self.picker.verdicts.record_outcome(self.endpoint.engine, outcome, now)
+        self.owner.verdicts.record_outcome(self.endpoint.engine, outcome, now)
 
     def _release(self, now: float, *, served: bool) -> None:
         self.endpoint.waiting.pop(self, None)

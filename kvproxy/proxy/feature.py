@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.settings import ClusterSettings
     from kvproxy.proxy.filters.chain import FilterContext
-    from kvproxy.proxy.forward.asking import HedgesRequests, SplitsRequests
+    from kvproxy.proxy.forward.engine_request import HedgesRequests, SplitsRequests
 
 
 class FilterOrder(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.cluster.routing.elsewhere import LoadRow, RemoteLoad
+from kvproxy.cluster.routing.remote_load import LoadRow, RemoteLoad
 from kvproxy.cluster.routing.work import NO_WORK
 from kvproxy.cluster.settings import HealthCheckSettings
 from tests.cluster.conftest import Bench, MakeCluster

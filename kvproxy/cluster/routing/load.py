@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from kvproxy.base.types import LowerTokens
-from kvproxy.cluster.routing.elsewhere import LoadRow, RemoteLoad, list_head
+from kvproxy.cluster.routing.remote_load import LoadRow, RemoteLoad, list_head
 from kvproxy.cluster.routing.samples import GROUP_GAP_S, OnSample, OpenSample
 from kvproxy.cluster.routing.work import (
     HEAD_REQUESTS,

@@ -12,8 +12,8 @@ import msgspec
 
 from kvproxy.base.settings.model import Model
 from kvproxy.base.types import EndpointId, LowerTokens, count_lower
-from kvproxy.cluster.routing.elsewhere import ReplicaSpread
 from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.remote_load import ReplicaSpread
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import Features
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.model import Model
 from kvproxy.cluster.feature import ClusterFeature
-from kvproxy.cluster.routing.consistent_hash import ConsistentHash, Session
+from kvproxy.cluster.routing.consistent_hash import ConsistentHash
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.routing.session import Session
 from kvproxy.cluster.routing.simple import (
     LeastRequest,
     LeastTtft,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.receipts.receipt import Receipt
-    from kvproxy.proxy.forward.asking import SplitsRequests
+    from kvproxy.proxy.forward.engine_request import SplitsRequests
 
 
 class Disaggregation(Feature):

@@ -28,7 +28,7 @@ from kvproxy.features.disaggregation.pairs import Pairs
 from kvproxy.features.disaggregation.plan import PullPrice, split_of_pulled, wait_before
 from kvproxy.features.disaggregation.settings import DisaggregationSettings
 from kvproxy.proxy.forward.answer import read_short
-from kvproxy.proxy.forward.asking import Answer, EngineRequest
+from kvproxy.proxy.forward.engine_request import Answer, EngineRequest
 
 #: Endpoints that are asked to prefill one prompt, at most.
 MAX_PREFILLS = 2

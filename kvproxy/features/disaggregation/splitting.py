@@ -15,7 +15,7 @@ from kvproxy.features.disaggregation.legs import NoPrefill, Splitting, TwoLegs
 from kvproxy.features.disaggregation.note import FAILED, NOTE, REFUSED, Legs
 from kvproxy.features.disaggregation.plan import Plan, choose_plan, wait_before
 from kvproxy.features.disaggregation.watch import Disaggregated, find_all
-from kvproxy.proxy.forward.asking import Answer, EngineRequest
+from kvproxy.proxy.forward.engine_request import Answer, EngineRequest
 
 
 class Splitter:

@@ -7,7 +7,7 @@ import msgspec
 
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.cluster.routing.elsewhere import LoadRow
+from kvproxy.cluster.routing.remote_load import LoadRow
 from kvproxy.cluster.routing.work import Features, Finite
 
 

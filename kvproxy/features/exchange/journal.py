@@ -14,9 +14,9 @@ from kvproxy.cluster.routing.work import Features
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
-from kvproxy.features.exchange.watched import IndexWatch, LedgerWatch, acted, add_to_digest, as_bytes, session_served
+from kvproxy.features.exchange.shared_state import SharedState
+from kvproxy.features.exchange.watches import IndexWatch, LedgerWatch, acted, add_to_digest, as_bytes, session_served
 from kvproxy.features.exchange.wire import MAX_BYTES, MAX_DELTAS, MAX_ROWS, Batch, Origin
-from kvproxy.features.exchange.world import SharedState
 
 #: Deltas that wait for the next batch: more than a few milliseconds can bring.
 MAX_WAITING_BYTES = 16 * 1024 * 1024

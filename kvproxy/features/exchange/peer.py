@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvproxy.features.exchange import deltas
-from kvproxy.features.exchange.heard import PeerApplier
+from kvproxy.features.exchange.peer_applier import PeerApplier
 from kvproxy.features.exchange.wire import Batch, Heartbeat, Origin, PeerSnapshot
 
 #: Pause before a missing batch is requested again, and requests after which a snapshot is requested instead.

@@ -9,12 +9,12 @@ from functools import partial
 
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.features.exchange import wire
-from kvproxy.features.exchange.heard import PeerApplier
 from kvproxy.features.exchange.joining import Joining, ReceiveSnapshot, RunSteps, run_at_once
 from kvproxy.features.exchange.journal import Journal, SentBatches, in_parts
 from kvproxy.features.exchange.peer import Peer
+from kvproxy.features.exchange.peer_applier import PeerApplier
+from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.features.exchange.wire import Batch, Message, Origin
-from kvproxy.features.exchange.world import SharedState
 
 #: Missed heartbeats after which a peer is dead.
 MISSED = 3

@@ -28,13 +28,13 @@ from kvproxy.features.exchange.datagrams import DatagramLink, Link
 from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.peer import Peer
+from kvproxy.features.exchange.peer_status import IdCollision, bind_gauges, describe
 from kvproxy.features.exchange.peers import Peers, SyncStatus
 from kvproxy.features.exchange.settings import SyncPlace
-from kvproxy.features.exchange.shown import IdCollision, bind_gauges, describe
+from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.features.exchange.snapshot import SLICE_S, Handover
 from kvproxy.features.exchange.stores import NatsLink, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Origin
-from kvproxy.features.exchange.world import SharedState
 from kvproxy.operate.companion import Companion, Serving, Siblings
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filters import kvcache as kvcache_filter

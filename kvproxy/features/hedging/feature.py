@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.receipts.receipt import Receipt
-    from kvproxy.proxy.forward.asking import HedgesRequests
+    from kvproxy.proxy.forward.engine_request import HedgesRequests
 
 
 class Hedging(Feature):

@@ -23,7 +23,7 @@ from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.screening import Refusal
 from kvproxy.features.hedging.metrics import HedgeMetrics
 from kvproxy.features.hedging.note import FAILED, LEFT, LOST, NOTE, REFUSED, WON, HedgeNote
-from kvproxy.proxy.forward.asking import Answer, EngineRequest
+from kvproxy.proxy.forward.engine_request import Answer, EngineRequest
 
 #: Shortest time between two looks at the other endpoints, and least lateness: less is no sign of anything.
 TICK_S = 0.02

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.settings.paths import Finding, error_at
 from kvproxy.cache.feature import CacheNeeds
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.features.leases.settings import LeasePlace
-from kvproxy.operate.feature import Feature, find_filters
+from kvproxy.operate.feature import Feature, StatusPart, find_filters
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -74,6 +74,18 @@ class Leases(Feature):
             return {"promises": book.describe(observer.settings, now)}
         numbers = {"prompts": len(book.leases), "tokens": sum(book.tenant_tokens.values())}
         return {"promises": {**numbers, "kept": book.results["kept"], "broken": book.results["broken"]}}
+
+    def show_status(self, live: Mapping[str, Any], *, colour: bool) -> StatusPart:
+        """Return a line of the promises, if there are leases."""
+        from kvproxy.operate.commands.status import percent
+
+        promises = (live["cache"] or {}).get("promises")
+        if promises is None:
+            return StatusPart()
+        verified = promises["kept"] + promises["broken"]
+        kept = f", promises kept {percent(promises['kept'] / verified)}" if verified else ""
+        line = f"leases: {promises['prompts']} prompts, {promises['tokens']:,} tokens{kept}"
+        return StatusPart(blocks=[[line]])
 
 
 def _is_on(settings: KvCacheSettings) -> bool:

@@ -7,7 +7,7 @@ import msgspec
 from kvproxy.base.errors import UpstreamError
 from kvproxy.base.upstream.pool import Timeouts
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.features.resume.asking import AskedOnce
+from kvproxy.features.resume.asked_once import AskedOnce
 
 _PATH = b"/v1/models"
 _TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=5.0, idle_s=5.0)

@@ -12,7 +12,7 @@ import msgspec
 from kvproxy.base.errors import UpstreamError
 from kvproxy.base.upstream.pool import Timeouts
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.features.resume.asking import AskedOnce
+from kvproxy.features.resume.asked_once import AskedOnce
 
 PATH = "/v1/chat/completions"
 _TOKENS = 48

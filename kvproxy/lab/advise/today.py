@@ -22,7 +22,7 @@ from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.known import usual_capacity
 from kvproxy.lab.advise.traffic import Occupancy, RecordedRequest, Traffic
 from kvproxy.lab.replay.compare import PolicySpec
-from kvproxy.lab.replay.decided import read_decisions
+from kvproxy.lab.replay.recorded_decisions import read_decisions
 from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
 from kvproxy.lab.replay.trace import Trace, TraceSession, Turn
 from kvproxy.lab.simulator.timing import EngineTiming

@@ -16,10 +16,10 @@ from kvproxy.base.errors import KvproxyError, describe_os_error
 from kvproxy.lab.replay.batch import compare_batch
 from kvproxy.lab.replay.catalogue import find_scenarios, list_scenarios
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, compare
-from kvproxy.lab.replay.decided import decide_again
 from kvproxy.lab.replay.live import LiveReplay, LiveSettings
 from kvproxy.lab.replay.options import DEFAULT_LOAD, DEFAULT_POLICIES
 from kvproxy.lab.replay.plot import render_html
+from kvproxy.lab.replay.recorded_decisions import decide_again
 from kvproxy.lab.replay.replicas import RoutersPlan
 from kvproxy.lab.replay.report import ROW, LiveReport, report_live
 from kvproxy.lab.replay.results import GoodputLimits

@@ -102,7 +102,7 @@ class Replica:
         from kvproxy.features.exchange import wire  # one router needs none of it
         from kvproxy.features.exchange.journal import Journal
         from kvproxy.features.exchange.peers import Peers
-        from kvproxy.features.exchange.world import SharedState
+        from kvproxy.features.exchange.shared_state import SharedState
 
         self.number = number
         self.view = view

@@ -22,9 +22,9 @@ from kvproxy.operate.commands.serving import run_loop
 from kvproxy.operate.commands.survey import survey_engines
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.schema import Config
+from kvproxy.operate.doctor.checks import diagnose_setup
 from kvproxy.operate.doctor.report import DoctorReport, print_json, print_table
 from kvproxy.operate.doctor.tools import Tools, VisitTimeouts
-from kvproxy.operate.doctor.visit import diagnose_setup
 from kvproxy.proxy.filters.plugins import discover
 
 

@@ -31,8 +31,8 @@ from kvproxy.operate.commands.live_advice import AdviceRunner, advise_command
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.commands.reload import FILE_INTERVAL_S, FileReloader, Reloadable, convert_problems
 from kvproxy.operate.config.schema import AdminSettings, Config
+from kvproxy.operate.doctor.checks import StartupDiagnosis
 from kvproxy.operate.doctor.report import DoctorReport
-from kvproxy.operate.doctor.visit import StartupDiagnosis
 from kvproxy.proxy.listener.parser import ListenerLimits
 from kvproxy.proxy.listener.server import Server, bind_sockets
 from kvproxy.proxy.metrics import ClientBoundMetrics

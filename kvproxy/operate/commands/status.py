@@ -278,10 +278,6 @@ def _cache(cache: Mapping[str, Any] | None) -> list[str]:
         return []
     running = ", ".join(one["about"] for one in cache["running"]) or "nothing"
     lines = [f"cache work: {running} running, {cache['waiting']} waiting, {cache['leases']} pinned prefixes"]
-    if (promises := cache.get("promises")) is not None:
-        verified = promises["kept"] + promises["broken"]
-        kept = f", promises kept {percent(promises['kept'] / verified)}" if verified else ""
-        lines.append(f"leases: {promises['prompts']} prompts, {promises['tokens']:,} tokens{kept}")
     shut = [f"{name} {state}" for name, state in cache["breakers"].items() if state != "closed"]
     if shut:
         lines.append(f"breakers: {', '.join(shut)}")

@@ -34,9 +34,9 @@ from kvproxy.proxy.feature import ProxyFeature
 from kvproxy.proxy.filter_settings import CachedTokens, RequestIdSettings, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext, ResolvesRoutes
 from kvproxy.proxy.forward import models as model_list
-from kvproxy.proxy.forward.asking import HedgesRequests, SplitsRequests
 from kvproxy.proxy.forward.body_guard import BodySanitizer, with_model
 from kvproxy.proxy.forward.cached_count import CachedCounts
+from kvproxy.proxy.forward.engine_request import HedgesRequests, SplitsRequests
 from kvproxy.proxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply
 from kvproxy.proxy.forward.headers import RequestHeaders
 from kvproxy.proxy.forward.metrics import RouteMetrics

@@ -30,8 +30,8 @@ from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import FactSource, PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, RetryState, names_no_model, read_short, verdict_on
-from kvproxy.proxy.forward.asking import Answer, EngineRequest, HedgesRequests, SplitsRequests
 from kvproxy.proxy.forward.cached_count import CachedCounts
+from kvproxy.proxy.forward.engine_request import Answer, EngineRequest, HedgesRequests, SplitsRequests
 from kvproxy.proxy.forward.headers import RequestHead, describe_decision, response_headers
 from kvproxy.proxy.forward.relay import Relay, is_comment, is_event_stream
 from kvproxy.proxy.forward.request_body import RequestBody

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.consistent_hash import LOAD_FACTOR, ConsistentHash, HashRing, Session
+from kvproxy.cluster.routing.consistent_hash import LOAD_FACTOR, ConsistentHash, HashRing
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.routing.registry import make_policy, policy_types
+from kvproxy.cluster.routing.session import Session
 from kvproxy.cluster.settings import OPTIONAL_POLICIES, ClusterSettings, PolicyName
 from tests.cluster.routing.fleet import FakeCandidate, fleet, occupy
 from tests.support.examples import examples

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.cluster.routing.elsewhere import LoadRow, RemoteLoad
 from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.remote_load import LoadRow, RemoteLoad
 from kvproxy.cluster.routing.work import NO_WORK, Features
 
 SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)

@@ -27,8 +27,8 @@ from kvproxy.features.exchange.joining import RunSteps, run_at_once
 from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.operated import find_service
 from kvproxy.features.exchange.peers import Peers, SyncStatus
+from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.features.exchange.wire import Origin
-from kvproxy.features.exchange.world import SharedState
 from kvproxy.operate.companion import Siblings
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.until import until

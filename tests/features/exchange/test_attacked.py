@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from pydantic import SecretStr
 
-from kvproxy.features.exchange import heard as heard_module
+from kvproxy.features.exchange import peer_applier as heard_module
 from kvproxy.features.exchange import stores, wire
 from kvproxy.features.exchange.datagrams import _READS, MAX_WORKERS, DatagramLink
 from kvproxy.features.exchange.deltas import Spent

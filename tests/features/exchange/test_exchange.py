@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.overlap.last_served import Served
-from kvproxy.cluster.routing.elsewhere import LoadRow
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import OverlapFacts
+from kvproxy.cluster.routing.remote_load import LoadRow
 from kvproxy.cluster.routing.work import NO_WORK
 from kvproxy.features.exchange import deltas, wire
 from kvproxy.features.exchange import joining as joining_module
 from kvproxy.features.exchange import peers as peers_module
 from kvproxy.features.exchange.joining import run_at_once
 from kvproxy.features.exchange.peers import SyncStatus
+from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.features.exchange.snapshot import take_pieces
 from kvproxy.features.exchange.wire import Batch, Origin, PeerSnapshot
-from kvproxy.features.exchange.world import SharedState
 from tests.features.exchange.support import (
     BEAT_S,
     A,

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from kvproxy.base.types import EndpointId, Tier
-from kvproxy.cluster.routing.elsewhere import RemoteLoad
 from kvproxy.cluster.routing.fair_queue import FairQueue
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.remote_load import RemoteLoad
 from kvproxy.features.residents import admission as rule
 from kvproxy.features.residents.admission import BUSY_FROM, SessionAdmission, SessionStay, SessionWait
 from kvproxy.features.residents.habits import HORIZON_S, MAX_HEADS, Habits

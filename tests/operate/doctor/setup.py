@@ -17,9 +17,9 @@ from kvproxy.lab.simulator.timing import EngineTiming
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.schema import Config
+from kvproxy.operate.doctor.checks import diagnose_setup
 from kvproxy.operate.doctor.report import DoctorReport, Finding
 from kvproxy.operate.doctor.tools import Tools, VisitTimeouts
-from kvproxy.operate.doctor.visit import diagnose_setup
 from tests.support.loopback import serve
 
 FAST = EngineSettings(512, 16, token_outputs=True, timing=EngineTiming(time_scale=0.001))

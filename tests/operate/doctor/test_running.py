@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from kvproxy.base.errors import ClientUnavailable
+from kvproxy.operate.doctor.checks import run_checks
 from kvproxy.operate.doctor.report import Finding, Severity, ok
 from kvproxy.operate.doctor.tools import SharedAnswers
-from kvproxy.operate.doctor.visit import run_checks
 
 
 @dataclass

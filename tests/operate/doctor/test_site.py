@@ -14,10 +14,10 @@ from kvproxy.base.types import utc_seconds
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.operate.config.schema import find_kvcache_settings
 from kvproxy.operate.doctor.check_configuration import CertificatesCheck, PublicCheck
+from kvproxy.operate.doctor.checks import diagnose_setup
 from kvproxy.operate.doctor.deployment import survey_deployment
 from kvproxy.operate.doctor.report import Severity
 from kvproxy.operate.doctor.tools import Tools
-from kvproxy.operate.doctor.visit import diagnose_setup
 from tests.operate.doctor.setup import ENGINE, cluster, only, parsed, visit
 from tests.support.certificates import make_certificate
 

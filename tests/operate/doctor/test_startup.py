@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvproxy.operate.doctor.checks import StartupDiagnosis
 from kvproxy.operate.doctor.report import DoctorReport
 from kvproxy.operate.doctor.tools import Tools
-from kvproxy.operate.doctor.visit import StartupDiagnosis
 from tests.operate.doctor.setup import ENGINE, TIMEOUTS, cluster, parsed
 from tests.support.loopback import serve
 from tests.support.process import kvproxy_serve

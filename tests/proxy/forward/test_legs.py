@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from kvproxy.proxy.forward.asking import EngineRequest
+from kvproxy.proxy.forward.engine_request import EngineRequest
 from kvproxy.proxy.forward.request_body import RequestBody
 from kvproxy.proxy.request.continuation import Leg
 

@@ -18,9 +18,9 @@ from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.prober import ProbeOutcome, TellProbe
 from kvproxy.cluster.routing.admission import Admission
-from kvproxy.cluster.routing.elsewhere import ReplicaSpread
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.routing.remote_load import ReplicaSpread
 from kvproxy.cluster.routing.work import Features
 from kvproxy.features.exchange.deltas import Delta, EngineRead, Probed
 from kvproxy.features.exchange.wire import Origin

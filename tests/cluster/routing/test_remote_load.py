@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.cluster.routing.elsewhere import MAX_TOLD, RemoteLoad, ReplicaSpread
 from kvproxy.cluster.routing.load import EndpointLoad, Reservation
+from kvproxy.cluster.routing.remote_load import MAX_TOLD, RemoteLoad, ReplicaSpread
 from kvproxy.cluster.routing.work import Features
 
 SECONDS: Features = (0.01, 0.0001, 0.0, 1.0)

@@ -14,14 +14,14 @@ from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.overlap.last_served import Served
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.providers import ActionKind
-from kvproxy.cluster.routing.elsewhere import RemoteLoad
 from kvproxy.cluster.routing.policy import OverlapFacts
+from kvproxy.cluster.routing.remote_load import RemoteLoad
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
 from kvproxy.features.exchange.journal import Journal
-from kvproxy.features.exchange.watched import add_to_digest, numbers
+from kvproxy.features.exchange.shared_state import ClusterPart, SharedState
+from kvproxy.features.exchange.watches import add_to_digest, numbers
 from kvproxy.features.exchange.wire import Origin, PeerSnapshot
-from kvproxy.features.exchange.world import ClusterPart, SharedState
 
 log = logging.getLogger("kvproxy.sync")
 

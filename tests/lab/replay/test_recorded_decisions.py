@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.policy import Overlap
 from kvproxy.lab.replay.compare import PolicySpec
-from kvproxy.lab.replay.decided import FeedbackSample, _DelayedFeedback, decide_again
+from kvproxy.lab.replay.recorded_decisions import FeedbackSample, _DelayedFeedback, decide_again
 from kvproxy.lab.replay.report import Review
 from kvproxy.operate.receipts.files import ReceiptReader
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode_receipt

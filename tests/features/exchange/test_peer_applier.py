@@ -24,7 +24,7 @@ from kvproxy.features.exchange.deltas import (
     Started,
     Used,
 )
-from kvproxy.features.exchange.heard import PeerApplier
+from kvproxy.features.exchange.peer_applier import PeerApplier
 from kvproxy.features.exchange.wire import Batch, Bye, Origin, encode
 from kvproxy.operate.companion import Siblings
 from tests.features.exchange.support import Deciding, deciding
