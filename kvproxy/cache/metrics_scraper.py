@@ -11,7 +11,7 @@ from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.errors import ClientError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
-from kvproxy.cache.actions.signals import Pressure, Signals
+from kvproxy.cache.actions.signals import HostUse, Pressure, Signals
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cache.engines import Engines, RankFinder, SharedReadings
 from kvproxy.cache.metrics import HoldingMetrics, TierMetrics
@@ -50,6 +50,7 @@ class MetricsScraper(BackgroundTask):
         indexes: Mapping[str, LocalIndexes],
         engines: Engines,
         lookups: LookupClient,
+        sample_host: Callable[[], HostUse],
         on_round: Callable[[], Awaitable[None]],
         clock: Clock,
         sleep: Sleep = asyncio.sleep,
@@ -57,7 +58,7 @@ class MetricsScraper(BackgroundTask):
         self._interval_s = settings.engine_metrics_interval
         self.readings = SharedReadings(clock=clock, max_age_s=self._interval_s)
         max_age_s = _STALE_INTERVALS * self._interval_s + _STALE_S
-        self.signals = Signals(clock=clock, max_age_s=max_age_s)
+        self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
         self._intake = ReadingIntake(state, indexes=indexes, signals=self.signals, clock=clock)
         self._clusters = clusters
         self._indexes = indexes
@@ -65,6 +66,7 @@ class MetricsScraper(BackgroundTask):
         self._rank_finder = RankFinder(engines, stated=settings.kv_event_sources)
         self._lookups = lookups
         self._hotness = state.hotness(settings)
+        self._sample_host = sample_host
         self._on_round = on_round
         self._clock = clock
         self._sleep = sleep
@@ -116,6 +118,7 @@ class MetricsScraper(BackgroundTask):
         )
 
     async def _read_all(self) -> None:
+        self.signals.note_host(self._sample_host())
         engines = [(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
         reads = [self._read(cluster, engine) for cluster, engine in engines]
         outcomes = await asyncio.gather(self._read_provider(), *reads, return_exceptions=True)

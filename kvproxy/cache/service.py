@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Self
@@ -14,6 +14,8 @@ from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest, utc_seconds
 from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.cache.actions import signals
+from kvproxy.cache.actions.signals import HostUse
 from kvproxy.cache.actions.strategy_runner import StrategyRunner
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.engines import Engines
@@ -52,6 +54,7 @@ class KvCache:
         clock: Clock = time.monotonic,
         wall_clock: Clock = utc_seconds,
         rng: random.Random | None = None,
+        sample_host: Callable[[], HostUse] = signals.sample_host,
         state: CacheState | None = None,
         streams: EventStreams | None = None,
         features: Sequence[CacheFeature] | None = None,
@@ -83,7 +86,7 @@ class KvCache:
         self.gather = self.overlap.gather
         self.placed = self.overlap.placed
         self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
-        self.scraper = self._make_scraper(clock)
+        self.scraper = self._make_scraper(sample_host, clock)
         self.actions = self._make_actions(needs, clock, rng)
         parts = CacheParts(
             settings=settings,
@@ -108,7 +111,7 @@ class KvCache:
         timeout_s = settings.request_timeout
         return Engines(self.pool, timeout_s=timeout_s, tokenizer_url=settings.vllm_endpoint, find_form=find_form)
 
-    def _make_scraper(self, clock: Clock) -> MetricsScraper:
+    def _make_scraper(self, sample_host: Callable[[], HostUse], clock: Clock) -> MetricsScraper:
         return MetricsScraper(
             self.settings,
             clusters=self.clusters,
@@ -116,6 +119,7 @@ class KvCache:
             indexes=self.overlap.indexes,
             engines=self.engines,
             lookups=self.overlap.lookups,
+            sample_host=sample_host,
             on_round=self._tick,
             clock=clock,
         )

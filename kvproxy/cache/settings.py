@@ -23,6 +23,13 @@ def _prefix_name(text: str) -> str:
 PrefixName = Annotated[str, AfterValidator(_prefix_name)]
 
 
+class SignalSource(StrEnum):
+    """Where a load or memory figure comes from."""
+
+    ENGINE = "engine"
+    HOST = "host"
+
+
 class CacheStrategySettings(Model):
     """Actions on cached prefixes after a response. Each is off unless enabled."""
 
@@ -30,8 +37,6 @@ class CacheStrategySettings(Model):
         "score_weights": "the order of eviction is the measured one (benchmarks/reports/eviction.md)",
         "evict_batch": "4 prefixes go after each response",
         "compress_method": "LMCache compresses with cachegen and ignores other methods",
-        "load_source": "load is the engine's",
-        "memory_source": "memory is the engine's and LMCache's",
         "memory_hysteresis": "eviction goes on until memory use is 0.1 below memory_threshold",
         "pin_renewal": "a pin is renewed after 0.8 of pin_lease",
         "disable_after": "5 actions in a row without effect switch it off at that instance",
@@ -45,11 +50,15 @@ class CacheStrategySettings(Model):
     """Evict the coldest prefixes while KV memory is short."""
     dry_run: bool = False
     """Decide, log and count every action without sending it."""
+    load_source: SignalSource = SignalSource.ENGINE
+    """Load is the engine's (the larger of its running requests against 256 and the share of its requests that wait), or
+    this host's processor use."""
     load_threshold: Fraction = 0.8
-    """Load of the engine from which cold prefixes are compressed: the larger of its running requests against 256 and
-    the share of its requests that wait."""
+    """Load from which cold prefixes are compressed."""
+    memory_source: SignalSource = SignalSource.ENGINE
+    """Memory is the use of the engine's KV cache, or of this host's memory."""
     memory_threshold: Fraction = 0.9
-    """Use of the engine's KV cache from which cold prefixes are evicted, until it is 0.1 below."""
+    """Memory use from which cold prefixes are evicted, until it is 0.1 below."""
     keep_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=1024)
     """Prefixes that are neither evicted nor compressed, by the name that the audit log gives them (16 hex digits)."""
     hot_content_threshold: int = Field(default=5, ge=1, le=300)

@@ -230,7 +230,7 @@ def _strategy(translation: Translation, strategy: dict[str, Any], at: Path) -> N
     if strategy.get("enable_compression") or strategy.get("enable_eviction"):
         translation.add_note(
             at,
-            "load and memory are the engine's, not this process's; compress and evict act "
+            "load and memory are the engine's (load_source, memory_source), not this process's; compress and evict act "
             "on the coldest prefixes, never on the one just served",
         )
     if strategy.get("enable_eviction"):

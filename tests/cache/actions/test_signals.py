@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.base.types import Tier
-from kvproxy.cache.actions.signals import Pressure, Signals, engine_load
+from kvproxy.cache.actions.signals import HostUse, Pressure, Signals, engine_load, sample_host
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cache.providers import EVERY_INSTANCE, TierMemory
+from tests.cache.actions.support import strategy
 from tests.cache.support import NOWHERE, cluster_of
 from tests.support.clock import FakeClock
 
 ENDPOINT, OTHER = cluster_of({"a": NOWHERE, "b": NOWHERE}).endpoints
 
 
-def signals(clock: FakeClock) -> Signals:
-    return Signals(clock=clock, max_age_s=20.0)
+def signals(clock: FakeClock, **changes: object) -> Signals:
+    return Signals(strategy(**changes), clock=clock, max_age_s=20.0)
 
 
 def test_an_engine_nobody_read_says_nothing(clock: FakeClock) -> None:
@@ -54,6 +55,14 @@ def test_lmcaches_memory_counts_where_it_is_known(clock: FakeClock) -> None:
     assert under_test.pressure(OTHER).memory is None
 
 
+def test_the_hosts_figures_where_the_settings_say_so(clock: FakeClock) -> None:
+    under_test = signals(clock, load_source="host", memory_source="host")
+    under_test.note_scrape(ENDPOINT, EngineMetrics(kv_usage=0.1, running=0))
+    assert under_test.pressure(ENDPOINT) == Pressure(None, None)
+    under_test.note_host(HostUse(cpu=0.5, memory=0.75))
+    assert under_test.pressure(ENDPOINT) == Pressure(0.5, 0.75)
+
+
 def test_engines_that_left_are_forgotten(clock: FakeClock) -> None:
     under_test = signals(clock)
     under_test.note_scrape(ENDPOINT, EngineMetrics(kv_usage=0.7))
@@ -74,3 +83,9 @@ def test_engines_that_left_are_forgotten(clock: FakeClock) -> None:
 )
 def test_load_is_the_busier_of_running_and_waiting(metrics: EngineMetrics, load: float | None) -> None:
     assert engine_load(metrics) == load
+
+
+def test_the_host_is_sampled_without_blocking() -> None:
+    use = sample_host()
+    assert 0.0 <= use.cpu <= 1.0
+    assert 0.0 < use.memory < 1.0
