@@ -45,7 +45,7 @@ class MediaChains:
     """Follows events from the first block with a medium on. Blocks of text in front of it come from the index."""
 
     def __init__(self) -> None:
-        self.any = False  # whether a medium was ever reported
+        self.noted = 0  # events with media, or behind such
         self._ends: BoundedMapping[int, _End] = BoundedMapping(
             _MAX_ENDS, max_bytes=_MAX_BYTES, size_of=lambda end: end.cost_bytes
         )
@@ -83,7 +83,7 @@ class MediaChains:
             self._note_named(reported.extra, reported.token_ids, blocks, size)
         if reported.wide or opened is not None:
             opened = self._note_wide(reported.token_ids, blocks, size, opened)
-        self.any = True
+        self.noted += 1
         front.extend(blocks)
         depth = len(front)
         self._ends[blocks[-1]] = _End(front, depth, cost_bytes, opened)

@@ -326,7 +326,7 @@ class PreciseIndex:
         placed = reported.parent is None or above is not None
         if blocks is not None and placed and table.store_new(keys, blocks, above, reported.tier):
             self.counts.stored += len(blocks)
-            if reported.extra is not None or reported.wide or self.media.any:
+            if reported.extra is not None or reported.wide or self.media.noted:
                 self._note_media(followed, reported, blocks, seed)
             return True
         different = set(keys)

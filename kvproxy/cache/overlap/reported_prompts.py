@@ -23,7 +23,7 @@ _MAX_BYTES = 16 * 1024 * 1024
 _ENTRY_BYTES = 300
 _MAX_MEDIA = 16_384
 #: Served prompts of one endpoint whose events did not come yet.
-_MAX_WAITING = 32
+_MAX_WAITING = 16
 _MAX_ENDPOINTS = 4096
 #: Tokens at the end of a prompt that templates change when a chat goes on.
 _GENERATION_PROMPT_TOKENS = 8
@@ -66,6 +66,7 @@ class ReportedPrompts:
         self._identifiers: BoundedMapping[tuple[str, str], Identifier] = BoundedMapping(_MAX_MEDIA)
         self._named: BoundedMapping[tuple[str, Identifier], str] = BoundedMapping(_MAX_MEDIA)
         self._waiting: BoundedMapping[EndpointId, deque[ServedPrompt]] = BoundedMapping(_MAX_ENDPOINTS)
+        self._noted = 0  # events with media, when last looked
         self.on_counted: Callable[[str, Medium, int], None] = lambda model, medium, tokens: None
 
     def __len__(self) -> int:
@@ -100,7 +101,11 @@ class ReportedPrompts:
 
     def events_came(self, endpoint: EndpointId) -> None:
         """Look again for prompts that were served by the endpoint before its events came."""
-        waiting = self._waiting.get(endpoint) if endpoint in self._waiting else None
+        noted = self._precise.media.noted
+        if noted == self._noted:
+            return
+        self._noted = noted
+        waiting = self._waiting.get(endpoint)
         for _ in range(len(waiting) if waiting else 0):
             assert waiting is not None
             served = waiting.popleft()
@@ -129,12 +134,14 @@ class ReportedPrompts:
         self, endpoint: EndpointId, served: ServedPrompt, size: int
     ) -> Iterator[tuple[array[int], list[PlacedMedium]]]:
         chains = self._precise.media
-        front = served.text_blocks(size)
         blocks = served.prompt_tokens // size
         computed = served.cached_tokens // size < blocks
         for chain in chains.find_chains(endpoint, block_size=size, blocks=blocks):
             placed = chains.media_of(chain, size)
-            if chain[: len(front)] == front and self._may_be(served, placed, computed=computed):
+            if not self._may_be(served, placed, computed=computed):
+                continue
+            front = served.text_blocks(size)
+            if chain[: len(front)] == front:
                 yield chain, placed
 
     def _may_be(self, served: ServedPrompt, placed: Sequence[PlacedMedium], *, computed: bool) -> bool:

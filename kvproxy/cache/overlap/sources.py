@@ -212,11 +212,13 @@ class OverlapSources:
         facts.entry = facts.indexes.route(endpoint, facts.cursor, facts.overlaps)
 
     def note_reported(self, facts: RequestFacts, result: Result) -> None:
-        """Learn from what events report of a prompt with media that an engine has computed."""
-        endpoint = result.endpoint
+        """Learn from what complete events report of a prompt with media that an engine has computed."""
+        endpoint = result.endpoint if result.prefill_endpoint is None else result.prefill_endpoint
         indexes = facts.indexes
         tokens = result.prompt_tokens
-        if endpoint is None or tokens is None or not indexes.followed.any or facts.request.continues is not None:
+        if endpoint is None or tokens is None or facts.request.continues is not None:
+            return
+        if endpoint not in indexes.exact:
             return
         blocks = indexes.blocks_of(facts.tokens, facts.hashed_tokens, facts.model, facts.request.cache_salt)
         served = ServedPrompt(
