@@ -11,6 +11,7 @@ from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import RequestKind
 from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.context import ContextLengths
+from kvproxy.features.resume.derendered import Derenderers
 from kvproxy.features.resume.metrics import ResumeMetrics
 from kvproxy.features.resume.openai import OpenAiEvents
 from kvproxy.features.resume.plan import Wishes
@@ -41,7 +42,8 @@ class ResumeFilter(Step):
         self._routes = context.services.routes
         self._lengths = ContextLengths(context.services.pool)
         self._proofs = Proofs(context.services.pool)
-        context.lifetimes.extend((self._lengths, self._proofs))
+        self._derenderers = Derenderers(context.services.pool)
+        context.lifetimes.extend((self._lengths, self._proofs, self._derenderers))
         self._counts = context.metrics.group(ResumeMetrics)
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
@@ -64,10 +66,14 @@ class ResumeFilter(Step):
             clock=self.clock,
             context_tokens=self._find_length if inference.max_tokens is None else _unneeded,
             is_proven=partial(self._is_proven, target.upstream_model or inference.model),
+            derenders=partial(self._derenders, target.upstream_model or inference.model),
         )
 
     def _is_proven(self, model: str, pick: Pick) -> bool:
         return self._proofs.is_proven(pick.endpoint.metrics.cluster, model, pick.endpoint)
+
+    def _derenders(self, model: str, pick: Pick) -> bool:
+        return self._derenderers.has_route(model, pick.endpoint)
 
     def _find_length(self, pick: Pick) -> int | None:
         return self._lengths.find(pick.endpoint)

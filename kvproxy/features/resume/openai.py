@@ -7,12 +7,20 @@ from typing import Any
 import msgspec
 
 from kvproxy.base.types import RequestKind
+from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.features.resume.progress import Progress
-from kvproxy.features.resume.splice import Mismatch, Splice
+from kvproxy.features.resume.splice import Splice
 
 _ABSENT = msgspec.Raw()
 _NO_CALLS = (b"", b"null", b"[]")
 _REASONING = ("reasoning", "reasoning_content")
+
+
+class _Call(msgspec.Struct, gc=False):
+    id: str | None = None
+
+
+_decode_calls = msgspec.json.Decoder(list[_Call]).decode
 
 
 class _Delta(msgspec.Struct, gc=False):
@@ -77,11 +85,12 @@ class OpenAiEvents:
             delta = choice.delta
             if delta is None:
                 progress.add(choice.text or "", choice.token_ids)
-            elif delta.reasoning or delta.reasoning_content:
-                progress.think(choice.token_ids)
             else:
                 progress.role_sent = progress.role_sent or delta.role is not None
-                progress.tools = progress.tools or delta.calls()
+                if delta.reasoning or delta.reasoning_content:
+                    progress.think(ids_known=bool(choice.token_ids))
+                if delta.calls():
+                    _note_calls(delta.tool_calls, progress)
                 progress.add(delta.content or "", choice.token_ids)
             if choice.finish_reason is not None:
                 progress.obstacle = progress.obstacle or "finished"
@@ -115,7 +124,7 @@ class OpenAiEvents:
         ids = choice.pop("token_ids", None)
         choice.pop("prompt_token_ids", None)
         ended = choice.get("finish_reason") is not None
-        if not self._chat or splice.plan.by_ids:
+        if not self._chat or (splice.plan.by_ids and not splice.plan.parsed):
             text = splice.take(choice.pop("text", None) or "", ids, last=ended)
             if self._chat:
                 choice = {"index": 0, "delta": self._with_role({"content": text}, progress), **choice}
@@ -128,15 +137,17 @@ class OpenAiEvents:
         self, choice: dict[str, Any], ids: list[int] | None, progress: Progress, splice: Splice, *, ended: bool
     ) -> dict[str, Any] | None:
         delta = {name: value for name, value in (choice.get("delta") or {}).items() if value not in (None, [])}
-        if any(delta.get(name) for name in _REASONING):
-            if splice.plan.grade != "restart":
-                raise Mismatch("the engine takes the rest for reasoning")
-            progress.think(ids)
-        else:
-            delta["content"] = text = splice.take(delta.get("content") or "", ids, last=ended)
-            if not text:
-                del delta["content"]
-        progress.tools = progress.tools or "tool_calls" in delta
+        reasons = any(delta.get(name) for name in _REASONING)
+        if reasons and not (splice.plan.parsed or splice.plan.grade == "restart"):
+            raise Mismatch("the engine takes the rest for reasoning")
+        if reasons:
+            progress.think(ids_known=bool(ids))
+        delta["content"] = text = splice.take(delta.get("content") or "", ids, last=ended)
+        if not text:
+            del delta["content"]
+        if "tool_calls" in delta:
+            _note_calls(msgspec.json.encode(delta["tool_calls"]), progress)
+        splice.began = splice.began or reasons or "tool_calls" in delta
         if delta.pop("role", None) is not None or not progress.role_sent:
             delta = self._with_role(delta, progress)
         return {**choice, "delta": delta} if delta or ended else None
@@ -146,6 +157,12 @@ class OpenAiEvents:
             return delta
         progress.role_sent = True
         return {"role": "assistant", **delta}
+
+
+def _note_calls(calls: msgspec.Raw | bytes, progress: Progress) -> None:
+    progress.tools = True
+    if calls:
+        progress.call_ids += [call.id for call in _decode_calls(calls) if call.id is not None]
 
 
 def _keep_prompt(progress: Progress, ids: msgspec.Raw) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvproxy.base.types import RequestKind
+from kvproxy.features.resume.derendered import Came, DerenderedLeg
 from kvproxy.features.resume.progress import START, Mark, Progress
 from kvproxy.features.resume.settings import Grade
 from kvproxy.proxy.request.continuation import Leg
@@ -56,6 +57,8 @@ _COMPLETION = b"/completions"
 _CHAT_COMPLETION = b"/chat/completions"
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+#: Why ids alone cannot go on: the engine parses their text.
+_PARSED = ("tools", "reasoning")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _DEFAULT_MAX_TOKENS = 16  # of text completions
 
@@ -100,12 +103,14 @@ class BrokenRequest(NamedTuple):
 
 class Plan(NamedTuple):
     """How the rest is requested: `grade` is exact, text or restart. The leg begins at `place` in the answer, so what is
-    behind must come out the same first. `by_ids`: it answers as a text completion."""
+    behind must come out the same first. `by_ids`: it goes on from token ids, and answers as a text completion unless
+    the engine parses it (`parsed`)."""
 
     grade: str
     leg: Leg
     place: Mark
     by_ids: bool = False
+    parsed: bool = False
 
 
 class Wishes(NamedTuple):
@@ -115,6 +120,7 @@ class Wishes(NamedTuple):
     best_effort: bool = False
     context_tokens: int | None = None  # longest prompt and answer of the model together
     proven: bool = False  # the model was seen to continue half an answer of its own
+    derenders: bool = False  # the engines make chunks of token ids, with tool calls and reasoning
 
 
 def read_request(kind: RequestKind, target: bytes, body: bytes | None) -> BrokenRequest | None:
@@ -139,9 +145,11 @@ def plan_leg(request: BrokenRequest, progress: Progress, wishes: Wishes) -> Plan
         return "finished"
     if not exact:
         place = _place_by_tokens(request, progress)
-        if place is START and progress.reasoned:
-            return "reasoning"
-        return Plan("exact", _continue_ids(request, progress, place, wishes), place, by_ids=True)
+        if place is not START or not progress.reasoned:
+            return Plan("exact", _continue_ids(request, progress, place, wishes), place, by_ids=True)
+        exact = "reasoning"
+    if wishes.derenders and exact in _PARSED and request.kind is RequestKind.CHAT and not request.value("stop"):
+        return _plan_parsed(request, progress)
     if wishes.grade is not Grade.TEXT:
         return exact
     return _why_not_text(request, progress, wishes) or _plan_text(request, progress)
@@ -183,12 +191,12 @@ def _why_not_exact(request: BrokenRequest, progress: Progress, wishes: Wishes) -
         return "api"
     if not (progress.prompt_ids and progress.ids and progress.ids_known):
         return "no_ids"
+    if _media(request.members.get("messages", b"")):
+        return "media"
     if progress.tools or (request.value("tools") and request.value("tool_choice") != "none"):
         return "tools"
     if progress.thinking:
         return "reasoning"
-    if _media(request.members.get("messages", b"")):
-        return "media"
     return "" if _find_limit(request, progress, wishes) is not None else "max_tokens"
 
 
@@ -248,6 +256,16 @@ def _continue_ids(request: BrokenRequest, progress: Progress, place: Mark, wishe
     members["prompt"] = msgspec.Raw(joined)
     _less_min_tokens(members, request, place)
     return Leg(target, msgspec.json.encode(members))
+
+
+def _plan_parsed(request: BrokenRequest, progress: Progress) -> Plan:
+    """Return the plan for a chat with tool calls or reasoning, whose text ids alone would pass by."""
+    ids = (*progress.ids, *progress.again)
+    kept = min(progress.tokens, max(0, len(ids) - OVERLAP_TOKENS)) if request.greedy else len(ids)
+    came = Came(progress.prompt_ids, ids, tuple(progress.ends), tuple(progress.call_ids), kept)
+    body = msgspec.json.encode(request.members)
+    leg = Leg(request.target, body, parts=DerenderedLeg(came, request.target, body))
+    return Plan("exact", leg, Mark(kept, progress.chars), by_ids=True, parsed=True)
 
 
 def _repeat(request: BrokenRequest) -> Leg:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,6 +34,9 @@ class Progress:
         self.cached_details: object = None  # as the first engine reported them
         self.ids: list[int] = []
         self.ids_known = True  # of every token so far
+        self.again: list[int] = []  # tokens whose text came, and that have to come out the same once more
+        self.ends: list[int] = []  # of the chunks that came, in tokens
+        self.call_ids: list[str] = []  # of the tool calls that began
         self.tokens = 0
         self.chars = 0
         self.marks: deque[Mark] = deque(maxlen=_MARKS)
@@ -63,6 +67,8 @@ class Progress:
         if ids:
             self.ids += ids
             self.tokens += len(ids)
+            if self.tokens > (self.ends[-1] if self.ends else 0):
+                self.ends.append(self.tokens)
         elif text:
             self.ids_known = False
             self.tokens += 1
@@ -75,20 +81,22 @@ class Progress:
         if self.chars > MAX_CHARS or self.tokens > MAX_TOKENS:
             self.obstacle = "too_long"
             self.ids = []
+            self.ends = []
             self._parts = []
             self.prompt_ids = b""
 
-    def think(self, ids: Sequence[int] | None) -> None:
-        """Add the tokens of a chunk of reasoning."""
+    def think(self, *, ids_known: bool) -> None:
+        """Note a chunk of reasoning; its tokens, and text behind it, are added afterwards."""
         self.thinking = self.reasoned = True
-        if not ids:
-            self.ids_known = False
-        self.add("", ids)
+        self.ids_known = self.ids_known and ids_known
 
-    def cut(self, tokens: int) -> list[int]:
-        """Forget the tokens behind a place and return them; the text stays."""
-        behind = self.ids[tokens:]
+    def cut(self, tokens: int, *, again: bool) -> None:
+        """Forget the tokens behind a place; the text stays. `again`: these tokens must come out once more."""
+        if again:
+            self.again = self.ids[tokens:] + self.again
+        else:
+            self.again = []
+            del self.ends[bisect_right(self.ends, tokens) :]
         del self.ids[tokens:]
         self.tokens = tokens
         self.marks = deque((mark for mark in self.marks if mark.tokens <= tokens), _MARKS)
-        return behind

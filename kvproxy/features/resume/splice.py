@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvproxy.base.errors import EngineReportedError
+from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.features.resume.plan import Plan, count_ids
 from kvproxy.features.resume.progress import Progress
-
-_CONFLICT = 409
-
-
-class Mismatch(EngineReportedError):
-    """The rest does not continue the answer; no engine is to blame."""
-
-    reason = "resume_mismatch"
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"another engine did not continue the answer: {what}", status=_CONFLICT)
 
 
 class Splice:
@@ -26,13 +15,12 @@ class Splice:
 
     def __init__(self, plan: Plan, progress: Progress, *, greedy: bool) -> None:
         self.plan = plan
-        self.new_text = False  # came already
+        self.began = False  # a part of the answer came that is new
         self._progress = progress
         self._delivered = progress.text
         self._at = plan.place.chars
         self._kept_tokens = plan.place.tokens
-        expected = progress.cut(plan.place.tokens)
-        self._expected = expected if plan.by_ids and greedy else []
+        progress.cut(plan.place.tokens, again=plan.by_ids and greedy)
         if not plan.by_ids and plan.place.tokens:
             progress.ids_known = False
 
@@ -52,14 +40,14 @@ class Splice:
         self._progress.add(new, ids, mark=self._at if text and self._at <= len(delivered) else None)
         if self._progress.obstacle == "too_long":
             raise Mismatch("it is too long to be kept")
-        self.new_text = self.new_text or bool(new)
+        self.began = self.began or bool(new)
         return new
 
     def _check_ids(self, ids: Sequence[int]) -> None:
-        expected = self._expected[: len(ids)]
+        expected = self._progress.again[: len(ids)]
         if list(ids[: len(expected)]) != expected:
             raise Mismatch("its last tokens came out differently")
-        del self._expected[: len(ids)]
+        del self._progress.again[: len(ids)]
 
     def join_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the counts of both legs of a chat or text completion as those of one request."""

@@ -13,12 +13,13 @@ from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.events import DONE, read_data, split_events, strip_ids, with_data
 from kvproxy.features.resume.metrics import ResumeMetrics
+from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.features.resume.note import NOTE, ResumedLeg, ResumeNote
 from kvproxy.features.resume.plan import BrokenRequest, Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
 from kvproxy.features.resume.running import Moved, RunningStreams
 from kvproxy.features.resume.settings import Grade
-from kvproxy.features.resume.splice import Mismatch, Splice
+from kvproxy.features.resume.splice import Splice
 from kvproxy.proxy.request.continuation import Leg
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import ERROR_MARK, error_status
@@ -66,6 +67,7 @@ class ResumableStream:
         clock: Clock,
         context_tokens: Callable[[Pick], int | None],
         is_proven: Callable[[Pick], bool],
+        derenders: Callable[[Pick], bool],
     ) -> None:
         body = exchange.body or b""
         own = kind in (RequestKind.CHAT, RequestKind.COMPLETION) and b"return_token_ids" not in body
@@ -80,6 +82,7 @@ class ResumableStream:
         self._clock = clock
         self._context_tokens = context_tokens
         self._is_proven = is_proven
+        self._derenders = derenders
         self._progress = Progress()
         self._strips = own
         self._target = b""  # of the first request, as its engine got it
@@ -119,7 +122,7 @@ class ResumableStream:
         if self._wishes.context_tokens is None:
             self._wishes = self._wishes._replace(context_tokens=self._context_tokens(pick))
         self._pick = pick
-        self._look_for_proof()
+        self._look_at_engines()
         return True
 
     def next_piece(self, piece: bytes) -> bytes:
@@ -179,7 +182,7 @@ class ResumableStream:
         return strip_ids(event) if self._strips else event
 
     def _join(self, event: bytes, data: bytes, splice: Splice) -> bytes:
-        began = splice.new_text
+        began = splice.began
         try:
             made = self._events.join(data, self._progress, splice)
         except Mismatch as error:
@@ -188,7 +191,7 @@ class ResumableStream:
         except _UNREADABLE:
             self.failure = Mismatch("its events cannot be read")
             return b""
-        if splice.new_text and not began:
+        if splice.began and not began:
             self._note_gap()
         if self._debug and self._events.last in made:
             made = made[:-1] + b',"kvproxy":' + msgspec.json.encode({"resumed": self._legs}) + b"}"
@@ -214,7 +217,7 @@ class ResumableStream:
         self.member = b""
         broken = ResumedLeg(self._endpoint, error.reason, self._progress.tokens)
         if isinstance(error, Mismatch):
-            plan: Plan | str = "overlap"
+            plan: Plan | str = error.refusal
         elif self._planned is None and self._count_legs(moved=False) >= MAX_LEGS:
             plan = "twice"
         else:
@@ -231,14 +234,18 @@ class ResumableStream:
         self._metrics.moved.labels(self._outcome.cluster).inc()
         return plan.leg._replace(moved=True)
 
-    def _look_for_proof(self) -> None:
-        """Have the model tried, if it was not; a trial may end while the stream runs."""
-        if self._wishes.grade is Grade.TEXT and self._pick is not None:
+    def _look_at_engines(self) -> None:
+        """Have model and engine tried, if they were not; a trial may end while the stream runs."""
+        if self._pick is None:
+            return
+        if self._wishes.grade is Grade.TEXT:
             self._wishes = self._wishes._replace(proven=self._is_proven(self._pick))
+        if self._kind is RequestKind.CHAT:
+            self._wishes = self._wishes._replace(derenders=self._derenders(self._pick))
 
     def _plan(self) -> Plan | str:
         """Return how the stream can go on from here, or why it cannot."""
-        self._look_for_proof()
+        self._look_at_engines()
         if self._request is None:
             self._request = read_request(self._kind, self._target, self._body)
         return "body" if self._request is None else plan_leg(self._request, self._progress, self._wishes)

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
+from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.features.resume.progress import Progress
-from kvproxy.features.resume.splice import Mismatch, Splice
+from kvproxy.features.resume.splice import Splice
 
 _OPENERS = frozenset(
     {
@@ -101,7 +102,7 @@ class MessagesEvents(TypedEvents):
         elif kind == "content_block_start":
             block = event.get("content_block", {}).get("type")
             if block == "thinking":
-                progress.think(None)
+                progress.think(ids_known=False)
             elif block != "text":
                 progress.tools = True
             elif event.get("index"):
@@ -152,7 +153,7 @@ class ResponsesEvents(TypedEvents):
             item = event.get("item") or {}
             self._items.setdefault(event.get("output_index"), item.get("id"))
             if item.get("type") == "reasoning":
-                progress.think(None)
+                progress.think(ids_known=False)
             elif item.get("type") != "message":
                 progress.tools = True
 

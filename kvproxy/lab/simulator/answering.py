@@ -25,7 +25,8 @@ class FaultValues:
     """Everything off by default. Seconds may be large: a stall ends early when the faults are changed.
 
     `fail_next` generation requests answer `fail_status`; `busy_next` answer vLLM's 503; a stream is cut hard after
-    `cut_after_chunks` chunks (`cut_next` of them), or ends with vLLM's error event after `error_after_chunks`.
+    `cut_after_chunks` chunks (`cut_next` of them), or ends with vLLM's error event after `error_after_chunks`. Requests
+    for `fail_path` answer `fail_status`.
     """
 
     stall_head_s: float = 0.0
@@ -36,6 +37,7 @@ class FaultValues:
     slow_wake_s: float = 0.0
     fail_next: int = 0
     fail_status: int = 500
+    fail_path: str = ""
     busy_next: int = 0
     cut_next: int = 0
     cut_after_chunks: int = 1

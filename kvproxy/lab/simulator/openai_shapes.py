@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvproxy.lab.simulator.chat_parser import diff_parts, read_parts
 from kvproxy.lab.simulator.generation import Answer, AnswerUsage, Delta
 from kvproxy.lab.simulator.http_call import encode_json
 
@@ -29,7 +30,11 @@ class OpenAiShape(ABC):
 
     def usage(self, usage: AnswerUsage) -> dict[str, Any]:
         """Return the usage object of a complete answer."""
-        return {**_totals(usage), "prompt_tokens_details": self._full_details(usage), "completion_tokens_details": None}
+        return {
+            **count_totals(usage),
+            "prompt_tokens_details": self._full_details(usage),
+            "completion_tokens_details": None,
+        }
 
     def build_events(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
         """Events for new tokens; `last` adds what ends the stream."""
@@ -38,7 +43,7 @@ class OpenAiShape(ABC):
             yield from self.build_delta_events(answer, delta, continuous=bool(options.get("continuous_usage_stats")))
         if last:
             if options.get("include_usage"):
-                usage = {**_totals(answer.count_usage()), **self._stream_details(answer.count_usage())}
+                usage = {**count_totals(answer.count_usage()), **self._stream_details(answer.count_usage())}
                 yield format_event(
                     {**self._head(answer), "choices": [], "usage": usage, "system_fingerprint": self._fingerprint}
                 )
@@ -96,6 +101,12 @@ class ChatShape(OpenAiShape):
     object_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
+    def __init__(self, *, details: bool, fingerprint: str, make_call_id: Callable[[], str] | None = None) -> None:
+        """`make_call_id`: answers are parsed, and their tool calls get these names."""
+        super().__init__(details=details, fingerprint=fingerprint)
+        self._make_call_id = make_call_id
+        self._calls = False
+
     def build_body(self, answer: Answer) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         ids = answer.plan.body.get("return_token_ids")
@@ -119,14 +130,22 @@ class ChatShape(OpenAiShape):
         ids = answer.plan.body.get("return_token_ids")
         if delta.generated == len(delta.token_ids):
             yield self._role_event(answer, delta, continuous=continuous)
-        choice = {"index": delta.index, "delta": {"content": delta.text}, "logprobs": None}
-        choice["finish_reason"] = delta.finish_reason
+        added = self._parse(answer, delta) if self._make_call_id else {"content": delta.text}
+        self._calls = self._calls or "tool_calls" in added
+        choice: dict[str, Any] = {"index": delta.index, "delta": added, "logprobs": None}
+        choice["finish_reason"] = "tool_calls" if delta.finish_reason and self._calls else delta.finish_reason
         if delta.finish_reason is not None:
             choice["stop_reason"] = None
         choice["token_ids"] = delta.token_ids if ids else None
         yield format_event(
             {**self._head(answer), "choices": [choice], **self._tail(answer, delta, continuous=continuous)}
         )
+
+    def _parse(self, answer: Answer, delta: Delta) -> dict[str, Any]:
+        assert self._make_call_id is not None
+        before = answer.read_text(delta.index, delta.generated - len(delta.token_ids))
+        after = answer.read_text(delta.index, delta.generated)
+        return diff_parts(read_parts(before), read_parts(after), self._make_call_id)
 
     def _role_event(self, answer: Answer, delta: Delta, *, continuous: bool) -> bytes:
         role = {"role": "assistant", "content": ""}
@@ -211,7 +230,8 @@ class CompletionShape(OpenAiShape):
         return None  # vLLM fills it for chats only
 
 
-def _totals(usage: AnswerUsage) -> dict[str, Any]:
+def count_totals(usage: AnswerUsage) -> dict[str, Any]:
+    """Return the tokens of prompt and answer."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -29,6 +29,7 @@ class GenerateRoute:
 
     prompts: Callable[[VllmState, Mapping[str, Any]], list[list[int]]]
     shape: Callable[[VllmState], Shape]
+    adapt: Callable[[VllmState, dict[str, Any]], dict[str, Any]] = lambda state, body: body
 
 
 async def read_json(call: HttpCall) -> dict[str, Any]:
@@ -50,7 +51,7 @@ async def read_json(call: HttpCall) -> dict[str, Any]:
 
 async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRoute) -> None:
     """One generation from body to last byte; a client that leaves frees the engine at once."""
-    body = await read_json(call)
+    body = route.adapt(state, await read_json(call))
     state.planner.check_model(body)
     plan_id = call.headers.get("x-request-id") or body.get("request_id") or state.make_id()
     plan = state.planner.plan(body, route.prompts(state, body), str(plan_id))

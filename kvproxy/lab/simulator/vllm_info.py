@@ -12,7 +12,7 @@ import xxhash
 from kvproxy.lab.simulator.answering import FaultError
 from kvproxy.lab.simulator.generation import GenerationPlan
 from kvproxy.lab.simulator.http_call import HttpCall
-from kvproxy.lab.simulator.vllm_errors import SCALE_OUT_DISABLED, VllmError, engine_dead, missing_fields
+from kvproxy.lab.simulator.vllm_errors import VllmError, engine_dead, missing_fields
 from kvproxy.lab.simulator.vllm_generate import read_json
 from kvproxy.lab.simulator.vllm_state import VllmState
 
@@ -223,21 +223,24 @@ def _embedding(prompt: tuple[int, ...]) -> list[float]:
 
 async def answer_chat_render(state: VllmState, call: HttpCall) -> None:
     """Answer with the exact ids of a chat, if scale-out is enabled."""
-    body = await _scale_out_body(state, call)
+    body = await read_scale_out(state, call)
     plan = state.planner.plan(body, [state.prompts.encode_chat(body)], state.make_id())
-    await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
+    rendered = _rendered(f"chatcmpl-{plan.id}", plan, 0)
+    if state.settings.guided_calls and body.get("tools"):
+        rendered["sampling_params"]["structured_outputs"] = {"structural_tag": "{}"}
+    await call.reply_json(rendered)
 
 
 async def answer_messages_render(state: VllmState, call: HttpCall) -> None:
     """Answer with the ids of the chat made of a request for messages."""
-    body = await _scale_out_body(state, call)
+    body = await read_scale_out(state, call)
     plan = state.planner.plan(body, [state.prompts.encode_anthropic(body)], state.make_id())
     await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
 
 
 async def answer_responses_render(state: VllmState, call: HttpCall) -> None:
     """Answer with the ids of a response whose history is all in the request."""
-    body = await _scale_out_body(state, call)
+    body = await read_scale_out(state, call)
     if body.get("previous_response_id") is not None:
         name = "previous_response_id"
         raise VllmError(f"{name} is not supported by the stateless render endpoint.", param=name)
@@ -247,15 +250,15 @@ async def answer_responses_render(state: VllmState, call: HttpCall) -> None:
 
 async def answer_completion_render(state: VllmState, call: HttpCall) -> None:
     """As `answer_chat_render`, one entry a prompt."""
-    body = await _scale_out_body(state, call)
+    body = await read_scale_out(state, call)
     plan = state.planner.plan(body, state.prompts.encode_completion(body), state.make_id())
     await call.reply_json([_rendered(f"cmpl-{plan.id}", plan, number) for number in range(len(plan.prompts))])
 
 
-async def _scale_out_body(state: VllmState, call: HttpCall) -> dict[str, Any]:
+async def read_scale_out(state: VllmState, call: HttpCall) -> dict[str, Any]:
+    """Return the body of a request to a route of `--enable-scale-out`."""
     body = await read_json(call)
-    if not state.settings.enable_scale_out:
-        raise VllmError(SCALE_OUT_DISABLED, kind="PermissionDeniedError", code=403)
+    state.check_scale_out()
     return body
 
 

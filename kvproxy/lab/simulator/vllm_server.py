@@ -19,9 +19,11 @@ from kvproxy.lab.simulator.kv_event_publisher import EventEncoder, KvEventPublis
 from kvproxy.lab.simulator.openai_shapes import ChatShape, CompletionShape
 from kvproxy.lab.simulator.prompts import Prompts
 from kvproxy.lab.simulator.tokenizer import Tokenizer
+from kvproxy.lab.simulator.vllm_errors import VllmError
 from kvproxy.lab.simulator.vllm_generate import GenerateRoute, answer_generation
 from kvproxy.lab.simulator.vllm_metrics import VllmMetrics
 from kvproxy.lab.simulator.vllm_nixl import NixlSide
+from kvproxy.lab.simulator.vllm_scale_out import GenerateShape, answer_chat_derender, as_generation
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled, Prefilled, VllmState
 
@@ -30,7 +32,11 @@ Handler = Callable[[VllmState, HttpCall], Awaitable[None]]
 _GENERATE: dict[str, GenerateRoute] = {
     "/v1/chat/completions": GenerateRoute(
         lambda state, body: [state.prompts.encode_chat(body)],
-        lambda state: ChatShape(details=state.settings.enable_prompt_tokens_details, fingerprint=state.fingerprint),
+        lambda state: ChatShape(
+            details=state.settings.enable_prompt_tokens_details,
+            fingerprint=state.fingerprint,
+            make_call_id=state.make_call_id if state.settings.script else None,
+        ),
     ),
     "/v1/completions": GenerateRoute(
         lambda state, body: state.prompts.encode_completion(body),
@@ -43,6 +49,9 @@ _GENERATE: dict[str, GenerateRoute] = {
     ),
     "/v1/messages": GenerateRoute(
         lambda state, body: [state.prompts.encode_anthropic(body)], lambda state: AnthropicShape()
+    ),
+    "/inference/v1/generate": GenerateRoute(
+        lambda state, body: [body["token_ids"]], lambda state: GenerateShape(), as_generation
     ),
 }
 
@@ -64,6 +73,7 @@ _HANDLERS: dict[str, dict[str, Handler]] = {
     "/v1/completions/render": {"POST": info.answer_completion_render},
     "/v1/messages/render": {"POST": info.answer_messages_render},
     "/v1/responses/render": {"POST": info.answer_responses_render},
+    "/v1/chat/completions/derender": {"POST": answer_chat_derender},
     "/v1/embeddings": {"POST": info.answer_embeddings},
     "/sim/faults": {"POST": info.set_faults},
     "/sim/state": {"GET": info.answer_state},
@@ -124,6 +134,8 @@ class VllmApp(HttpApp):
             await call.reply_json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(methods)})
         else:
             self.state.calls[f"{call.method} {call.path}"] += 1
+            if call.path == (faults := self.state.faults.values).fail_path:
+                raise VllmError("Internal Server Error", kind="InternalServerError", code=faults.fail_status)
             if generating is not None:
                 await answer_generation(self.state, call, generating)
             else:

@@ -15,6 +15,7 @@ from kvproxy.lab.simulator.generation import GenerationPlan, Planner
 from kvproxy.lab.simulator.kv_event_publisher import KvEventPublisher
 from kvproxy.lab.simulator.prompts import Prompts
 from kvproxy.lab.simulator.tokenizer import Tokenizer
+from kvproxy.lab.simulator.vllm_errors import SCALE_OUT_DISABLED, VllmError
 from kvproxy.lab.simulator.vllm_metrics import VllmMetrics
 from kvproxy.lab.simulator.vllm_nixl import NixlSide
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
@@ -63,6 +64,15 @@ class VllmState:
     def make_id(self) -> str:
         """Sixteen hexadecimal digits, as vLLM's ids have."""
         return f"{self.rng.getrandbits(64):016x}"
+
+    def make_call_id(self) -> str:
+        """Return the name of a tool call."""
+        return f"chatcmpl-tool-{self.make_id()}"
+
+    def check_scale_out(self) -> None:
+        """Raise the error of a server that was started without it."""
+        if not self.settings.enable_scale_out:
+            raise VllmError(SCALE_OUT_DISABLED, kind="PermissionDeniedError", code=403)
 
     def open_record(self, path: str, plan: GenerationPlan) -> dict[str, Any]:
         """Open the record of one generation; the handler fills in how it went."""

@@ -119,7 +119,11 @@ class EngineRequest(msgspec.Struct, eq=False):
 
     def with_leg(self, leg: Leg) -> EngineRequest:
         """Return the request for the rest of a stream, which goes to one endpoint."""
-        return msgspec.structs.replace(self, target=leg.target, body=self.body.with_bytes(leg.body), legs=None)
+        return msgspec.structs.replace(self, target=leg.target, body=self.body.with_bytes(leg.body), legs=leg.parts)
+
+    def ask(self, pick: Pick, target: bytes, body: bytes) -> Coroutine[None, None, Answer]:
+        """Return the answer to another request of the same client, as of AsksEngines."""
+        return self.with_leg(Leg(target, body)).ask_whole(pick)
 
     def _rank_member(self, pick: Pick, number: int) -> bytes:
         """Return the field for engines that do not read the header everywhere."""

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from typing import NamedTuple, Protocol
 
 from kvproxy.base.errors import UpstreamError
 from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.pick import Pick
+
+
+class AsksEngines(Protocol):
+    """One request, as another part of it is sent: with its head, and the credential of the endpoint."""
+
+    def ask(self, pick: Pick, target: bytes, body: bytes) -> Coroutine[None, None, tuple[UpstreamResponse, int, bytes]]:
+        """Return the engine's answer to a JSON object: the response, its status and the first piece. Raises
+        UpstreamError."""
+        ...
+
+
+class SplitsLeg(Protocol):
+    """Sends the request for the rest of a stream as several."""
+
+    def split(
+        self, request: AsksEngines, pick: Pick
+    ) -> Coroutine[None, None, tuple[UpstreamResponse, int, bytes]] | None:
+        """Return the answer, as if of one request; None: it is sent as it is."""
+        ...
 
 
 class Leg(NamedTuple):
@@ -15,6 +35,7 @@ class Leg(NamedTuple):
     target: bytes
     body: bytes
     moved: bool = False  # from an engine that did not fail: no retry
+    parts: SplitsLeg | None = None  # None: it is sent as it is
 
 
 class Continuation(Protocol):

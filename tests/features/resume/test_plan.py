@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from kvproxy.base.types import RequestKind
+from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.features.resume.plan import Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
 from kvproxy.features.resume.settings import Grade
-from kvproxy.features.resume.splice import Mismatch, Splice
+from kvproxy.features.resume.splice import Splice
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 100}
 GREEDY = {**CHAT, "temperature": 0}
@@ -183,7 +184,8 @@ def test_text_behind_reasoning_goes_on_only_by_ids() -> None:
     """Templates drop the reasoning of the last message."""
     progress = Progress()
     progress.prompt_ids = b"[1]"
-    progress.think([5, 6])
+    progress.think(ids_known=True)
+    progress.add("", [5, 6])
     assert plan(GREEDY, progress) == "reasoning"
     for number in range(12):
         progress.add(f" w{number}", [number])
