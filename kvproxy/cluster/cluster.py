@@ -366,7 +366,7 @@ class Cluster:
             self.admission = next((found for one in self.observers if (found := one.admission) is not None), None)
             self.queue.admission = self.admission
             if self.admission is not None:
-                self.admission.busy_share = self.policy.busy_share
+                self.admission.speeds = self.policy.speeds
 
     def _close_queue(self) -> None:
         if self.queue is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.speeds import SpeedModel
 
 
 class Stay(Protocol):
@@ -41,8 +42,8 @@ class RoomWait(Protocol):
 class Admission(Protocol):
     """Rule of one cluster. Called in the turn of the decision: no wait."""
 
-    #: Share of the engines' time that is prefill, at a time; the policy's, which its router sets.
-    busy_share: Callable[[float], float]
+    #: The policy's, which its router sets; None: it learns none.
+    speeds: SpeedModel | None
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         """Return the request without the endpoints that have no room for it; if none has, it `waits_for_room`."""

@@ -271,9 +271,6 @@ class KvAware(Policy):
         self.utilisation.add(routed_s, endpoints, now, requests=requests)
         self.arrivals.record_arrival(endpoint, requests=bound)
 
-    def busy_share(self, now: float) -> float:
-        return self.utilisation.estimate_rates(now)[0]
-
     def estimates(self, now: float) -> Mapping[str, object]:
         known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.estimate_rates(now)
         return {

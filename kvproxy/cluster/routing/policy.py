@@ -224,10 +224,6 @@ class Policy(ABC):
         """Record a streamed answer of `output_tokens` that took `decode_s` from its first token to its end, beside
         `sequences` in flight on average, itself included."""
 
-    def busy_share(self, now: float) -> float:
-        """Return the share of the endpoints' time that is prefill; 1 where it is not known."""
-        return 1.0
-
     def forget(self, endpoint: EndpointId) -> None:
         """Forget an endpoint that left the cluster for good."""
 

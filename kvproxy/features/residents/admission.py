@@ -20,6 +20,7 @@ import msgspec
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.features.residents.habits import HORIZON_S, Habits
 from kvproxy.features.residents.note import NOTE, SessionTurn
 from kvproxy.features.residents.resident_set import ResidentSet, Session
@@ -27,8 +28,6 @@ from kvproxy.features.residents.resident_set import ResidentSet, Session
 #: Share of an engine's memory up to which sessions are admitted, and at which the youngest gives way.
 ADMIT_BELOW = 0.9
 GIVE_WAY_AT = 0.98
-#: While engines prefill for a smaller share of their time, to compute a context again costs less than to wait for room.
-BUSY_FROM = 0.15
 #: Bound on the sessions that are known; the longest idle are forgotten first.
 MAX_SESSIONS = 65_536
 #: Sessions that got room of late, by which the rate is measured at which it becomes free.
@@ -93,7 +92,7 @@ class SessionAdmission:
 
     def __init__(self, *, on_give_way: Callable[[], None] = lambda: None) -> None:
         self.habits = Habits()
-        self.busy_share: Callable[[float], float] = lambda now: 1.0
+        self.speeds: SpeedModel | None = None
         self._on_give_way = on_give_way
         self.sets: dict[EndpointId, ResidentSet] = {}
         self.waits: dict[SessionWait, None] = {}
@@ -132,7 +131,7 @@ class SessionAdmission:
         self.expire(now)
         session = self._find(request.facts)
         self._found = blocks, session
-        if not self.habits.comes_back(blocks[0]) or self.busy_share(now) < BUSY_FROM:
+        if not self.habits.comes_back(blocks[0]):
             return request
         if not self._is_crowded():
             # All sessions fit: the policy's choice among all endpoints costs less than another one.
@@ -255,9 +254,6 @@ class SessionAdmission:
         least: tuple[float, Candidate] | None = None
         if request.excluded:
             candidates = _allowed(request, candidates)
-        if self.busy_share(now) < BUSY_FROM:
-            self._release(wait)
-            return True
         if any(_kept_elsewhere(one.load, wait.began_at) for one in candidates):
             self._release(wait)
             return False
@@ -404,7 +400,7 @@ class SessionAdmission:
         load = cast("EndpointLoad", one.load)
         engine = load.engine
         residents = self.sets.get(one.id)
-        if engine is None or not engine.capacity_tokens or not residents:
+        if engine is None or not engine.capacity_tokens or not residents or not self._is_worth(engine.capacity_tokens):
             return 0.0
         residents.capacity_tokens = engine.capacity_tokens
         residents.load = load
@@ -419,6 +415,11 @@ class SessionAdmission:
         if missing <= 0.0:
             return missing
         return missing - residents.count_shared(cast("array[int]", request.facts.blocks)) * tokens
+
+    def _is_worth(self, capacity_tokens: int) -> bool:
+        """Return whether contexts are worth their memory: what it holds is used once a turn, and if sessions pause for
+        longer than an engine takes to compute all of it, the engine has the time to compute it again."""
+        return self.speeds is None or capacity_tokens * self.speeds.seconds[1] > self.habits.pause_s
 
     def _growth_of(self, request: PickRequest) -> float:
         """Return the tokens that the turn will add: as learned, unless a longer answer is expected."""

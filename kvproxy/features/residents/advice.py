@@ -45,12 +45,11 @@ def advise_memory(receipts: Sequence[Receipt], memory_tokens: Sequence[int]) -> 
     more = "a further engine" if engines == 1 else f"{engines} further engines"
     text = (
         f"contexts of sessions need {most / total:.1f} of the KV memory {_name_hours(sorted(crowded))} h UTC "
-        f"({most:,.0f} of {total:,} tokens): {more} like these, or host memory for {most - ADMIT_BELOW * total:,.0f} "
-        "tokens (`kvproxy plan` converts them into bytes)"
+        f"({most:,.0f} of {total:,} tokens): {more} like these"
     )
-    waits_s = sorted(_begun_waits(receipts, set(crowded)))
-    if waits_s and waits_s[-1]:
-        text += f"; until then 9 of 10 sessions wait up to {waits_s[int(0.9 * (len(waits_s) - 1))]:.0f} s for room"
+    waits_s = sorted(_room_waits(receipts, set(crowded)))
+    if waits_s:
+        text += f"; until then 9 of 10 waits for room take up to {waits_s[int(0.9 * (len(waits_s) - 1))]:.0f} s"
     yield text
 
 
@@ -122,10 +121,12 @@ def _name_hours(hours: Sequence[int]) -> str:
     return "from " + " and ".join(f"{first} to {end}" for first, end in runs)
 
 
-def _begun_waits(receipts: Sequence[Receipt], hours: set[int]) -> Iterator[float]:
-    """Yield the waits for room of the sessions that began in these hours of the day."""
+def _room_waits(receipts: Sequence[Receipt], hours: set[int]) -> Iterator[float]:
+    """Yield the waits for room of sessions in these hours of the day."""
     for one in receipts:
         turn = note_of(one, NOTE, SessionTurn)
+        if turn is None or not turn.room_wait_s:
+            continue
         began_at, _ = _span(one)
-        if turn is not None and turn.turn == 1 and began_at > -math.inf and int(began_at // _HOUR_S) % 24 in hours:
+        if began_at > -math.inf and int(began_at // _HOUR_S) % 24 in hours:
             yield turn.room_wait_s

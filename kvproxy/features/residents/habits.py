@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from statistics import fmean
 
 #: Gap between turns after which a session is no longer expected back.
 HORIZON_S = 30.0
@@ -31,6 +32,8 @@ class Habits:
         self._seen = 0
         #: Seconds without a turn after which a session gives up its room.
         self.idle_limit_s = _FIRST_LIMIT_S
+        #: Seconds between an answer and the next turn, on average.
+        self.pause_s = 0.0
         #: Tokens by which a context grows in a turn, on average.
         self.growth_tokens = _FIRST_GROWTH_TOKENS
         self._heads: OrderedDict[int, list[int]] = OrderedDict()  # turns that another one followed, and last ones
@@ -49,6 +52,7 @@ class Habits:
         self._gaps.append(gap_s)
         if self._seen % _EVERY == 0:
             gaps = sorted(self._gaps)
+            self.pause_s = fmean(gaps)
             longest_s = gaps[min(len(gaps) - 1, int(_QUANTILE * len(gaps)))]
             self.idle_limit_s = min(HORIZON_S, max(_LEAST_LIMIT_S, longest_s))
 

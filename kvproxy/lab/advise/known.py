@@ -175,10 +175,9 @@ def _priority(known: KnownFacts) -> Iterator[Advice]:
 def _of_features(known: KnownFacts) -> Iterator[Advice]:
     """Of what features find, all is about memory."""
     memory = [one.capacity_tokens for one in known.engines if one.capacity_tokens]
-    flags = spell_advice(Setting.OFFLOAD, [one for one in known.engines if not one.offloads])
     receipts = () if known.traffic is None else known.traffic.receipts
     for feature in installed(Feature):
-        yield from (Advice(Setting.MEMORY, what, flags) for what in feature.advise(receipts, memory))
+        yield from (Advice(Setting.MEMORY, what) for what in feature.advise(receipts, memory))
 
 
 def much_waits(known: KnownFacts) -> Iterator[Advice]:

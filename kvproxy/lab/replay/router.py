@@ -129,7 +129,7 @@ class VirtualRouter:
         #: Rule by which sessions wait for room; None: there is none.
         self.admission = None if make_admission is None or queue is None else make_admission()
         if self.admission is not None:
-            self.admission.busy_share = policy.busy_share
+            self.admission.speeds = policy.speeds
         for endpoint in endpoints:
             self._connect(endpoint)
 

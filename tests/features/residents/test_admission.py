@@ -15,8 +15,9 @@ from kvproxy.cluster.routing.fair_queue import FairQueue
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.remote_load import RemoteLoad
+from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.features.residents import admission as rule
-from kvproxy.features.residents.admission import BUSY_FROM, SessionAdmission, SessionStay, SessionWait
+from kvproxy.features.residents.admission import SessionAdmission, SessionStay, SessionWait
 from kvproxy.features.residents.habits import HORIZON_S, MAX_HEADS, Habits
 from kvproxy.features.residents.note import NOTE, SessionTurn
 
@@ -114,17 +115,18 @@ def test_turns_of_residents_never_wait(admission: SessionAdmission) -> None:
     assert not waits(admission, prompt(1, 700), A)
 
 
-def test_sessions_do_not_wait_for_room_while_engines_hardly_prefill(admission: SessionAdmission) -> None:
-    """A context that is evicted then costs less than a wait. Those that wait already go."""
+def test_sessions_do_not_wait_where_memory_saves_less_than_they_pause(admission: SessionAdmission) -> None:
+    """To compute all that it holds once a pause would not fill an engine's time. Those that wait already go."""
     knows(admission, 1, 2)
     turn(admission, prompt(1, 500), A)
     asked = prompt(2, 401)
-    admission.busy_share = lambda now: BUSY_FROM
+    admission.speeds = SpeedModel(SpeedPriors(tokens_per_s=10_000.0))  # the memory holds 10 s of prefill
+    admission.habits.pause_s = 9.9
     assert waits(admission, asked, A)
     room = wait_for_room(admission, asked, 0.0)
     assert not room.has_room([A], 0.0)
     assert A.load.kept_since is not None
-    admission.busy_share = lambda now: BUSY_FROM - 0.01
+    admission.habits.pause_s = 10.1
     assert not waits(admission, asked, A)
     assert room.has_room([A], 0.0)
     assert A.load.kept_since is None
@@ -577,15 +579,17 @@ def test_kept_entries_are_bounded(admission: SessionAdmission, monkeypatch: pyte
 
 
 def test_habits_follow_the_traffic() -> None:
-    """The idle limit covers 99 % of the gaps within its bounds, growth the mean of late, and old outcomes fade."""
+    """The idle limit covers 99 % of the gaps within its bounds, pause and growth are means of late, and old outcomes
+    fade."""
     habits = Habits()
     for _ in range(300):
         habits.note_return(7, 25.0, 1000)
-    assert habits.idle_limit_s == 25.0
+    assert habits.idle_limit_s == habits.pause_s == 25.0
     assert habits.growth_tokens == pytest.approx(1000, rel=0.05)
     for _ in range(300):
         habits.note_return(7, 0.2, 1000)
     assert habits.idle_limit_s == 2.0
+    assert habits.pause_s == pytest.approx(0.2)
     for _ in range(40):
         habits.note_last(7)
     assert not habits.comes_back(7)

@@ -249,7 +249,7 @@ const QUEUE_COLUMNS = [
   pill(stateOfQueue, "state"),
   meter((q) => q.depth / q.limit, (q) => `${count(q.depth)} of ${count(q.limit)}`, 0.8),
   number((q) => (q.depth ? seconds(q.oldest_wait_s) : "–")),
-  number((q) => count(q.released.turn)),
+  number((q) => count(q.released.turn + q.released.room)),
   number((q) => count(q.released.max_wait)),
   number((q) => count(q.released.client_left)),
   number((q) => count(q.released.no_endpoint)),
