@@ -56,10 +56,10 @@ async def page(endpoints: int) -> Page:
         for _ in range(30):
             turns = [time.perf_counter()]
 
-            async def pause(turns: list[float] = turns) -> None:
+            async def pause(_: float, turns: list[float] = turns) -> None:
                 turns.append(time.perf_counter())
 
-            text = await render_exposition(registry, pause=pause)
+            text = await render_exposition(registry, sleep=pause)
             turns.append(time.perf_counter())
             whole_ms.append(1e3 * (turns[-1] - turns[0]))
             held_ms.append(1e3 * max(after - before for before, after in itertools.pairwise(turns)))

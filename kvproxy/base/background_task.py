@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, Self, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -17,6 +19,9 @@ log = logging.getLogger(__name__)
 #: A task that swallowed its cancellation is cancelled again at this interval and this often, then left behind.
 CANCEL_AGAIN_S = 2.0
 CANCELLATIONS = 3
+
+#: How long a walk over all endpoints, or over all series, holds the event loop at a time.
+SLICE_S = 0.0005
 
 
 async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]], *, again_s: float = CANCEL_AGAIN_S) -> None:
@@ -70,6 +75,42 @@ async def run_in_slices(
             result: T = done.value
             return result
         await sleep(pause_s)
+
+
+async def in_slices(
+    items: Iterable[T],
+    *,
+    slice_s: float = SLICE_S,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> AsyncIterator[T]:
+    """Yield the items for a walk that may be long: whenever it has held the event loop for `slice_s`, others have their
+    turn before the next item. Items of a collection that may change meanwhile are to be copied first."""
+    until = clock() + slice_s
+    for item in items:
+        yield item
+        if clock() >= until:
+            await sleep(0)
+            until = clock() + slice_s
+
+
+async def ask_each(items: Sequence[S], ask: Callable[[S], Awaitable[T]], *, at_once: int) -> list[T | Exception]:
+    """Return what `ask` of every item returns or raises, in their order; `at_once` of them are asked at a time."""
+    outcomes: list[T | Exception] = [LookupError("not asked")] * len(items)
+    left = iter(enumerate(items))
+
+    async def ask_in_turn() -> None:
+        for number, item in left:
+            try:
+                outcomes[number] = await ask(item)
+            except Exception as error:  # noqa: BLE001 - the caller's; the others are asked all the same
+                outcomes[number] = error
+            await asyncio.sleep(0)  # also where nothing had to be waited for
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(at_once, len(items))):
+            group.create_task(ask_in_turn())
+    return outcomes
 
 
 class TaskSet:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
-from kvproxy.base.background_task import BackgroundTask
+from kvproxy.base.background_task import BackgroundTask, ask_each, in_slices
 from kvproxy.base.errors import ClientError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
@@ -21,6 +22,7 @@ from kvproxy.cache.reading_intake import ReadingIntake
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -71,7 +73,7 @@ class MetricsScraper(BackgroundTask):
         self._clock = clock
         self._sleep = sleep
         self._present = state.present
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._followed: Sequence[Sequence[Endpoint]] = ()  # members of the clusters at the last look
 
     def bind_gauges(self, metrics: Metrics) -> None:
         metrics.group(HoldingMetrics).engine_kv_usage.set_source(
@@ -120,18 +122,24 @@ class MetricsScraper(BackgroundTask):
     async def _read_all(self) -> None:
         self.signals.note_host(self._sample_host())
         engines = [(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
-        reads = [self._read(cluster, engine) for cluster, engine in engines]
-        outcomes = await asyncio.gather(self._read_provider(), *reads, return_exceptions=True)
+        reading = ask_each(engines, self._read, at_once=MAX_CONCURRENT)
+        outcomes, provided = await asyncio.gather(reading, self._read_provider(), return_exceptions=True)
+        if isinstance(outcomes, BaseException):
+            raise outcomes
         read = ["LMCache", *(f"{cluster.name}/{engine.id}" for cluster, engine in engines)]
-        for name, outcome in zip(read, outcomes, strict=True):
+        for name, outcome in zip(read, (provided, *outcomes), strict=True):
             if isinstance(outcome, Exception):  # the others are read all the same
                 log.error("[kvcache] the reading of %s is broken", name, exc_info=outcome)
         for name, cluster in self._clusters.items():
-            readings = [self.signals.latest_scrape(endpoint) for endpoint in cluster.endpoints]
+            readings = [self.signals.latest_scrape(endpoint) async for endpoint in in_slices(cluster.endpoints)]
             self._indexes[name].prompts.note_kinds([reading[1].kind for reading in readings if reading is not None])
 
     def _follow(self) -> None:
-        """Forget endpoints that left or are another engine now."""
+        """Forget endpoints that left or are another engine now, if any did."""
+        members = [cluster.endpoints for cluster in self._clusters.values()]
+        if len(members) == len(self._followed) and all(map(operator.is_, members, self._followed)):
+            return
+        self._followed = members
         left: set[str] = set()
         for name, cluster in self._clusters.items():
             indexes = self._indexes[name]
@@ -149,12 +157,12 @@ class MetricsScraper(BackgroundTask):
         self._engines.keep_only(endpoint.engine for endpoint in every)
         self.signals.keep_only(every)
 
-    async def _read(self, cluster: Cluster, engine: Engine) -> None:
+    async def _read(self, of: tuple[Cluster, Engine]) -> None:
+        cluster, engine = of
         heard = self.readings.take(cluster.name, str(engine.id))
         try:
-            async with self._slots:
-                metrics = heard or await self._engines.client(engine).fetch_metrics()
-                await self._rank_finder.follow_ranks(cluster, engine, metrics)
+            metrics = heard or await self._engines.client(engine).fetch_metrics()
+            await self._rank_finder.follow_ranks(cluster, engine, metrics)
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", engine.id, error)
             self._intake.forget_sleep(cluster, engine)

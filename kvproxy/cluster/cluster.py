@@ -236,7 +236,7 @@ class Cluster:
         if reservation.hidden:
             self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:
-            self.screening.invalidate()
+            self.screening.invalidate(endpoint)
         admission = self.admission
         stay = None if admission is None else admission.place(decision.request, endpoint.id, now)
         return Pick(decision, endpoint, reservation, permit, self, placement, stay)
@@ -272,7 +272,7 @@ class Cluster:
     def on_release(self, endpoint: Endpoint, now: float) -> None:
         """React to an attempt's released load; called by its pick."""
         if endpoint.load.in_flight + 1 == endpoint.max_in_flight:
-            self.screening.invalidate()
+            self.screening.invalidate(endpoint)
         if endpoint.removed:
             self.members.on_idle(endpoint)
         if self.queue is not None:
@@ -283,8 +283,9 @@ class Cluster:
         self._follow()
 
     def _follow(self) -> None:
-        self.adapters.keep_engines(engine.adapters for engine in self.engines)
         self.screening.screen_endpoints(self.endpoints)
+        if self.screening.lists_adapters or self.adapters.names:
+            self.adapters.keep_engines(engine.adapters for engine in self.engines)
         self.addition = next((found for one in self.observers if (found := one.addition) is not None), None)
         self._prober.probe_engines(self.engines)
         self.verdicts.give_back_all()

@@ -29,7 +29,7 @@ POLL_TIMEOUT_S = 10.0
 #: Pause before a watched source that failed at once is tried again.
 _FOLLOW_AGAIN_S = 5.0
 #: Of very many endpoints, the share that comes, changes or leaves in one turn of the event loop.
-_SHARE = 0.01
+_SHARE = 0.0025
 #: Invalid objects named in one log line.
 _NAMED = 3
 #: Lower bound on the interval of polls.
@@ -230,7 +230,7 @@ def steps_towards(
     """Yield the sets of endpoints between `known` and `wanted`: first changes, a few in each step, then additions, then
     removals. An unchanged endpoint is the same object in all of them."""
     before = {one.id: one for one in known}
-    wanted = tuple(was if (was := before.get(one.id)) == one else one for one in wanted)
+    wanted = tuple(was if (was := before.get(one.id)) is one or was == one else one for one in wanted)
     named = {one.id: one for one in wanted}
     most = max(AT_ONCE, int(_SHARE * len(wanted)))
     changed = [name for name, one in named.items() if before.get(name, one) is not one]

@@ -71,7 +71,7 @@ class Endpoint:
     breaker and have a load of their own.
 
     Equal only to itself: an engine that moved to another address is another endpoint, even under the same id.
-    `on_change` is called whenever its condition or weight may have changed for another reason than time."""
+    `on_change` is called with it whenever its condition or weight may have changed for another reason than time."""
 
     __slots__ = (
         "_asleep",
@@ -115,7 +115,7 @@ class Endpoint:
         cluster: str,
         metrics: Metrics,
         clock: Clock,
-        on_change: Callable[[], None],
+        on_change: Callable[[Endpoint], None],
     ) -> None:
         self.id = engine.endpoint_id(rank)
         self.engine = engine
@@ -158,7 +158,7 @@ class Endpoint:
         for observer in self.observers:
             observer.configure(config, settings)
         self._list_followers()
-        self._on_change()
+        self._on_change(self)
 
     def attach(self, observers: Iterable[EndpointObserver]) -> None:
         self.observers += tuple(observers)
@@ -178,7 +178,7 @@ class Endpoint:
     @draining.setter
     def draining(self, draining: bool) -> None:
         self._draining = draining
-        self._on_change()
+        self._on_change(self)
 
     @property
     def asleep(self) -> bool:
@@ -189,12 +189,12 @@ class Endpoint:
     def asleep(self, asleep: bool) -> None:
         if asleep is not self._asleep:
             self._asleep = asleep
-            self._on_change()
+            self._on_change(self)
 
     def receive_load(self, in_flight_before: int) -> None:
         """React to a change of the load that other proxies report here."""
         if self.max_in_flight and (in_flight_before < self.max_in_flight) is self.saturated:
-            self._on_change()
+            self._on_change(self)
 
     @property
     def saturated(self) -> bool:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prometheus_client import Gauge
-
-from kvproxy.base.metrics.collectors import Counter, CounterCell, Histogram, HistogramCell
+from kvproxy.base.metrics.collectors import Counter, CounterCell, Gauge, Histogram, HistogramCell
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.metrics import EndpointRequestMetrics, EndpointStateMetrics
@@ -40,7 +38,7 @@ class EndpointMetrics:
         self._children: dict[tuple[Counter, str], CounterCell] = {}
         self._answers: dict[int, CounterCell] = {}  # of `requests`, by status: the counter that every request needs
         self._latencies: dict[str, Latency] = {}
-        self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
+        self._series: set[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = set()
         self.closed = False  # its series are removed
         self.last_failure = ""  # reason of the last failed attempt; "": none failed yet
         self.last_probe = ""  # outcome of the last probe
@@ -67,7 +65,7 @@ class EndpointMetrics:
         streamed = (*labels, "true")
         whole = (*labels, "false")
         series = [(group.ttft, streamed), (group.ttft, whole), (group.itl, labels), (group.duration, labels)]
-        self._series += series
+        self._series.update(series)
         latency = self._latencies[model] = Latency(*(family.labels(*values) for family, values in series))
         return latency
 
@@ -98,7 +96,7 @@ class EndpointMetrics:
         """Read a gauge of this endpoint at scrape time; `labels` where they are not cluster and endpoint."""
         values = labels or self._labels
         gauge.labels(*values).set_function(read)
-        self._series.append((gauge, values))
+        self._series.add((gauge, values))
 
     def close(self) -> None:
         """Remove every series of this endpoint. Idempotent."""
@@ -116,5 +114,5 @@ class EndpointMetrics:
         if child is None and not self.closed:
             values = (*self._labels, label)
             child = self._children[(counter, label)] = counter.labels(*values)
-            self._series.append((counter, values))
+            self._series.add((counter, values))
         return child

@@ -54,7 +54,7 @@ class Membership:
         self._engines: dict[EndpointId, Engine] = {}
         self._named: dict[EndpointId, EndpointSettings] = {}  # settings of the engines
         self._settings: ClusterSettings | None = None  # likewise
-        self._configs: dict[EndpointId, EndpointSettings] = {}  # of the members
+        self._wanted: Mapping[EndpointId, _Member] = {}  # the members
         self._present: dict[EndpointId, Endpoint] = {}
         #: Its members in the order of the sources, static ones first.
         self.present: tuple[Endpoint, ...] = ()
@@ -148,28 +148,31 @@ class Membership:
             engines[one].configure(named[one], settings)
         self._named = named
         self._settings = settings
-        members = _members(named, engines)
-        wanted = {one: m for one, m in members.items() if not (removed and removed & {one, m.engine.id})}
+        members = _members(named, engines, self._wanted)
+        wanted = members
+        if removed:
+            wanted = {one: m for one, m in members.items() if not removed & {one, m.engine.id}}
         self._sources = sources
-        self._removed = removed & (named.keys() | members.keys())
+        self._removed = removed & (named.keys() | members.keys()) if removed else removed
         self._weights = self._kept_weights(wanted)
-        stays = {i: e for i, e in self._present.items() if i in wanted and e.engine is wanted[i].engine}
-        for one in [one for one in self._present if one not in stays]:
+        others = [one for one, member in wanted.items() if self._wanted.get(one) is not member]
+        stays = {one for one in others if one in self._present and self._present[one].engine is wanted[one].engine}
+        leave = [one for one in self._present if one not in wanted]
+        leave += [one for one in others if one in self._present and one not in stays]
+        moved = {wanted[one].engine for one in others} | {self._present[one].engine for one in leave}
+        for one in leave:
             self._leave(self._present[one], replaced=one in wanted)
-        present = dict[EndpointId, Endpoint]()
-        ids = dict[Engine, list[EndpointId]]()
-        self._configs = {endpoint_id: member.config for endpoint_id, member in wanted.items()}
-        for endpoint_id, member in wanted.items():
-            endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, member.engine) or self._new(member)
-            if afresh or endpoint_id not in stays or member.engine.id in changed:
-                endpoint.configure(self._weighted(endpoint_id), settings)
-            present[endpoint_id] = endpoint
-            ids.setdefault(member.engine, []).append(endpoint_id)
-        for engine, its in ids.items():
-            engine.members = tuple(its)
-        self._present = present
-        self._engines = {engine.id: engine for engine in ids}
-        self.present = tuple(present.values())
+        self._wanted = wanted
+        found = {one: self._present[one] if one in stays else self._enter(one, wanted[one]) for one in others}
+        present = self._present
+        self._present = {one: found[one] if one in found else present[one] for one in wanted}
+        for one in wanted if afresh else others:
+            self._present[one].configure(self._weighted(one), settings)
+        for engine in moved:
+            ids = map(engine.endpoint_id, engine.ranks.candidates or (None,))
+            engine.members = tuple(one for one in ids if one in wanted and wanted[one].engine is engine)
+        self._engines = {one: engine for one in named if (engine := engines[one]).members}
+        self.present = tuple(self._present.values())
 
     def reweight_endpoint(self, name: EndpointId, weight: float) -> bool:
         """Set an operator's weight until the endpoint leaves or its source gives it another one; whether it (or an
@@ -191,12 +194,21 @@ class Membership:
             self._finalize(endpoint)
 
     def _weighted(self, endpoint_id: EndpointId) -> EndpointSettings:
-        config = self._configs[endpoint_id]
+        config = self._wanted[endpoint_id].config
         weight = self._weights.get(endpoint_id)
         return config if weight is None else config.model_copy(update={"weight": weight})
 
+    def _enter(self, endpoint_id: EndpointId, member: _Member) -> Endpoint:
+        """Return the endpoint that comes back, or a new one."""
+        return self._returning(endpoint_id, member.engine) or self._new(member)
+
     def _new(self, member: _Member) -> Endpoint:
-        """Drained as what its engine had before was, if an operator drained all of that."""
+        """Drained as what its engine had before was, if an operator drained all of that. One of this id that still
+        finishes requests at another address gives its series up."""
+        endpoint_id = member.engine.endpoint_id(member.rank)
+        for leaving in self._draining:
+            if leaving.id == endpoint_id:
+                self._finalize(leaving)
         endpoint = self._owner.make_endpoint(*member)
         formerly = [self._present[one] for one in self._formerly(member)]
         endpoint.draining = bool(formerly) and all(one.draining for one in formerly)
@@ -210,10 +222,10 @@ class Membership:
         """Return an operator's, each until its source names another one; they go over to ranks that were not known
         before."""
         kept = {}
-        configs = self._configs
+        before = self._wanted
         for endpoint_id, member in wanted.items() if self._weights else ():
-            for one in [endpoint_id] if endpoint_id in configs else self._formerly(member):
-                if one in self._weights and configs[one].weight == member.config.weight:
+            for one in [endpoint_id] if endpoint_id in before else self._formerly(member):
+                if one in self._weights and before[one].config.weight == member.config.weight:
                     kept[endpoint_id] = self._weights[one]
         return kept
 
@@ -248,6 +260,12 @@ class Membership:
 
 def _merge(sources: Mapping[str, Sequence[EndpointSettings]]) -> dict[EndpointId, EndpointSettings]:
     merged: dict[EndpointId, EndpointSettings] = {}
+    listed = [configs for configs in sources.values() if configs]
+    if len(listed) == 1:
+        merged = {EndpointId(config.id): config for config in listed[0]}
+        if len(merged) == len(listed[0]):
+            return merged
+        merged = {}
     for source in sorted(sources, key=lambda name: (name != STATIC, name)):
         for config in sources[source] if source != OPERATOR else ():
             first = merged.setdefault(EndpointId(config.id), config)
@@ -258,15 +276,23 @@ def _merge(sources: Mapping[str, Sequence[EndpointSettings]]) -> dict[EndpointId
 
 
 def _members(
-    named: Mapping[EndpointId, EndpointSettings], engines: Mapping[EndpointId, Engine]
+    named: Mapping[EndpointId, EndpointSettings],
+    engines: Mapping[EndpointId, Engine],
+    before: Mapping[EndpointId, _Member],
 ) -> dict[EndpointId, _Member]:
     members: dict[EndpointId, _Member] = {}
     for name, config in named.items():
         engine = engines[name]
+        known = before.get(name)
+        if known is not None and known[0] is config and known[1] is engine and not engine.ranks.candidates:
+            members[name] = known
+            continue
         for rank in engine.ranks.candidates or (None,):
             endpoint_id = engine.endpoint_id(rank)
             if rank is not None and (endpoint_id in named or endpoint_id in members):
                 log.warning("rank %d of %s is ignored: another endpoint has its id %s", rank, name, endpoint_id)
             else:
-                members[endpoint_id] = _Member(config, engine, rank)
+                known = before.get(endpoint_id)
+                member = _Member(config, engine, rank)
+                members[endpoint_id] = known if known is not None and known == member else member
     return members

@@ -251,7 +251,7 @@ class RouterQueue:
 
     def on_endpoints_change(self) -> None:
         """There may be an endpoint now."""
-        if self._candidates("", self._clock()):
+        if len(self._without_endpoint) and self._candidates("", self._clock()):
             self._without_endpoint.let_in()
 
     def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel, *, awaits: bool) -> None:

@@ -95,9 +95,12 @@ def clusters_without_endpoint(clusters: Mapping[str, Cluster], now: float) -> li
 
 
 def _available(cluster: Cluster, now: float) -> bool:
-    conditions = {endpoint.condition(now) for endpoint in cluster.endpoints}
-    if not conditions.isdisjoint(TAKING):
-        return True
+    conditions = set[Condition]()
+    for endpoint in cluster.endpoints:
+        condition = endpoint.condition(now)
+        if condition in TAKING:
+            return True
+        conditions.add(condition)
     if Condition.ASLEEP in conditions and wakes_engines(cluster.settings):
         return True
     return cluster.queue is not None and cluster.queue.awaits and conditions <= {Condition.NOT_READY}

@@ -41,7 +41,8 @@ class Pool:
 
 
 class Screening:
-    """Screening of a cluster's endpoints; the result is kept until `invalidate`, or until time alone changes it.
+    """Screening of a cluster's endpoints; the result is kept until `invalidate`, or until time alone changes it. Of
+    thousands only those are looked at that changed.
 
     Panic: when no endpoint of a model is well, all of them are candidates again (save draining and saturated ones). If
     all of them fail, the cause is more likely the network, the probes or a bad prompt than the engines, and a full
@@ -50,21 +51,29 @@ class Screening:
     def __init__(self) -> None:
         self._endpoints: tuple[Endpoint, ...] = ()
         self._conditions: dict[Endpoint, Condition] = {}
+        self._changed: set[Endpoint] = set()  # to be looked at
+        self._moments: dict[Endpoint, float] = {}  # when time alone changes an endpoint, of those that it changes
         #: Models that some endpoint's configuration names; these, and the adapters that engines list.
         self.declared: frozenset[str] = frozenset()
         self.named: frozenset[str] = frozenset()
+        self.lists_adapters = False  # some engine does
         self._pools: dict[str | None, Pool] = {}  # None: models that no endpoint names
         self._prefillers: dict[str | None, tuple[Endpoint, ...]] = {}
         self._stale_at = -math.inf
 
     def screen_endpoints(self, endpoints: Collection[Endpoint]) -> None:
         self._endpoints = tuple(endpoints)
-        self.declared = frozenset().union(*(endpoint.models for endpoint in self._endpoints))
-        self.named = self.declared.union(*(endpoint.engine.adapters.names for endpoint in self._endpoints))
-        self.invalidate()
+        known = self._conditions
+        self._conditions = {one: known.get(one, Condition.NOT_READY) for one in self._endpoints}
+        self.invalidate(*(self._conditions.keys() - known.keys()))
+        self.declared = frozenset().union(*{endpoint.models for endpoint in self._endpoints})
+        adapters = {endpoint.engine.adapters.names for endpoint in self._endpoints}
+        self.lists_adapters = any(adapters)
+        self.named = self.declared.union(*adapters)
 
-    def invalidate(self) -> None:
-        """Something about an endpoint changed."""
+    def invalidate(self, *changed: Endpoint) -> None:
+        """Something about these endpoints changed."""
+        self._changed.update(changed)
         self._stale_at = -math.inf
 
     def find_pool(self, model: str, now: float) -> Pool:
@@ -100,14 +109,20 @@ class Screening:
     def _refresh(self, now: float) -> None:
         self._pools.clear()
         self._prefillers.clear()
-        self._conditions = {endpoint: endpoint.condition(now) for endpoint in self._endpoints}
-        stale_at = math.inf
-        for endpoint in self._endpoints:
-            for moment in (endpoint.health.next_change(now), endpoint.breaker.reopens_at):
-                # An expired breaker admits until its probe slots are taken, which invalidates the result.
-                if now < moment < stale_at:
-                    stale_at = moment
-        self._stale_at = stale_at
+        due = self._changed.union([endpoint for endpoint, moment in self._moments.items() if moment <= now])
+        self._changed.clear()
+        for endpoint in due:
+            self._moments.pop(endpoint, None)
+            if endpoint in self._conditions:
+                self._look_at(endpoint, now)
+        self._stale_at = min(self._moments.values(), default=math.inf)
+
+    def _look_at(self, endpoint: Endpoint, now: float) -> None:
+        self._conditions[endpoint] = endpoint.condition(now)
+        # An expired breaker admits until its probe slots are taken, which invalidates the result.
+        moments = [at for at in (endpoint.health.next_change(now), endpoint.breaker.reopens_at) if now < at < math.inf]
+        if moments:
+            self._moments[endpoint] = min(moments)
 
     def _screen(self, model: str) -> Pool:
         serving = [(endpoint, self._conditions[endpoint]) for endpoint in self._endpoints if endpoint.serves(model)]

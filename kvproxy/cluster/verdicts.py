@@ -85,7 +85,7 @@ class Verdicts:
         """React to a change of an engine's breaker."""
         if engine.breaker.state is BreakerState.OPEN:
             self._count_ejection(engine, Condition.BREAKER_OPEN.value)
-        self._screening.invalidate()
+        self._screening.invalidate(*self._members.of_engine(engine))
         self.follow_outage(self._clock())
 
     def record_probe(self, engine: Engine, outcome: ProbeOutcome) -> None:
@@ -139,7 +139,7 @@ class Verdicts:
     def _conclude(self, engine: Engine, *, well: bool) -> bool:
         """From a probe; whether it changed the verdict."""
         if changed := engine.health.record_probe(well, self._clock()):
-            self._screening.invalidate()
+            self._screening.invalidate(*self._members.of_engine(engine))
             if well:
                 self._on_return(engine)
         if not well and not engine.health.is_healthy:
@@ -155,7 +155,7 @@ class Verdicts:
     def _eject(self, engine: Engine, now: float) -> None:
         length_s = engine.health.eject(now)
         self._count_ejection(engine, "failures")
-        self._screening.invalidate()
+        self._screening.invalidate(*self._members.of_engine(engine))
         log.warning("%s/%s is ejected for %.1f s: requests failed in a row", self._cluster, engine.id, length_s)
         self.follow_outage(now)
         if not self.settings.active:  # without probes nothing follows

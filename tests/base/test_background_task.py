@@ -11,7 +11,9 @@ import pytest
 from kvproxy.base.background_task import (
     CANCELLATIONS,
     BackgroundTask,
+    ask_each,
     cancel_tasks,
+    in_slices,
     raise_if_cancelled,
     run_in_slices,
 )
@@ -158,3 +160,48 @@ async def test_steps_are_taken_in_slices_of_time() -> None:
     assert await run_in_slices(steps(), slice_s=3.0, clock=lambda: now[0], pause_s=0.5, sleep=sleep) == "all"
     assert taken == [[0, 1, 2], [3, 4, 5], [6]]
     assert paused == [0.5, 0.5]
+
+
+async def test_a_walk_gives_others_their_turn() -> None:
+    """After every slice, whatever an item costs; nothing is left out, and a walk within a slice is not interrupted."""
+    now = [0.0]
+    seen: list[object] = []
+
+    async def sleep(seconds: float) -> None:
+        seen.append(f"others, {seconds:g}")
+
+    async for item in in_slices([1, 1, 5, 1, 1, 1, 1], slice_s=3.0, clock=lambda: now[0], sleep=sleep):
+        seen.append(item)
+        now[0] += item
+    assert seen == [1, 1, 5, "others, 0", 1, 1, 1, "others, 0", 1]
+
+
+async def test_each_is_asked_and_few_at_once() -> None:
+    """Of thousands no more tasks are made than may ask at a time."""
+    asking = most = 0
+
+    async def ask(number: int) -> int:
+        nonlocal asking, most
+        asking += 1
+        most = max(most, asking)
+        for _ in range(1 + number % 5):  # not answered in the order of the questions
+            await asyncio.sleep(0)
+        asking -= 1
+        return number
+
+    assert await ask_each(range(100), ask, at_once=7) == list(range(100))
+    assert most == 7
+
+
+async def test_an_error_of_one_is_its_outcome() -> None:
+    """The others are asked all the same."""
+
+    async def ask(number: int) -> int:
+        if number == 3:
+            raise ValueError("no")
+        return number
+
+    outcomes = await ask_each(range(5), ask, at_once=2)
+    assert [one for one in outcomes if isinstance(one, int)] == [0, 1, 2, 4]
+    assert str(outcomes[3]) == "no"
+    assert await ask_each((), ask, at_once=2) == []

@@ -32,6 +32,22 @@ def test_unchanged_endpoints_keep_their_state(make_cluster: MakeCluster) -> None
     assert running.endpoint.load.in_flight == 1
 
 
+def test_an_endpoint_that_finishes_elsewhere_takes_no_series_along(make_cluster: MakeCluster) -> None:
+    """It left, and one of its id came at another address before its last request ended: the series are that one's."""
+    bench = make_cluster("a", "b")
+    bench.cluster.bind_gauges()
+    last = bench.picked(preferred=A)
+    last.endpoint.metrics.count_request(200)
+    bench.cluster.apply_endpoints(configs("b"))
+    bench.cluster.apply_endpoints((MOVED, *configs("b")))
+    bench.endpoint("a").metrics.count_request(200)
+    last.settle(AttemptOutcome.SUCCESS, bench.clock())
+    assert bench.sample("kvproxy_endpoint_up", cluster="c", endpoint="a") == 1.0
+    assert bench.sample("kvproxy_requests_total", cluster="c", endpoint="a", status="200") == 1.0
+    bench.cluster.apply_endpoints(configs("b"))
+    assert bench.series("a") == []
+
+
 def test_unchanged_endpoints_are_not_touched(make_cluster: MakeCluster) -> None:
     """Of thousands of endpoints an update configures those whose settings are others, and none twice; a reload all."""
     bench = make_cluster("a", "b")

@@ -16,6 +16,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.screening import Screening
 from kvproxy.cluster.settings import (
     ClusterSettings,
     EndpointSettings,
@@ -122,6 +123,14 @@ class ClusterMachine(RuleBasedStateMachine):
             assert load.pending_tokens == sum(r.uncached_tokens for r in here if r.first_token_at is None)
             assert load.resident_tokens == sum(r.uncached_tokens + r.cached_tokens for r in here)
             assert self.max_in_flight == 0 or load.in_flight <= self.max_in_flight
+
+    @invariant()
+    def what_changed_was_screened_again(self) -> None:
+        now = self.clock()
+        fresh = Screening()
+        fresh.screen_endpoints(self.cluster.endpoints)
+        pool = self.cluster.screening.find_pool("", now)
+        assert fresh.find_pool("", now) == pool
 
     @invariant()
     def leaving_endpoints_have_requests(self) -> None:

@@ -222,7 +222,7 @@ def test_a_preference_is_soft_and_its_fate_counted(make_cluster: MakeCluster, ca
         pick.settle(FAILURE, bench.clock())
     elif case == "unhealthy":
         bench.endpoint("a").health.record_probe(False, bench.clock())
-        bench.cluster.screening.invalidate()
+        bench.cluster.screening.invalidate(bench.endpoint("a"))
     elif case == "draining":
         bench.cluster.members.drain_endpoint(A)
     elif case == "saturated":

@@ -1,4 +1,4 @@
-"""Kinds of metric: counters and histograms written on the event loop, gauges read at the scrape.
+"""Kinds of metric: counters, gauges and histograms written on the event loop, and gauges read at the scrape.
 
 prometheus_client's own take a lock and four Python calls for every increment; a request makes a dozen. Everything here
 is counted on the event loop, so an increment is an addition. The exposed page is the same, without `_created`, and is
@@ -31,6 +31,30 @@ class CounterCell:
     def inc(self, amount: float = 1.0) -> None:
         """Count up; `amount` is not negative."""
         self.value += amount
+
+
+class GaugeCell:
+    """One series of a gauge: a value that is set, or one that is read when it is shown."""
+
+    __slots__ = ("_read", "_value")
+
+    def __init__(self) -> None:
+        self._value = 0.0
+        self._read: Callable[[], float] | None = None
+
+    @property
+    def value(self) -> float:
+        """Value to show now."""
+        return self._value if self._read is None else float(self._read())
+
+    def set(self, value: float) -> None:
+        """Show this value from now on."""
+        self._read = None
+        self._value = float(value)
+
+    def set_function(self, read: Callable[[], float]) -> None:
+        """Show what `read` returns at each scrape from now on."""
+        self._read = read
 
 
 class HistogramCell:
@@ -139,6 +163,22 @@ class Counter(_Family[CounterCell]):
         """Count up the only series of a counter without labels."""
         self.labels().inc(amount)
 
+    def total(self) -> float:
+        """Return the value over all labels."""
+        return sum(cell.value for cell in self._series.values())
+
+    def sum_by(self, label: str) -> dict[str, float]:
+        """Return the value by one label, added up over the others."""
+        place = self._labelnames.index(label)
+        found: dict[str, float] = {}
+        for values, cell in self._series.items():
+            found[values[place]] = found.get(values[place], 0.0) + cell.value
+        return found
+
+    def list_values(self) -> list[tuple[tuple[str, ...], float]]:
+        """Return every series by its label values."""
+        return [(values, cell.value) for values, cell in self._series.items()]
+
     def _make(self) -> CounterCell:
         return CounterCell()
 
@@ -156,6 +196,35 @@ class Counter(_Family[CounterCell]):
         return f"{self._shown_name()}{braced} %r\n"
 
     def _values(self, series: CounterCell) -> tuple[float, ...]:
+        return (series.value,)
+
+
+class Gauge(_Family[GaugeCell]):
+    """Like prometheus_client's Gauge."""
+
+    kind = "gauge"
+
+    def set(self, value: float) -> None:
+        """Set the only series of a gauge without labels."""
+        self.labels().set(value)
+
+    def set_function(self, read: Callable[[], float]) -> None:
+        """Read the only series of a gauge without labels at each scrape."""
+        self.labels().set_function(read)
+
+    def _make(self) -> GaugeCell:
+        return GaugeCell()
+
+    def _expose(self, series: Iterable[tuple[tuple[str, ...], GaugeCell]]) -> Iterable[Metric]:
+        family = GaugeMetricFamily(self.name, self._documentation, labels=self._labelnames)
+        for values, cell in series:
+            family.add_metric(values, cell.value)
+        return [family]
+
+    def _template(self, labels: str) -> str:
+        return f"{self.name}{{{labels}}} %r\n" if labels else f"{self.name} %r\n"
+
+    def _values(self, series: GaugeCell) -> tuple[float, ...]:
         return (series.value,)
 
 
@@ -219,6 +288,7 @@ class CallbackGauge(Collector):
         self._labelnames = tuple(labelnames)
         self._counts = counts
         self._source: Source = tuple
+        self._label_texts: dict[tuple[str, ...], str] = {}  # of the series that the last scrape showed
         registry.register(self)
 
     def set_source(self, source: Source) -> None:
@@ -237,10 +307,15 @@ class CallbackGauge(Collector):
         return [family]
 
     def texts(self) -> Iterator[str]:
-        """Yield the same as text, in one piece: what is read may change at any pause."""
+        """Yield the same as text, series by series. The source is read in one piece: it may change at any pause."""
         name, kind = (f"{self.name}_total", "counter") if self._counts else (self.name, "gauge")
-        lines = (f"{name}{self._labels(labels)} {value!r}\n" for labels, value in self._source())
-        yield family_head(name, kind, self._documentation) + "".join(lines)
+        known = self._label_texts
+        self._label_texts = shown = {}
+        series = list(self._source())
+        yield family_head(name, kind, self._documentation)
+        for values, value in series:
+            text = shown[values] = known.get(values) or self._labels(values)
+            yield f"{name}{text} {value!r}\n"
 
     def _labels(self, values: tuple[str, ...]) -> str:
         return f"{{{label_text(self._labelnames, values)}}}" if values else ""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, NamedTuple, TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
 from kvproxy.base.metrics.across_workers import Across
-from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Histogram
+from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Gauge, Histogram
 from kvproxy.base.metrics.exposition import Registry
 
 G = TypeVar("G", bound="MetricGroup")
@@ -35,7 +35,7 @@ def histogram(name: str, documentation: str, labels: str = "", *, buckets: Seque
 
 
 def gauge(name: str, documentation: str, labels: str = "", *, across: Across = Across.SUM) -> Gauge:
-    """Declare a gauge that is set; `across` is how those of several workers are merged."""
+    """Declare a gauge that is set or read series by series; `across` is how those of several workers are merged."""
     return cast("Gauge", Declared(name, partial(Gauge, name, documentation, labels.split()), across))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+from kvproxy.base.background_task import in_slices
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Tier
 from kvproxy.cache.kv_events.status import StreamState, StreamStatus
@@ -103,7 +104,7 @@ class TierCounts:
         self._counted_at = self._clock()
         found: dict[tuple[str, EndpointId], Mapping[Tier, tuple[int, int]]] = {}
         for name, cluster in self._clusters.items():
-            for endpoint in list(cluster.endpoints):
+            async for endpoint in in_slices(cluster.endpoints):
                 found[name, endpoint.id] = await self._count(name, endpoint.id)
         self._found = found
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from pydantic import ValidationError
 
+from kvproxy.base.background_task import in_slices
 from kvproxy.base.errors import BadResponse
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.cluster.settings import EndpointSettings
@@ -18,7 +18,7 @@ from kvproxy.cluster.sources.watched import check_count
 CREDENTIALS = ("api_key", "ca_file", "cert_file", "key_file")
 _LONGEST_REASON = 300
 #: Endpoints that come, change or leave in one turn of the event loop, some 0.2 ms each.
-AT_ONCE = 20
+AT_ONCE = 5
 
 T = TypeVar("T")
 
@@ -62,39 +62,26 @@ def explain(error: ValidationError) -> str:
     return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults)
 
 
-async def in_turns(items: Iterable[T], *, of: Callable[[T], bool]) -> AsyncIterator[T]:
-    """Yield the items, with a turn of the event loop before each `AT_ONCE` of those that are work (`of`)."""
-    done = 0
-    for item in items:
-        if of(item):
-            done += 1
-            if done % AT_ONCE == 0:
-                await asyncio.sleep(0)
-        yield item
-
-
 async def split_answer(
     answer: Answer, *, known: Sequence[EndpointSettings] = (), refuse: Refuse
 ) -> tuple[tuple[EndpointSettings, ...], tuple[LeftOut, ...]]:
-    """Separate the endpoints that can be used from what is left out; those that are `known` were found good before.
-    BadResponse for more than are kept."""
+    """Separate the endpoints that can be used from what is left out. One that equals a `known` one, which was found
+    good before, is that object. BadResponse for more than are kept."""
     check_count(len(answer), "endpoints from one source")
     found_good = {one.id: one for one in known}
     good: dict[str, EndpointSettings] = {}
     bad: list[LeftOut] = []
 
-    def is_new(one: EndpointSettings | LeftOut) -> bool:
-        if isinstance(one, LeftOut):
-            return False
-        before = found_good.get(one.id)
-        return before is not one and before != one
-
-    async for one in in_turns(answer, of=is_new):
+    async for one in in_slices(answer):
         if isinstance(one, LeftOut):
             bad.append(one)
-        elif one.id in good:
+            continue
+        before = found_good.get(one.id)
+        if one.id in good:
             bad.append(LeftOut(one.id, "another endpoint of this source has the same id"))
-        elif is_new(one) and (fault := url_fault(one.url) or refuse(one)):
+        elif before is not None and (before is one or before == one):
+            good[one.id] = before
+        elif fault := url_fault(one.url) or refuse(one):
             bad.append(LeftOut(one.id, fault))
         else:
             good[one.id] = one

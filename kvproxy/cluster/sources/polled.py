@@ -12,13 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from kvproxy.base.background_task import in_slices
 from kvproxy.base.errors import BadResponse, DiscoveryError, Problem
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.settings.yaml_text import parse_yaml, substitute_variables
 from kvproxy.base.timed_thread import TimedThread, read_file
 from kvproxy.cluster.settings import DnsDiscoverySettings, EndpointSettings
-from kvproxy.cluster.sources.entries import Answer, LeftOut, in_turns, read_entry
+from kvproxy.cluster.sources.entries import Answer, LeftOut, read_entry
 from kvproxy.cluster.sources.watched import MAX_ITEMS, check_count
 
 #: Larger endpoint files are refused unread.
@@ -143,7 +144,7 @@ class DnsDiscovery:
         addresses = sorted({str(entry[4][0]) for entry in found})
         check_count(len(addresses), "addresses of a name")
         made: dict[str, EndpointSettings | LeftOut] = {}
-        async for address in in_turns(addresses, of=lambda one: one not in self._made):
+        async for address in in_slices(addresses):
             made[address] = self._made.get(address) or self._endpoint(address)
         self._made = made
         return tuple(made.values())

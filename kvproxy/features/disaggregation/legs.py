@@ -93,7 +93,7 @@ class TwoLegs:
         reservation = reserve(endpoint, asked, cluster.speeds, now)
         self._prefill = Pick(decision, endpoint, reservation, endpoint.breaker.admit(), cluster)
         if endpoint.saturated:
-            cluster.screening.invalidate()
+            cluster.screening.invalidate(endpoint)
         self._legs.prefill = endpoint.id
         self._legs.prefills += 1
         self._count_as_pulled()

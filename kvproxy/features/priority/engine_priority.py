@@ -258,4 +258,7 @@ class ClusterPriority(ClusterObserver):
 
 def priority_of(endpoint: Endpoint) -> EndpointPriority | None:
     """Return the finding about the endpoint's engine."""
-    return next((one for one in endpoint.observers if isinstance(one, EndpointPriority)), None)
+    for one in endpoint.observers:
+        if type(one) is EndpointPriority:
+            return one
+    return None

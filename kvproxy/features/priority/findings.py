@@ -20,13 +20,16 @@ _START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-pr
 def find_unheeded(clusters: Mapping[str, Cluster]) -> Iterator[Trouble]:
     """Yield a trouble for every cluster whose engines get a priority by `on` and ignore it."""
     for name, cluster in clusters.items():
+        vain = [(one, state) for one in cluster.endpoints if (state := _state_in_vain(one)) is not None]
         for state, what in _UNHEEDED.items():
-            if unheeding := [one for one in cluster.endpoints if _is_told_in_vain(one, state)]:
+            if unheeding := [one for one, why in vain if why is state]:
                 where = f"clusters.{name}"
                 text = f"engine_priority is on, and {what} ({list_names(unheeding)})"
                 yield Trouble(("priority", where), Rank.REST, "warning", where, text, _START_WITH)
 
 
-def _is_told_in_vain(endpoint: Endpoint, state: PriorityState) -> bool:
+def _state_in_vain(endpoint: Endpoint) -> PriorityState | None:
+    """Return why the number has no effect; None where it has one, or none is sent."""
     told = priority_of(endpoint)
-    return told is not None and told.mode is EnginePriorityMode.ON and told.state is state
+    wanted = told is not None and told.mode is EnginePriorityMode.ON and told.state in _UNHEEDED
+    return told.state if told is not None and wanted else None

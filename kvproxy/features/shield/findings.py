@@ -36,10 +36,11 @@ def find_open_faults(clusters: Mapping[str, Cluster], mode: ShieldMode) -> Itera
 
 def describe_faults(software: Mapping[str, str], mode: ShieldMode) -> Iterator[tuple[str, str]]:
     """Yield each fault and its remedy. Faults without a fixed release are in the documentation alone."""
+    reported = set(software.values()) - {""}
     for rule, row in ADVISORIES.items():
-        affected = [name for name, one in software.items() if one and rule in open_rules(one)]
-        if affected and row.fixed is not None:
-            kinds = sorted({software[name] for name in affected})
+        kinds = sorted(one for one in reported if rule in open_rules(one))
+        if kinds and row.fixed is not None:
+            affected = [name for name, one in software.items() if one in kinds]
             what = f"{_listed(affected)} ({_listed(kinds)}): {row.field}: {row.harm}; {_DONE[mode]}"
             fix = f"upgrade to {VLLM} {'.'.join(map(str, row.fixed[:3]))} or later"
             yield what, f"{fix} ({row.source})" if row.source else fix
@@ -47,7 +48,9 @@ def describe_faults(software: Mapping[str, str], mode: ShieldMode) -> Iterator[t
 
 def list_unknown(software: Mapping[str, str]) -> list[str]:
     """Return the engines that report no version, or one that means nothing."""
-    return [name for name, one in software.items() if not one or (one.startswith(VLLM) and not _is_version(one))]
+    reported = set(software.values())
+    unknown = {one for one in reported if not one or (one.startswith(VLLM) and not _is_version(one))}
+    return [name for name, one in software.items() if one in unknown]
 
 
 def _is_version(software: str) -> bool:

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvproxy.base.background_task import BackgroundTask
+from kvproxy.base.background_task import BackgroundTask, ask_each
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.base.types import Sleep
 from kvproxy.cache.clients.vllm import VllmClient
@@ -40,7 +41,6 @@ class EngineVersions(BackgroundTask):
         self._clusters = clusters
         self._engines = engines
         self._sleep = sleep
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self.rules: frozenset[Rule] = self._collect_rules()
 
     async def __aexit__(self, *exception: object) -> None:
@@ -64,7 +64,7 @@ class EngineVersions(BackgroundTask):
 
     async def ask_engines(self, engines: Iterable[Engine]) -> None:
         """Ask these, and see which faults there are now."""
-        outcomes = await asyncio.gather(*map(self._ask_one, engines), return_exceptions=True)
+        outcomes = await ask_each(list(engines), self._ask_one, at_once=MAX_CONCURRENT)
         for outcome in outcomes:
             if isinstance(outcome, Exception):  # the others are queried all the same
                 log.error("[shield] the question for a version is broken", exc_info=outcome)
@@ -78,20 +78,19 @@ class EngineVersions(BackgroundTask):
 
     async def _ask_one(self, engine: Engine) -> None:
         try:
-            async with self._slots:
-                engine.software = await fetch_software(self._engines.client(engine), known=engine.software)
+            engine.software = await fetch_software(self._engines.client(engine), known=engine.software)
         except ClientError as error:
             log.debug("[shield] the version of %s: %s", engine.id, error)
 
     def _collect_rules(self) -> frozenset[Rule]:
-        found = [open_rules(one.software) for cluster in self._clusters.values() for one in cluster.engines]
-        return frozenset[Rule]().union(*found) if found else ALL_RULES
+        reported = {one.software for cluster in self._clusters.values() for one in cluster.engines}
+        return frozenset[Rule]().union(*map(open_rules, reported)) if reported else ALL_RULES
 
     def _affected(self) -> Iterator[tuple[tuple[str, ...], float]]:
         for name, cluster in self._clusters.items():
-            known = [one.software for one in cluster.engines if one.software]
+            known = Counter(one.software for one in cluster.engines if one.software)
             for rule in sorted(ALL_RULES):
-                if count := sum(rule in open_rules(one) for one in known):
+                if count := sum(number for software, number in known.items() if rule in open_rules(software)):
                     yield (name, rule.value), count
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 
+import msgspec
+
+from kvproxy.base.background_task import SLICE_S, in_slices
+from kvproxy.base.types import Sleep
 from kvproxy.cache.actions.job_queue import MAX_WAITING
 from kvproxy.cache.indexes.heat import Run
 from kvproxy.cache.overlap.gauges import PRECISE_ROW_BYTES, index_worth
@@ -14,12 +16,10 @@ from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-
-#: Runs examined before other tasks run: well under a millisecond.
-SLICE_RUNS = 512
+from kvproxy.operate.admin.replies import encode_part
 
 
-def cache_status(service: KvCache) -> dict[str, object]:
+async def cache_status(service: KvCache) -> dict[str, object]:
     """Return sources, indexes, token memory, queues and breakers."""
     overlap = service.overlap
     settings = service.settings
@@ -31,7 +31,7 @@ def cache_status(service: KvCache) -> dict[str, object]:
             "precise": any(one.followed.any for one in overlap.indexes.values()),
             "lookup": None if provider is None else provider.source.value,
         },
-        "indexes": {name: _index_status(service, cluster) for name, cluster in service.clusters.items()},
+        "indexes": {name: await _index_status(service, cluster) for name, cluster in list(service.clusters.items())},
         "token_memory": {
             "entries": len(memory),
             "bytes": memory.held_bytes,
@@ -108,25 +108,23 @@ def running_jobs(service: KvCache) -> list[dict[str, object]]:
     return [{"about": job.about, "instance": job.lane} for job in service.actions.jobs.running]
 
 
-def _let_others_run() -> Awaitable[None]:
-    return asyncio.sleep(0)
-
-
 async def hot_prefixes(
-    service: KvCache, limit: int, *, pause: Callable[[], Awaitable[None]] = _let_others_run
+    service: KvCache, limit: int, *, slice_s: float = SLICE_S, sleep: Sleep = asyncio.sleep
 ) -> list[dict[str, object]]:
     """At most `limit` prefixes, the most touched first: hash of the last block, length, touches (decayed), and by
     endpoint how many of their blocks it is estimated to hold. Looks at every run there is, so it does so in slices."""
     indexes = service.overlap.indexes
-    found: list[tuple[float, str, Run]] = []
-    for cluster, one in indexes.items():
-        kept = one.approximate.counts.all_runs()
-        for start in range(0, len(kept), SLICE_RUNS):
-            touched = [(one.approximate.counts.requests(run), cluster, run) for run in kept[start : start + SLICE_RUNS]]
-            found = heapq.nlargest(limit, [*found, *touched], key=lambda each: each[0])
-            await pause()
+    found: list[tuple[float, int, str, Run]] = []  # a heap, with a number so that runs are not compared
+    runs = ((cluster, run) for cluster, one in indexes.items() for run in one.approximate.counts.all_runs())
+    async for number, (cluster, run) in in_slices(enumerate(runs), slice_s=slice_s, sleep=sleep):
+        entry = (indexes[cluster].approximate.counts.requests(run), -number, cluster, run)
+        if len(found) < limit:
+            heapq.heappush(found, entry)
+        elif entry[0] > found[0][0]:
+            heapq.heapreplace(found, entry)
+    found.sort(reverse=True)
     # Entries of an early slice may be gone by now.
-    present = [(cluster, run, indexes[cluster].approximate.counts.requests(run)) for _, cluster, run in found]
+    present = [(cluster, run, indexes[cluster].approximate.counts.requests(run)) for _, _, cluster, run in found]
     return [_hot_prefix(service, cluster, run, touches) for cluster, run, touches in present if touches > 0.0]
 
 
@@ -145,10 +143,14 @@ def _hot_prefix(service: KvCache, cluster: str, run: Run, touches: float) -> dic
     }
 
 
-def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
-    """One cluster's indexes: size, estimated memory, and each endpoint's part."""
+async def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
+    """One cluster's indexes: size, estimated memory, and each endpoint's part as JSON."""
     indexes = service.overlap.indexes[cluster.name]
-    rows = sum(indexes.precise.count_rows(endpoint.id) for endpoint in cluster.endpoints)
+    rows = 0
+    endpoints: dict[str, msgspec.Raw] = {}
+    async for one in in_slices(cluster.endpoints):
+        rows += indexes.precise.count_rows(one.id)
+        endpoints[str(one.id)] = encode_part(endpoint_index(service, cluster.name, one))
     return {
         "approximate": {
             "entries": indexes.approximate.counts.entries,
@@ -158,7 +160,7 @@ def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
         "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
         "hot": {"blocks": indexes.approximate.counts.unique_blocks, "runs": indexes.approximate.counts.runs},
         "last_served": {"sessions": indexes.last_served.sessions, "responses": indexes.last_served.responses},
-        "endpoints": {str(one.id): endpoint_index(service, cluster.name, one) for one in cluster.endpoints},
+        "endpoints": endpoints,
     }
 
 
@@ -181,7 +183,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
         "told_capacity_blocks": indexes.capacities.reported_blocks(endpoint.id),
         "reuse_step_tokens": indexes.steps.known.get(endpoint.id),
         "trust": overlap.trust(cluster, endpoint.id),
-        "hit_ratio": asdict(service.state.hit_ratios.read_shares((cluster, endpoint.id))),
+        "hit_ratio": msgspec.to_builtins(service.state.hit_ratios.read_shares((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
         "precise_blocks": indexes.precise.count_rows(endpoint.id),
         "tiers": overlap.tier_counts.describe(cluster, endpoint, service.scraper.signals.memory),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvproxy.base.background_task import in_slices
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.compose import composed
@@ -22,7 +25,7 @@ from kvproxy.cluster.settings import EndpointSettings, PolicyParameters
 from kvproxy.cluster.sources.entries import CREDENTIALS
 from kvproxy.operate.admin.cache_status import endpoint_index, engine_status
 from kvproxy.operate.admin.operated import AdminTarget
-from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, reply_json
+from kvproxy.operate.admin.replies import Audit, RequestRefused, encode_part, read_json_object, reply_json
 from kvproxy.operate.admin.tuning import ranges, tuned
 from kvproxy.operate.config.decode import decode_model, spelling_hint
 
@@ -55,13 +58,14 @@ class EndpointRoutes:
         ]
 
     async def _collection(self, request: Request) -> Response:
-        return await self._add(request) if request.method == "POST" else self._list()
+        return await self._add(request) if request.method == "POST" else await self._list()
 
-    def _list(self) -> Response:
-        clusters: dict[str, list[dict[str, object]]] = {}
-        for name, cluster in self._operated.clusters.items():
+    async def _list(self) -> Response:
+        clusters: dict[str, list[msgspec.Raw]] = {}
+        for name, cluster in list(self._operated.clusters.items()):
             leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.members.draining]
-            clusters[name] = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints] + leaving
+            described = (describe_endpoint(self._operated, name, each) for each in cluster.endpoints)
+            clusters[name] = [encode_part(one) async for one in in_slices(chain(described, leaving))]
         failing = {name: dict(one.poller.complaints) for name, one in self._operated.clusters.items()}
         return reply_json(
             {"clusters": clusters, "failing_discovery": {name: why for name, why in failing.items() if why}}

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from kvproxy.cluster.endpoint import DOWN, Condition
+from kvproxy.operate.admin.conditions import Conditions
 from kvproxy.operate.admin.operated import AdminTarget, Event
 
 #: Seconds for which an event is shown, and bound on the events kept.
@@ -26,9 +27,9 @@ class EventLog:
         self._conditions: dict[tuple[str, str], tuple[str, float]] = {}
         self._lost: dict[str, str] = {}
 
-    def follow(self, now: float) -> None:
+    def follow(self, now: float, conditions: Conditions) -> None:
         """Note what changed since the last call."""
-        self._follow_endpoints(now)
+        self._follow_endpoints(now, conditions)
         self._follow_sources(now)
 
     def list_events(self) -> Iterable[Event]:
@@ -40,8 +41,8 @@ class EventLog:
         """When the first of the endpoints that are down now went down; None: none is."""
         return min((since for kind, since in self._conditions.values() if kind == "down"), default=None)
 
-    def _follow_endpoints(self, now: float) -> None:
-        present = dict(self._kinds(now))
+    def _follow_endpoints(self, now: float, conditions: Conditions) -> None:
+        present = dict(_list_kinds(conditions))
         changed: dict[tuple[str, str], list[str]] = {}
         for key, kind in present.items():
             before, since = self._conditions.get(key, ("up", now))
@@ -52,12 +53,6 @@ class EventLog:
             del self._conditions[key]
         for (cluster, kind), names in changed.items():
             self._events.append(_of_endpoints(now, self._where(cluster), kind, names))
-
-    def _kinds(self, now: float) -> Iterator[tuple[tuple[str, str], str]]:
-        for name, cluster in self._operated.clusters.items():
-            for endpoint in cluster.endpoints:
-                condition = endpoint.condition(now)
-                yield (name, str(endpoint.id)), _KINDS.get(condition, "down" if condition in DOWN else "up")
 
     def _follow_sources(self, now: float) -> None:
         kvcache = self._operated.kvcache
@@ -77,9 +72,16 @@ _KINDS: Mapping[Condition, str] = {
     Condition.DRAINING: "drained",
     Condition.ASLEEP: "asleep",
     Condition.NOT_READY: "not ready",
+    **dict.fromkeys(DOWN, "down"),
 }
 _MARKS = {"down": _BAD, "up": _GOOD, "drained": _NEUTRAL, "asleep": _WARN, "not ready": _WARN}
 _NAMED = 3
+
+
+def _list_kinds(conditions: Conditions) -> Iterator[tuple[tuple[str, str], str]]:
+    for name, found in conditions.items():
+        for endpoint, condition in found.items():
+            yield (name, str(endpoint.id)), _KINDS.get(condition, "up")
 
 
 def _of_endpoints(now: float, where: str, kind: str, names: list[str]) -> Event:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import DOWN, TAKING, Condition
+from kvproxy.cluster.endpoint import DOWN, TAKING, Condition, Endpoint
 from kvproxy.cluster.routes import clusters_without_endpoint
+from kvproxy.operate.admin.conditions import Conditions
 from kvproxy.operate.admin.findings import Rank, Trouble
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.recent import FailureTally, Tally
@@ -140,14 +141,22 @@ class State:
     since_s: float | None = None
 
 
-def describe_state(operated: AdminTarget, now: float, *, requests: int, failed: int, down_since: float | None) -> State:
+def describe_state(
+    operated: AdminTarget,
+    now: float,
+    found: Conditions,
+    *,
+    requests: int,
+    failed: int,
+    down_since: float | None,
+) -> State:
     """Return the state to show an operator first; `requests` and `failed` are those of the last minute."""
     if operated.draining:
         return State("warn", "draining", "Draining: no new connections are taken")
     since_s = None if down_since is None else now - down_since
     if without := clusters_without_endpoint(operated.clusters, now):
-        return _outage([operated.clusters[name] for name in without], now, operated, since_s)
-    conditions = _conditions(operated.clusters.values(), now)
+        return _outage(without, found, operated, since_s)
+    conditions = _conditions(found.values())
     down = sum(one in DOWN for one in conditions)
     engines = _of_engines(conditions, down)
     if failed >= FAILED_LEAST and failed / requests >= FAILED_SHARE:
@@ -161,9 +170,9 @@ def describe_state(operated: AdminTarget, now: float, *, requests: int, failed: 
     return State("good", "ready", engines)
 
 
-def _outage(clusters: list[Cluster], now: float, operated: AdminTarget, since_s: float | None) -> State:
-    conditions = _conditions(clusters, now)
-    names = ", ".join(one.name for one in clusters)
+def _outage(without: list[str], found: Conditions, operated: AdminTarget, since_s: float | None) -> State:
+    conditions = _conditions(found.get(name, {}) for name in without)
+    names = ", ".join(without)
     of = f" of {names}" if len(operated.clusters) > 1 else ""
     if not conditions:
         return State("down", f"down: no engine in {names}", f"No engine{of} is configured or found")
@@ -172,9 +181,9 @@ def _outage(clusters: list[Cluster], now: float, operated: AdminTarget, since_s:
     return State("down", f"down: 0 of {len(conditions)} engines{of} up", f"No engine{of} up", since_s)
 
 
-def _conditions(clusters: Iterable[Cluster], now: float) -> list[Condition]:
+def _conditions(found: Iterable[Mapping[Endpoint, Condition]]) -> list[Condition]:
     """One for each engine: its ranks are well or not well together."""
-    return list({one.engine: one.condition(now) for each in clusters for one in each.endpoints}.values())
+    return list({one.engine: condition for each in found for one, condition in each.items()}.values())
 
 
 def _of_engines(conditions: list[Condition], down: int) -> str:

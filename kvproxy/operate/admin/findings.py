@@ -123,21 +123,22 @@ _LOST = {
 _STREAM_PATIENCE_S = 10.0
 
 
-def find_engine_findings(kvcache: KvCache, name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
-    """Of one cluster."""
-    yield from _streams(kvcache.overlap.streams, name, cluster, now)
-    yield from _asleep(name, cluster, now)
-    for one in kvcache.overlap.indexes[name].missed.doubted_records():
-        yield _disbelieved(name, one)
-    yield from _lost(kvcache.state.losses, name, cluster)
+def list_engine_findings(
+    kvcache: KvCache, name: str, cluster: Cluster, conditions: Mapping[Endpoint, Condition]
+) -> Iterator[Iterable[Trouble]]:
+    """Yield those of one cluster, each walk over its endpoints by itself."""
+    yield _streams(kvcache.overlap.streams, name, conditions)
+    yield _asleep(name, cluster, conditions)
+    yield (_disbelieved(name, one) for one in kvcache.overlap.indexes[name].missed.doubted_records())
+    yield _lost(kvcache.state.losses, name, conditions)
 
 
-def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
+def _streams(streams: EventStreams | None, name: str, conditions: Mapping[Endpoint, Condition]) -> Iterator[Trouble]:
     if streams is None:
         return
     broken: list[tuple[Endpoint, str]] = []
-    for one in cluster.endpoints:
-        if one.condition(now) not in DOWN:
+    for one, condition in conditions.items():
+        if condition not in DOWN:
             states = streams.streams(one).values()
             reasons = [each.reason.value for each in states if each.state is not StreamState.EXACT]
             broken += [(one, reasons[0].replace("_", " "))] if reasons else []
@@ -153,8 +154,8 @@ def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: flo
         yield source_trouble(("stream", name), name, what, fix, patience_s=_STREAM_PATIENCE_S)
 
 
-def _asleep(name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
-    sleeping = [one for one in cluster.endpoints if one.condition(now) is Condition.ASLEEP]
+def _asleep(name: str, cluster: Cluster, conditions: Mapping[Endpoint, Condition]) -> Iterator[Trouble]:
+    sleeping = [one for one, condition in conditions.items() if condition is Condition.ASLEEP]
     if sleeping and not wakes_engines(cluster.settings):
         verb, whose = ("sleeps", "its") if len(sleeping) == 1 else ("sleep", "their")
         what = f"{list_names(sleeping)} {verb} by {whose} own metrics: excluded from routing"
@@ -171,8 +172,8 @@ def _disbelieved(name: str, one: MissedReuse) -> Trouble:
     return source_trouble(("missed", name, str(one.endpoint)), f"{name}/{one.endpoint}", what, fix)
 
 
-def _lost(losses: CacheLosses, name: str, cluster: Cluster) -> Iterator[Trouble]:
-    for endpoint in cluster.endpoints:
+def _lost(losses: CacheLosses, name: str, endpoints: Iterable[Endpoint]) -> Iterator[Trouble]:
+    for endpoint in endpoints:
         loss = losses.latest_loss(name, endpoint.id)
         if loss is not None and loss.age_s <= _LOSS_SHOWN_S and not endpoint.asleep:
             where = f"{name}/{endpoint.id}"

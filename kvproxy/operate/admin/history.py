@@ -6,13 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, TypeVar
 
 from kvproxy.base.background_task import BackgroundTask
-from kvproxy.base.metrics.collectors import Counter
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache.metrics import KvCacheMetrics
@@ -27,23 +26,6 @@ KEPT = 300
 #: Samples merged into one of the hour, and how many of those are kept.
 COARSE = 10
 HOUR_KEPT = 360
-
-
-def count_by_label(counter: Counter, label: str) -> dict[str, float]:
-    """Return the counter's value by one label, added up over the others."""
-    found: dict[str, float] = {}
-    for metric in counter.collect():
-        for sample in metric.samples:
-            if sample.name.endswith("_total"):
-                key = sample.labels[label]
-                found[key] = found.get(key, 0.0) + sample.value
-    return found
-
-
-def count_total(counter: Counter) -> float:
-    """Return the counter's value over all labels."""
-    samples = (sample for metric in counter.collect() for sample in metric.samples)
-    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
 
 class Sampled(Protocol):
@@ -81,7 +63,7 @@ class History(BackgroundTask):
     def __init__(self, sampled: Sampled, *, sleep: Sleep = asyncio.sleep) -> None:
         self.samples: deque[HistorySample] = deque(maxlen=KEPT)
         self.hour: deque[HistorySample] = deque(maxlen=HOUR_KEPT)
-        self.on_sample: list[Callable[[float], object]] = []
+        self.on_sample: list[Callable[[float], Awaitable[object]]] = []
         self._sampled = sampled
         self._sleep = sleep
         self._taken = 0
@@ -93,11 +75,11 @@ class History(BackgroundTask):
         while True:
             await self._sleep(INTERVAL_S)
             try:
-                self.take_sample()
+                await self.take_sample()
             except Exception:
                 log.exception("a sample for the live page is lost")
 
-    def take_sample(self) -> None:
+    async def take_sample(self) -> None:
         """One sample, of all since the one before."""
         recent = self._sampled.recent
         metrics = self._sampled.metrics
@@ -109,7 +91,7 @@ class History(BackgroundTask):
             metrics.group(KvCacheMetrics).predicted_tokens,
             metrics.group(CacheUseMetrics).saved_seconds,
         )
-        counts = [count_total(counter) for counter in counters]
+        counts = [counter.total() for counter in counters]
         prompt, cached, predicted, saved = (after - before for after, before in zip(counts, self._last, strict=True))
         self._last_at = now
         self._last = counts
@@ -121,15 +103,14 @@ class History(BackgroundTask):
         if self._taken % COARSE == 0:
             self._take_coarse(now)
         for on_sample in self.on_sample:
-            on_sample(now)
+            await on_sample(now)
 
     def _take_attempt_failures(self) -> dict[tuple[str, str], int]:
         """Failed attempts since the last call. A series that began again counts from nothing."""
         counted: dict[tuple[str, str], int] = {}
-        for metric in self._sampled.metrics.group(EndpointRequestMetrics).attempt_failures.collect():
-            for sample in metric.samples:
-                key = sample.labels["cluster"], sample.labels["endpoint"]
-                counted[key] = counted.get(key, 0) + int(sample.value)
+        failures = self._sampled.metrics.group(EndpointRequestMetrics).attempt_failures
+        for (cluster, endpoint, _), value in failures.list_values():
+            counted[cluster, endpoint] = counted.get((cluster, endpoint), 0) + int(value)
         before = self._attempt_failures
         self._attempt_failures = counted
         grown = {key: value - min(value, before.get(key, 0)) for key, value in counted.items()}

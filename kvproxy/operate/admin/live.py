@@ -13,11 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy import __version__
+from kvproxy.base.background_task import in_slices
 from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
 from kvproxy.cluster.endpoint import TAKING
 from kvproxy.operate.admin.cache_status import hot_prefixes, pins, running_jobs
 from kvproxy.operate.admin.clusters import describe_endpoint, describe_routing
+from kvproxy.operate.admin.conditions import Conditions, read_conditions
 from kvproxy.operate.admin.config_file import describe_file
 from kvproxy.operate.admin.event_log import EventLog, describe_events
 from kvproxy.operate.admin.failures import count_by_cluster, count_by_endpoint, describe_state
@@ -26,7 +28,7 @@ from kvproxy.operate.admin.history import History, HistorySample, add_tallies, l
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.process import check_readiness
 from kvproxy.operate.admin.recent import Tally
-from kvproxy.operate.admin.replies import RequestRefused
+from kvproxy.operate.admin.replies import RequestRefused, encode_part
 from kvproxy.operate.admin.troubles import Troubles
 from kvproxy.operate.admin.views import list_decisions
 from kvproxy.operate.capabilities import SeenEngines, list_capabilities
@@ -110,7 +112,7 @@ class LiveView:
         self._hot: list[dict[str, object]] = []
         self._hot_at = -HOT_AGAIN_S
         self._events = EventLog(operated)
-        history.on_sample += [self._update_findings, self._events.follow]
+        history.on_sample.append(self._look)
 
     def list_routes(self) -> list[Route]:
         """Its path."""
@@ -124,18 +126,20 @@ class LiveView:
         made_at, body = self._answers.get(span, (now - SHARED_S, b""))
         if now - made_at >= SHARED_S:
             await self._refresh_hot(now)
-            body = msgspec.json.encode(self.describe(now, span))
+            body = msgspec.json.encode(await self.describe(now, span))
             self._answers[span] = (now, body)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    def describe(self, now: float, span: str = SPANS[0]) -> dict[str, object]:
-        """All of it but for hot prefixes, which are as of the last look."""
+    async def describe(self, now: float, span: str = SPANS[0]) -> dict[str, object]:
+        """All of it but for hot prefixes, which are as of the last look. The endpoints are JSON already."""
         operated = self._operated
+        conditions = await read_conditions(operated.clusters, now)
+        findings = await self._look(now, conditions)
         ready, why = check_readiness(operated)
         minute = self._minute(now)
-        self._events.follow(now)
+        endpoints = await self._endpoints(now, minute)
         counted = _counted(minute)
-        state = describe_state(operated, now, **counted, down_since=self._events.down_since())
+        state = describe_state(operated, now, conditions, **counted, down_since=self._events.down_since())
         return {
             "version": __version__,
             "time": operated.wall_clock().isoformat(timespec="seconds"),
@@ -145,8 +149,8 @@ class LiveView:
             "state": asdict(state),
             "config_file": describe_file(operated.reloader, now),
             "public_url": operated.public_url or _url_of(operated.config.listen),
-            "endpoints": self._endpoints(now, minute),
-            "last_minute": {**counted, "saved_prefill_s": self._saved_s(now)},
+            "endpoints": endpoints,
+            "last_minute": {**counted, "saved_prefill_s": self._saved_s(now, conditions)},
             "ttft": self._ttft(now),
             "clusters": {name: _counts(*found) for name, found in count_by_cluster(minute).items()},
             "history": _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
@@ -160,7 +164,7 @@ class LiveView:
             "events": describe_events(self._events.list_events(), now)[:EVENTS],
             "findings": [
                 {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": now - since}
-                for one, since in self._update_findings(now)
+                for one, since in findings
             ],
             **{key: shown for feature in installed(Feature) for key, shown in feature.describe_live(operated).items()},
         }
@@ -168,11 +172,14 @@ class LiveView:
     def _minute(self, now: float) -> Tally:
         return add_tallies(one.tally for one in self._history.last_minute(now))
 
-    def _update_findings(self, now: float) -> list[tuple[Trouble, float]]:
+    async def _look(self, now: float, conditions: Conditions | None = None) -> list[tuple[Trouble, float]]:
+        """Note what changed, and return the findings with when each was seen first."""
+        conditions = conditions or await read_conditions(self._operated.clusters, now)
+        self._events.follow(now, conditions)
         samples = self._history.last_minute(now)
         minute = add_tallies(one.tally for one in samples)
         failures = add_tallies(one.failures for one in samples)
-        return self._troubles.update_findings(now, minute, failures)
+        return await self._troubles.update_findings(now, conditions, minute, failures)
 
     def _ttft(self, now: float) -> dict[str, float | None]:
         """Seconds to the first byte of streamed answers: of the last minute, and of the same minute an hour ago."""
@@ -181,23 +188,22 @@ class LiveView:
         then = [one.ttft_p95_s for one in islice(hour, _MINUTE) if now - one.at >= _HOUR_AGO_S and one.ttft_p95_s]
         return {"p95_s": p95, "p95_hour_ago_s": max(then, default=None)}
 
-    def _saved_s(self, now: float) -> float | None:
+    def _saved_s(self, now: float, conditions: Conditions) -> float | None:
         """Estimate the engine seconds of prefill saved by caches in the last minute; None while no cluster has learned
         a speed, and while no engine is up, since earlier savings do not describe the present."""
-        members = (one for each in self._operated.clusters.values() for one in each.endpoints)
-        if not any(one.condition(now) in TAKING for one in members):
+        if not any(one in TAKING for found in conditions.values() for one in found.values()):
             return None
         speeds = [one.speeds for one in self._operated.clusters.values() if one.speeds is not None]
         if not any(one.estimates(now).samples for one in speeds):
             return None
         return sum(sample.saved_s for sample in self._history.last_minute(now))
 
-    def _endpoints(self, now: float, minute: Tally) -> list[dict[str, object]]:
+    async def _endpoints(self, now: float, minute: Tally) -> list[msgspec.Raw]:
         operated = self._operated
         routed = count_by_endpoint(minute)
         errors = add_tallies(one.attempt_failures for one in self._history.last_minute(now))
         ttfts = operated.recent.ttfts_by_endpoint(now - 60.0)
-        return [
+        described = (
             {
                 "cluster": name,
                 **describe_endpoint(operated, name, endpoint),
@@ -205,9 +211,10 @@ class LiveView:
                 "errors_last_minute": errors.get((name, str(endpoint.id)), 0),
                 "ttft_p95_s": list_quantiles(ttfts.get((name, endpoint.id), ()))[1],
             }
-            for name, cluster in operated.clusters.items()
+            for name, cluster in list(operated.clusters.items())
             for endpoint in cluster.endpoints
-        ]
+        )
+        return [encode_part(one) async for one in in_slices(described)]
 
     def _cache(self, now: float) -> dict[str, object] | None:
         kvcache = self._operated.kvcache

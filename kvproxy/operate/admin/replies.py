@@ -37,6 +37,12 @@ def reply_json(data: object, status: int = 200, *, headers: Mapping[str, str] | 
     return Response(msgspec.json.encode(data), status, {**_NO_STORE, **(headers or {})}, media_type="application/json")
 
 
+def encode_part(data: object) -> msgspec.Raw:
+    """Return a part of an answer as JSON: one of thousands, so that they are not all encoded in one turn of the event
+    loop."""
+    return msgspec.Raw(msgspec.json.encode(data))
+
+
 def reply_error(status: int, problems: Sequence[Problem], *, headers: Mapping[str, str] | None = None) -> Response:
     """`{"error": what, "problems": [{"where", "what", "fix"}]}`; the first problem is the headline."""
     listed = [

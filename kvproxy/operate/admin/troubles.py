@@ -3,11 +3,12 @@ rest. Each with its age."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from kvproxy.base.background_task import in_slices
 from kvproxy.base.installed import installed
-from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, TAKING, Condition, Endpoint
+from kvproxy.operate.admin.conditions import Conditions
 from kvproxy.operate.admin.config_file import find_refused_file
 from kvproxy.operate.admin.failures import count_by_endpoint, find_failing
 from kvproxy.operate.admin.findings import (
@@ -15,10 +16,10 @@ from kvproxy.operate.admin.findings import (
     Rank,
     Trouble,
     find_certificate_findings,
-    find_engine_findings,
     find_lost_adapters,
     find_unlearned,
     find_unsteered_ranks,
+    list_engine_findings,
     list_names,
     source_trouble,
 )
@@ -39,10 +40,13 @@ class Troubles:
         self._operated = operated
         self._since: dict[tuple[str, ...], float] = {}
 
-    def update_findings(self, now: float, minute: Tally, failures: FailureTally) -> list[tuple[Trouble, float]]:
+    async def update_findings(
+        self, now: float, conditions: Conditions, minute: Tally, failures: FailureTally
+    ) -> list[tuple[Trouble, float]]:
         """All there are, each with when it was seen first, the worst first."""
-        failing = find_failing(self._operated.clusters, minute, failures)
-        present = [*self._endpoints(now, minute), *self._sources(now), *failing, *self._rest()]
+        present: list[Trouble] = []
+        async for group in in_slices(self._list_groups(now, conditions, minute, failures)):
+            present += group
         refused = dict(find_refused_file(self._operated.reloader, now))
         self._since = {one.key: self._since.get(one.key, now) for one in present} | {
             one.key: changed_at for one, changed_at in refused.items()
@@ -51,22 +55,21 @@ class Troubles:
         shown = [(one, self._since[one.key]) for one in present if now - self._since[one.key] >= one.patience_s]
         return sorted(shown, key=lambda pair: (pair[0].rank, _SEVERITIES.index(pair[0].severity)))
 
-    def _endpoints(self, now: float, minute: Tally) -> Iterator[Trouble]:
-        for name, cluster in self._operated.clusters.items():
-            down = [one for one in cluster.endpoints if one.condition(now) in DOWN]
-            if not down:
-                continue
-            others = _who_took_over(name, cluster, minute, now)
-            if len(down) > 1 and not any(one.condition(now) in TAKING for one in cluster.endpoints):
-                yield _down(("outage", name), name, _outage(down, len(cluster.endpoints), now))
-            elif len(down) <= NAMED:
-                for one in down:
-                    yield _down(("down", name, str(one.id)), f"{name}/{one.id}", f"{_why(one, now)}; {others}")
-            else:
-                what = f"{len(down)} of {len(cluster.endpoints)} endpoints are down ({list_names(down)}); {others}"
-                yield _down(("down", name), name, what)
+    def _list_groups(
+        self, now: float, conditions: Conditions, minute: Tally, failures: FailureTally
+    ) -> Iterator[Iterable[Trouble]]:
+        """Yield the findings, those of each walk over the endpoints by themselves."""
+        kvcache = self._operated.kvcache
+        for name, found in conditions.items():
+            yield _find_down(name, found, minute, now)
+        yield self._sources()
+        for name, found in conditions.items() if kvcache is not None else ():
+            if (cluster := self._operated.clusters.get(name)) is not None and kvcache is not None:
+                yield from list_engine_findings(kvcache, name, cluster, found)
+        yield find_failing(self._operated.clusters, minute, failures)
+        yield from self._rest()
 
-    def _sources(self, now: float) -> Iterator[Trouble]:
+    def _sources(self) -> Iterator[Trouble]:
         for name, cluster in self._operated.clusters.items():
             for source, why in cluster.poller.complaints.items():
                 what = f"the {source} discovery fails; its last endpoints stay in use: {why}"
@@ -80,10 +83,8 @@ class Troubles:
         for outage in kvcache.breakers.outages:
             what = f"{outage.operation} fails: {outage.meaning} (last error: {outage.last_error})"
             yield source_trouble(("outage", outage.operation), "kvcache", what, "is it up? `kvproxy doctor` checks it")
-        for name, cluster in self._operated.clusters.items():
-            yield from find_engine_findings(kvcache, name, cluster, now)
 
-    def _rest(self) -> Iterator[Trouble]:
+    def _rest(self) -> Iterator[Iterable[Trouble]]:
         kvcache = self._operated.kvcache
         alarms: Sequence[OperatorFinding] = () if kvcache is None else kvcache.state.predictions.raised_alarms()
         unknown = find_unlearned(self._operated.clusters)
@@ -96,21 +97,36 @@ class Troubles:
             *((feature.name, feature.find_troubles(self._operated)) for feature in installed(Feature)),
             ("finding", self._operated.findings),
         ):
-            for one in found:
-                if isinstance(one, Trouble):
-                    yield one
-                    continue
-                # Alarms and speeds count in their text; findings of one place may be several.
-                about = (kind, one.where) if kind in _ONE_A_PLACE else (kind, one.where, one.what)
-                yield Trouble(about, Rank.REST, str(one.severity), one.where, one.what, one.fix)
+            yield [one if isinstance(one, Trouble) else _trouble(kind, one) for one in found]
+
+
+def _trouble(kind: str, one: OperatorFinding) -> Trouble:
+    # Alarms and speeds count in their text; findings of one place may be several.
+    about = (kind, one.where) if kind in _ONE_A_PLACE else (kind, one.where, one.what)
+    return Trouble(about, Rank.REST, str(one.severity), one.where, one.what, one.fix)
+
+
+def _find_down(name: str, conditions: Mapping[Endpoint, Condition], minute: Tally, now: float) -> Iterator[Trouble]:
+    down = {one: condition for one, condition in conditions.items() if condition in DOWN}
+    if not down:
+        return
+    up = [one for one, condition in conditions.items() if condition in TAKING]
+    others = _who_took_over(name, up, minute)
+    if len(down) > 1 and not up:
+        yield _down(("outage", name), name, _outage(down, len(conditions)))
+    elif len(down) <= NAMED:
+        for one, condition in down.items():
+            yield _down(("down", name, str(one.id)), f"{name}/{one.id}", f"{_why(one, condition, now)}; {others}")
+    else:
+        what = f"{len(down)} of {len(conditions)} endpoints are down ({list_names(list(down))}); {others}"
+        yield _down(("down", name), name, what)
 
 
 def _down(key: tuple[str, ...], where: str, what: str) -> Trouble:
     return Trouble(key, Rank.DOWN, "problem", where, what, _DOCTOR)
 
 
-def _why(endpoint: Endpoint, now: float) -> str:
-    condition = endpoint.condition(now)
+def _why(endpoint: Endpoint, condition: Condition, now: float) -> str:
     metrics = endpoint.metrics
     last = f", last error: {metrics.last_failure.replace('_', ' ')}" if metrics.last_failure else ""
     if condition is Condition.UNHEALTHY:
@@ -121,26 +137,25 @@ def _why(endpoint: Endpoint, now: float) -> str:
     return f"down: its breaker is open{last}"
 
 
-def _outage(down: Sequence[Endpoint], all_of_them: int, now: float) -> str:
+def _outage(down: Mapping[Endpoint, Condition], all_of_them: int) -> str:
     """All engines of a cluster at once: those that are down for the same reason together."""
     alike: dict[str, list[Endpoint]] = {}
-    for one in down:
-        alike.setdefault(_cause(one, now), []).append(one)
+    for one, condition in down.items():
+        alike.setdefault(_cause(one, condition), []).append(one)
     causes = "; ".join(f"{list_names(some)}: {why}" for why, some in alike.items())
     how_many = f"all {all_of_them}" if len(down) == all_of_them else f"{len(down)} of {all_of_them}"
     rest = "" if len(down) == all_of_them else ", and no other takes requests"
     return f"{how_many} engines are down{rest} ({causes}); requests go to all of them"
 
 
-def _cause(endpoint: Endpoint, now: float) -> str:
+def _cause(endpoint: Endpoint, condition: Condition) -> str:
     metrics = endpoint.metrics
-    if endpoint.condition(now) is Condition.UNHEALTHY:
+    if condition is Condition.UNHEALTHY:
         return _PROBE.get(metrics.last_probe, "its probes fail")
     return metrics.last_failure.replace("_", " ") or "requests failed in a row"
 
 
-def _who_took_over(name: str, cluster: Cluster, minute: Tally, now: float) -> str:
-    up = [one for one in cluster.endpoints if one.condition(now) in TAKING]
+def _who_took_over(name: str, up: Sequence[Endpoint], minute: Tally) -> str:
     if not up:
         return "no endpoint of the cluster is up, so all are tried"
     requests = count_by_endpoint(minute)

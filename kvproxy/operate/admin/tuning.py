@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
+from annotated_types import Ge, Le
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from kvproxy.base.errors import ConfigError
 from kvproxy.base.settings.model import Model
@@ -29,10 +32,11 @@ def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:
 
 def ranges(settings: Model) -> dict[str, str]:
     """Return what each parameter may be, for people: `0 to 1`, `0 to 10 or null`."""
-    return {name: _range(about) for name, about in type(settings).model_json_schema()["properties"].items()}
+    return {name: _range(field) for name, field in type(settings).model_fields.items()}
 
 
-def _range(about: Mapping[str, Any]) -> str:
-    choices = about.get("anyOf", [about])
-    numbers = [f"{one['minimum']:g} to {one['maximum']:g}" for one in choices if "minimum" in one]
-    return " or ".join([*numbers, *("null" for one in choices if one.get("type") == "null")])
+def _range(field: FieldInfo) -> str:
+    least = [one.ge for one in field.metadata if isinstance(one, Ge)]
+    most = [one.le for one in field.metadata if isinstance(one, Le)]
+    numbers = [f"{low:g} to {high:g}" for low, high in zip(least, most, strict=True)]
+    return " or ".join([*numbers, *("null" for kind in get_args(field.annotation) if kind is NoneType)])

@@ -21,7 +21,6 @@ from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.service import KvCache
 from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, pins
-from kvproxy.operate.admin.history import count_by_label
 from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.operate.admin.recent import RecentRequest
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_number, reply_json
@@ -156,18 +155,18 @@ class CacheRoutes:
     async def _status(self, request: Request) -> Response:
         metrics = self._operated.metrics
         predictions = {
-            "predicted_tokens": count_by_label(metrics.group(KvCacheMetrics).predicted_tokens, "source"),
-            "reused_tokens": count_by_label(metrics.group(KvCacheMetrics).reused_tokens, "source"),
-            "results": count_by_label(metrics.group(KvCacheMetrics).predictions, "result"),
+            "predicted_tokens": metrics.group(KvCacheMetrics).predicted_tokens.sum_by("source"),
+            "reused_tokens": metrics.group(KvCacheMetrics).reused_tokens.sum_by("source"),
+            "results": metrics.group(KvCacheMetrics).predictions.sum_by("result"),
             "alarms": [{"where": one.where, "what": one.what, "fix": one.fix} for one in self._alarms()],
         }
         return reply_json(
             {
-                **cache_status(self._service()),
+                **await cache_status(self._service()),
                 **self._service().observers.describe("status", self._operated.clock()),
-                "lookups": count_by_label(metrics.group(KvCacheMetrics).lookups, "outcome"),
-                "tokenizes": count_by_label(metrics.group(KvCacheMetrics).tokenizes, "outcome"),
-                "actions": count_by_label(metrics.group(HoldingMetrics).actions, "result"),
+                "lookups": metrics.group(KvCacheMetrics).lookups.sum_by("outcome"),
+                "tokenizes": metrics.group(KvCacheMetrics).tokenizes.sum_by("outcome"),
+                "actions": metrics.group(HoldingMetrics).actions.sum_by("result"),
                 "predictions": predictions,
             }
         )

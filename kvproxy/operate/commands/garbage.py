@@ -21,8 +21,8 @@ from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.types import Clock
 
 #: Sizes of the young and the middle generation: a collection scans their product at most, some five milliseconds of it.
-YOUNG_OBJECTS = 10_000
-YOUNG_ROUNDS = 2
+YOUNG_OBJECTS = 2_000
+YOUNG_ROUNDS = 5
 #: The collector's own rule never scans the oldest generation.
 _NEVER = 2**31 - 1
 

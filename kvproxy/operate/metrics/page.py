@@ -9,11 +9,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from prometheus_client import generate_latest
 from prometheus_client.registry import Collector
 
+from kvproxy.base.background_task import SLICE_S, in_slices
 from kvproxy.base.metrics.exposition import Registry, Texts
 from kvproxy.base.types import Clock
-
-#: How long a scrape holds the event loop before it yields.
-SLICE_S = 0.0005
 
 
 async def render_exposition(
@@ -21,22 +19,11 @@ async def render_exposition(
     *,
     slice_s: float = SLICE_S,
     clock: Clock = time.perf_counter,
-    pause: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> bytes:
     """Every series of the registry. The values of one series belong together; those of two may be a moment apart."""
-    page: list[bytes] = []
-    piece: list[str] = []
-    end = clock() + slice_s
-    for collector in list(registry.collectors):
-        for text in _texts(collector):
-            piece.append(text)
-            if clock() >= end:
-                page.append("".join(piece).encode())
-                piece.clear()
-                await pause()
-                end = clock() + slice_s
-    page.append("".join(piece).encode())
-    return b"".join(page)
+    texts = (text for collector in list(registry.collectors) for text in _texts(collector))
+    return b"".join([text.encode() async for text in in_slices(texts, slice_s=slice_s, clock=clock, sleep=sleep)])
 
 
 def _texts(collector: Collector) -> Iterator[str]:

@@ -12,6 +12,7 @@ import msgspec
 from cachetools import TTLCache
 from starlette.types import Scope, Send
 
+from kvproxy.base.background_task import ask_each, in_slices
 from kvproxy.base.errors import UpstreamError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
@@ -31,6 +32,8 @@ _MAX_LIST_BYTES = 1024 * 1024
 _MAX_LIST_VALUES = 20_000
 #: How long a list is reused, so that a busy client does not multiply into every engine.
 _FRESH_S = 2.0
+#: Engines asked at once.
+MAX_ASKED = 128
 #: Clients whose own lists are kept meanwhile.
 _MAX_CLIENTS = 256
 _REFUSALS = frozenset({401, 403})
@@ -156,7 +159,7 @@ class ModelList:
         return own
 
     async def _ask_closed(self, listed: _Merged, credentials: Headers) -> _Merged:
-        answers = await asyncio.gather(*(self._ask(engine, credentials) for engine in listed.closed))
+        answers = await self._ask_engines(listed.closed, credentials)
         rows = dict(listed.rows)
         for row in (row for answer in answers for row in answer.rows):
             rows.setdefault(str(row.get("id", "")), row)
@@ -185,10 +188,10 @@ class ModelList:
 
     async def _ask_all(self) -> _Merged:
         engines = [(cluster, engine) for cluster in self._clusters for engine in cluster.engines]
-        answers = await asyncio.gather(*(self._ask(engine, ()) for _, engine in engines))
+        answers = await self._ask_engines([engine for _, engine in engines], [])
         rows: dict[str, Row] = {}
         closed = []
-        for (cluster, engine), answer in zip(engines, answers, strict=True):
+        async for (cluster, engine), answer in in_slices(zip(engines, answers, strict=True)):
             if answer.rows:  # otherwise it did not answer, and its last list stays in use
                 names = [str(row.get("id", "")) for row in answer.rows if row.get("parent")]
                 cluster.adapters.observe_list(str(engine.id), engine.adapters, listed=names)
@@ -199,6 +202,12 @@ class ModelList:
         self._add_aliases(rows)
         return _Merged(rows, closed, _first_refusal(answers))
 
+    async def _ask_engines(self, engines: Sequence[Engine], credentials: Headers) -> list[_Listed]:
+        outcomes = await ask_each(engines, lambda engine: self._ask(engine, credentials), at_once=MAX_ASKED)
+        for broken in (one for one in outcomes if isinstance(one, Exception)):
+            raise broken
+        return [one for one in outcomes if isinstance(one, _Listed)]
+
     def _add_aliases(self, rows: dict[str, Row]) -> None:
         for route in self._aliases:
             target = rows.get(route.upstream_model)
@@ -206,7 +215,7 @@ class ModelList:
                 rows.setdefault(route.model, target | {"id": route.model, "root": route.upstream_model})
         rows.pop("", None)
 
-    async def _ask(self, engine: Engine, credentials: Sequence[tuple[bytes, bytes]]) -> _Listed:
+    async def _ask(self, engine: Engine, credentials: Headers) -> _Listed:
         headers = [*self._headers, *credentials]
         if engine.authorization is not None:
             headers.append((b"authorization", engine.authorization))

@@ -205,7 +205,8 @@ async def test_another_process_of_the_same_name_is_said(tmp_path: Path, caplog: 
         for _ in range(5):
             sync._heard(encode(_beat_of(other)), store=True)
         assert sync.describe_state()["namesake"] is True
-        [finding] = [found for found, _ in Troubles(one.proxy).update_findings(0.0, {}, {}) if found.where == "sync"]
+        findings = await Troubles(one.proxy).update_findings(0.0, {}, {}, {})
+        [finding] = [found for found, _ in findings if found.where == "sync"]
         assert "has the name" in finding.what
         assert caplog.text.count("has the name") == 1
         await until(lambda: sync.describe_state()["namesake"] is False)  # it fell silent

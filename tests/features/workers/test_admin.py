@@ -53,7 +53,7 @@ async def test_the_page_shows_the_sums() -> None:
         assert await both.metric('kvproxy_requests_total{cluster="default",endpoint="a",status="200"}') == 3
         assert await both.metric("kvproxy_workers") == 2
         for proxy in both.proxies:
-            proxy._history.take_sample()
+            await proxy._history.take_sample()
         live = await both.live()
         assert live["last_minute"]["requests"] == 3
         assert [(one["id"], one["requests_last_minute"]) for one in live["endpoints"]] == [("a", 3)]

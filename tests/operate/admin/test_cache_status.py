@@ -13,7 +13,7 @@ from kvproxy.cache.actions.strategies import HotPin
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cache.overlap.gauges import index_worth
 from kvproxy.cache.settings import CacheStrategySettings
-from kvproxy.operate.admin.cache_status import SLICE_RUNS, cache_status, hot_prefixes, pins, troubles
+from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, pins, troubles
 from tests.cache.support import service_of
 from tests.support.clock import FakeClock
 
@@ -42,32 +42,32 @@ async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
     """Other tasks get their turn in between, and what vanished meanwhile is not shown."""
     service = service_of(clock)
     index, a, b = service.overlap.indexes["c"].approximate, EndpointId("a"), EndpointId("b")
-    for number in range(1, SLICE_RUNS + 2):
+    for number in range(1, 100):
         index.confirm(index.route(a, index.locate(array("Q", [number]))))
     for _ in range(3):
         index.confirm(index.route(a, index.locate(array("Q", [7, 7000]))))
     index.insert(b, index.locate(array("Q", [7])))
     pauses = 0
 
-    async def pause() -> None:
+    async def pause(_: float) -> None:
         nonlocal pauses
         pauses += 1
 
-    found = await hot_prefixes(service, 2, pause=pause)
-    assert pauses == 2
+    found = await hot_prefixes(service, 2, slice_s=0.0, sleep=pause)
+    assert pauses == 100
     assert [(one["prefix"], one["blocks"], one["replicas"]) for one in found] == [
         (f"{7:016x}", 1, {"a": 1, "b": 1}),
         (f"{7000:016x}", 2, {"a": 2, "b": 1}),
     ]
     emptied = index.counts.all_runs()
 
-    async def empty() -> None:
+    async def empty(_: float) -> None:
         for endpoint in index.counts.endpoints:
             index.remove(endpoint)
-        while not index.sweep(SLICE_RUNS):
+        while not index.sweep(100):
             pass
 
-    assert await hot_prefixes(service, 2, pause=empty) == []
+    assert await hot_prefixes(service, 2, slice_s=0.0, sleep=empty) == []
     assert index.counts.requests(emptied[0]) == 0.0
 
 
@@ -103,4 +103,4 @@ async def test_a_service_that_fails_is_a_trouble(clock: FakeClock) -> None:
     assert (trouble["kind"], trouble["what"], trouble["for_s"]) == ("service", "lookup", 12.0)
     assert trouble["last_error"] == "lmcache controller /lookup: ConnectError"
     assert "routed by the approximate index" in str(trouble["meaning"])
-    assert cache_status(service)["troubles"] == [trouble]
+    assert (await cache_status(service))["troubles"] == [trouble]

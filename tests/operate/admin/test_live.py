@@ -51,7 +51,7 @@ async def test_everything_the_page_shows(clock: FakeClock) -> None:
     clock.advance(1.0)
     for end in ("completed", "client_disconnected", "upstream_died"):
         ended(proxy, clock, end=end)
-    history.take_sample()
+    await history.take_sample()
     live = await live_of(proxy, history)
     assert (live["ready"], live["readiness"], live["time"]) == (True, "ready", "2026-01-02T12:00:00+00:00")
     assert live["last_minute"] == {"requests": 3, "failed": 1, "saved_prefill_s": None}
@@ -72,7 +72,7 @@ async def test_the_last_minute_ends(clock: FakeClock) -> None:
     proxy = proxy_of(clock=clock)
     history = History(proxy)
     ended(proxy, clock)
-    history.take_sample()
+    await history.take_sample()
     clock.advance(59.0)
     assert [sum(one.tally.values()) for one in history.last_minute(clock())] == [1]
     clock.advance(1.0)
@@ -87,7 +87,7 @@ async def test_samples_are_differences_and_bounded(clock: FakeClock) -> None:
         proxy.metrics.group(RequestMetrics).prompt_tokens.labels("default").inc(total)
         proxy.metrics.group(RequestMetrics).cached_tokens.labels("default").inc(1)
         clock.advance(1.0)
-        history.take_sample()
+        await history.take_sample()
     assert len(history.samples) == KEPT
     last = history.samples[-1]
     assert (last.prompt_tokens, last.cached_tokens, last.predicted_tokens) == (KEPT + 2, 1, 0)
@@ -194,7 +194,7 @@ async def test_the_hour_is_kept_by_ten_seconds(clock: FakeClock) -> None:
         ended(proxy, clock, status=500 if second < COARSE else 200, ttft_s=second / 10)
         proxy.metrics.group(RequestMetrics).prompt_tokens.labels("default").inc(7)
         clock.advance(1.0)
-        history.take_sample()
+        await history.take_sample()
     async with admin_of(proxy) as client:
         hour = (await client.get("/live", params={"span": "1h"})).json()["history"]
         minutes = (await client.get("/live")).json()["history"]
@@ -210,7 +210,7 @@ async def test_prefill_saved_is_not_invented(clock: FakeClock) -> None:
     proxy = proxy_of(clock=clock, policy="kv_aware")
     history = History(proxy)
     proxy.metrics.group(CacheUseMetrics).saved_seconds.labels("m", "").inc(4.5)
-    history.take_sample()
+    await history.take_sample()
     assert (await live_of(proxy, history))["last_minute"]["saved_prefill_s"] is None
     speeds = proxy.clusters["default"].speeds
     assert speeds is not None

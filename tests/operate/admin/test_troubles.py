@@ -43,31 +43,31 @@ class Place:
         assert endpoint is not None
         cluster.verdicts.record_probe(endpoint.engine, ProbeOutcome.UNREACHABLE)
 
-    def answer(self, count: int, *, endpoint: str = "b", status: int = 200, end: str = "completed") -> None:
+    async def answer(self, count: int, *, endpoint: str = "b", status: int = 200, end: str = "completed") -> None:
         """End requests like this, and take a sample of them."""
         for _ in range(count):
             exchange = Exchange(received_at=self.clock())
             exchange.outcome = Outcome(EndpointId(endpoint), "default", status=status, end=end)
             self.proxy.recent.finished(exchange, self.clock())
-        self.history.take_sample()
+        await self.history.take_sample()
 
-    def fail(self, count: int, reason: str, *, endpoint: str | None = None, status: int = 502) -> None:
+    async def fail(self, count: int, reason: str, *, endpoint: str | None = None, status: int = 502) -> None:
         """Answer requests by the proxy itself."""
         for _ in range(count):
             exchange = Exchange(received_at=self.clock())
             where = None if endpoint is None else EndpointId(endpoint)
             exchange.outcome = Outcome(where, "default", status=status, end="local_reply", local_reason=reason)
             self.proxy.recent.finished(exchange, self.clock())
-        self.history.take_sample()
+        await self.history.take_sample()
 
-    def stream(self, count: int, *, endpoint: str, ttft_s: float) -> None:
+    async def stream(self, count: int, *, endpoint: str, ttft_s: float) -> None:
         """Streamed answers with their first byte after so long."""
         for _ in range(count):
             exchange = Exchange(received_at=self.clock())
             exchange.inference = InferenceRequest(RequestKind.CHAT, "m", Prompt(b"", ()), stream=True)
             exchange.outcome = Outcome(EndpointId(endpoint), "default", status=200, end="completed", ttft_s=ttft_s)
             self.proxy.recent.finished(exchange, self.clock())
-        self.history.take_sample()
+        await self.history.take_sample()
 
     async def live(self) -> dict[str, Any]:
         async with admin_of(self.proxy) as client:
@@ -89,7 +89,7 @@ async def test_a_certificate_that_expires_soon(clock: FakeClock, tmp_path: Path)
 async def test_every_answer_a_500_is_a_failure(clock: FakeClock) -> None:
     """An engine whose core died answers 500, and each of these ends as it should: all the same all failed."""
     place = Place(clock)
-    place.answer(20, status=500)
+    await place.answer(20, status=500)
     live = await place.live()
     assert live["last_minute"] == {"requests": 20, "failed": 20, "saved_prefill_s": None}
     assert live["history"]["failed"] == [20]
@@ -106,8 +106,8 @@ async def test_every_answer_a_500_is_a_failure(clock: FakeClock) -> None:
 async def test_a_clients_mistakes_are_no_failures(clock: FakeClock) -> None:
     """4xx, and clients that left."""
     place = Place(clock)
-    place.answer(20, status=404)
-    place.answer(20, status=499, end="client_disconnected")
+    await place.answer(20, status=404)
+    await place.answer(20, status=499, end="client_disconnected")
     live = await place.live()
     assert (live["last_minute"]["failed"], live["findings"], live["failed_decisions"]) == (0, [], [])
     assert live["state"] == {"kind": "good", "text": "ready", "sentence": "All engines up", "since_s": None}
@@ -117,12 +117,12 @@ async def test_a_dead_engine_comes_first_with_its_age(clock: FakeClock) -> None:
     """Before failing requests and warnings of the configuration: since when, why, and which endpoint took over."""
     place = Place(clock)
     place.proxy.findings = [ConfigFinding("note", "log", "small"), ConfigFinding("warning", "endpoints", "clear text")]
-    place.answer(0)
+    await place.answer(0)
     clock.advance(90.0)
     place.probe_fails("a")
-    place.answer(7, endpoint="c")
+    await place.answer(7, endpoint="c")
     clock.advance(30.0)
-    place.answer(3, status=502)
+    await place.answer(3, status=502)
     live = await place.live()
     assert [one["where"] for one in live["findings"]] == ["default/a", "default", "endpoints", "log"]
     first = live["findings"][0]
@@ -130,7 +130,7 @@ async def test_a_dead_engine_comes_first_with_its_age(clock: FakeClock) -> None:
     assert (first["age_s"], live["findings"][2]["age_s"]) == (30.0, 120.0)
     assert live["state"]["text"] == "degraded: 30% of requests fail"
     clock.advance(60.0)
-    place.answer(1)
+    await place.answer(1)
     assert (await place.live())["state"] == {
         "kind": "warn", "text": "degraded: 2 of 3 up", "sentence": "1 of 3 engines down", "since_s": 90.0
     }  # fmt: skip
@@ -207,11 +207,11 @@ async def test_nothing_was_saved_by_engines_that_are_gone(clock: FakeClock) -> N
 async def test_causes_are_named_with_their_fix(clock: FakeClock) -> None:
     """A full router queue, no endpoint, an engine's 5xx: the most frequent first, each with how many and where."""
     place = Place(clock, policy="kv_aware", queue={"limit": 4})
-    place.answer(80)
-    place.fail(20, "queue_full", status=429)
-    place.fail(12, "connect_error", endpoint="a")
-    place.fail(5, "connect_error", endpoint="c")
-    place.fail(3, "no_endpoints", status=503)
+    await place.answer(80)
+    await place.fail(20, "queue_full", status=429)
+    await place.fail(12, "connect_error", endpoint="a")
+    await place.fail(5, "connect_error", endpoint="c")
+    await place.fail(3, "no_endpoints", status=503)
     [finding] = (await place.live())["findings"]
     assert finding["what"] == (
         "33% of 120 requests were not served in the last minute: 20 refused, as the router queue is full (limit 4), "
@@ -223,19 +223,19 @@ async def test_causes_are_named_with_their_fix(clock: FakeClock) -> None:
 async def test_few_refusals_are_no_finding(clock: FakeClock) -> None:
     """Below a share of all requests."""
     place = Place(clock, policy="kv_aware", queue={"limit": 4})
-    place.answer(100)
-    place.fail(4, "queue_full", status=429)
+    await place.answer(100)
+    await place.fail(4, "queue_full", status=429)
     assert not (await place.live())["findings"]
 
 
 async def test_events_are_kept_for_an_hour(clock: FakeClock) -> None:
     """Down and up again, drained, all at once in one line; the newest first."""
     place = Place(clock)
-    place.history.take_sample()
+    await place.history.take_sample()
     clock.advance(60.0)
     for name in "ab":
         place.probe_fails(name)
-    place.history.take_sample()
+    await place.history.take_sample()
     clock.advance(60.0)
     place.proxy.clusters["default"].endpoints[2].draining = True
     events = (await place.live())["events"]
@@ -251,13 +251,13 @@ async def test_errors_and_first_byte_of_each_endpoint(clock: FakeClock) -> None:
     """Attempts that another endpoint made good count against the one that failed."""
     place = Place(clock)
     place.proxy.clusters["default"].endpoints[0].metrics.attempt_failure("status_5xx")
-    place.stream(10, endpoint="b", ttft_s=0.2)
-    place.stream(1, endpoint="b", ttft_s=3.0)
+    await place.stream(10, endpoint="b", ttft_s=0.2)
+    await place.stream(1, endpoint="b", ttft_s=3.0)
     shown = {one["id"]: one for one in (await place.live())["endpoints"]}
     assert [shown[name]["errors_last_minute"] for name in "abc"] == [1, 0, 0]
     assert [shown[name]["ttft_p95_s"] for name in "abc"] == [None, 3.0, None]
     clock.advance(61.0)
-    place.history.take_sample()
+    await place.history.take_sample()
     shown = {one["id"]: one for one in (await place.live())["endpoints"]}
     assert (shown["a"]["errors_last_minute"], shown["b"]["ttft_p95_s"]) == (0, None)
 
@@ -299,13 +299,13 @@ async def test_ages_end_with_their_trouble(clock: FakeClock) -> None:
     """A trouble that returns begins at nothing, and nothing is kept of one that is over."""
     place = Place(clock)
     place.proxy.findings = [ConfigFinding("warning", "endpoints", "clear text")]
-    place.answer(0)
+    await place.answer(0)
     clock.advance(100.0)
     found, place.proxy.findings = place.proxy.findings, []
-    place.answer(0)
+    await place.answer(0)
     clock.advance(5.0)
     place.proxy.findings = found
-    place.answer(0)
+    await place.answer(0)
     clock.advance(2.0)
     assert [one["age_s"] for one in (await place.live())["findings"]] == [2.0]
 
@@ -331,18 +331,18 @@ async def test_event_streams_that_are_down(clock: FakeClock) -> None:
     overlap.streams = Streams(StreamStatus(StreamState.DEGRADED, StreamReason.DISCONNECTED))
     try:
         place.probe_fails("a")
-        place.answer(9, status=500)
+        await place.answer(9, status=500)
         clock.advance(5.0)
-        place.answer(0)
+        await place.answer(0)
         assert [one["where"] for one in (await place.live())["findings"]] == ["default/a", "default"]
         clock.advance(5.0)
-        place.answer(0)
+        await place.answer(0)
         findings = (await place.live())["findings"]
         assert [one["where"] for one in findings] == ["default/a", "default/b", "default/c", "default"]
         assert findings[1]["severity"] == "warning"
         assert findings[1]["what"].startswith("KV events: disconnected")
         overlap.streams.status = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
-        place.answer(0)
+        await place.answer(0)
         clock.advance(1.0)
         assert len((await place.live())["findings"]) == 2
     finally:
@@ -357,11 +357,11 @@ async def test_ranks_that_requests_cannot_ask_for(clock: FakeClock) -> None:
     cluster = place.proxy.clusters["default"]
     cluster.ranks.record_refusal(cluster.endpoints[2], 2)
     cluster.ranks.observe_ranks(cluster.engines[1], (0, 1), None)
-    place.history.take_sample()
+    await place.history.take_sample()
     assert [one["where"] for one in (await place.live())["findings"]] == ["default/a"]
     cluster.ranks.observe_ranks(cluster.engines[1], (0, 1), ())
     clock.advance(2)
-    place.history.take_sample()
+    await place.history.take_sample()
     found = {one["where"]: (one["what"], one["fix"]) for one in (await place.live())["findings"]}
     assert found == {
         "default/a": (

@@ -35,7 +35,7 @@ async def live_of(proxy: Proxy) -> dict[str, Any]:
     proxy.recent.finished(exchange, proxy.clock())
     proxy.metrics.group(RequestMetrics).prompt_tokens.labels("default").inc(100)
     proxy.metrics.group(RequestMetrics).cached_tokens.labels("default").inc(60)
-    history.take_sample()
+    await history.take_sample()
     proxy.admin = build_admin_app(proxy, history)
     async with admin_of(proxy) as client:
         answer: dict[str, Any] = (await client.get("/live")).json()

@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Histogram
+from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Gauge, Histogram
 from kvproxy.base.metrics.exposition import Registry
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.operate.metrics.page import render_exposition
@@ -39,6 +39,11 @@ def filled(registry: Registry) -> Registry:
         lambda: [((text,), value) for text, value in zip(AWKWARD, (0.0, -1.5, 1e-9, 1e21, float("inf")), strict=False)]
     )
     CallbackGauge("y_level", "Unlabelled", registry=registry).set_source(lambda: [((), 2.0)])
+    gauge = Gauge("z_level", "Set or read", ["tank"], registry=registry)
+    for number, text in enumerate(AWKWARD):
+        gauge.labels(text).set_function(lambda number=number: -(7.5**number))  # type: ignore[misc]
+    gauge.labels("plain").set(True)
+    Gauge("z_plain", "Unlabelled", registry=registry).set(float("inf"))
     prometheus_client.Gauge("x_gauge", "Theirs", ["queue"], registry=registry).labels('a"b').set(3)
     return registry
 
@@ -85,18 +90,44 @@ async def test_a_long_page_is_written_in_slices() -> None:
         clock.advance(0.0004)
         return clock()
 
-    async def pause() -> None:
+    async def pause(_: float) -> None:
         nonlocal pauses
         pauses += 1
         if pauses == 1:
             histogram.remove(9)
             histogram.labels("late").observe(0.5)
 
-    page = await render_exposition(registry, slice_s=0.001, clock=tick, pause=pause)
+    page = await render_exposition(registry, slice_s=0.001, clock=tick, sleep=pause)
     assert pauses >= 3
     (family,) = families(page)
     shown = {sample.labels["endpoint"] for sample in family.samples}
     assert shown == {str(number) for number in range(9)}
+
+
+@pytest.mark.parametrize("kind", ["gauge", "callback gauge"])
+async def test_a_gauge_of_many_endpoints_is_written_in_slices(kind: str) -> None:
+    """However many endpoints there are: each series is a piece of its own."""
+    registry, clock = Registry(), FakeClock()
+    if kind == "gauge":
+        gauge = Gauge("x_up", "Up", ["endpoint"], registry=registry)
+        for number in range(100):
+            gauge.labels(number).set_function(lambda: 1.0)
+    else:
+        series = [((str(number),), 1.0) for number in range(100)]
+        CallbackGauge("x_up", "Up", ["endpoint"], registry=registry).set_source(lambda: series)
+    pauses = 0
+
+    def tick() -> float:
+        clock.advance(0.0002)
+        return clock()
+
+    async def pause(_: float) -> None:
+        nonlocal pauses
+        pauses += 1
+
+    page = await render_exposition(registry, slice_s=0.001, clock=tick, sleep=pause)
+    assert pauses >= 10
+    assert families(page) == families(generate_latest(registry))
 
 
 async def test_other_tasks_run_during_a_scrape() -> None:
@@ -113,11 +144,11 @@ async def test_buckets_of_a_series_belong_together() -> None:
     histogram = Histogram("x_seconds", "Time", ["endpoint"], buckets=(1.0,), registry=registry)
     series = [histogram.labels(number) for number in range(20)]
 
-    async def pause() -> None:
+    async def pause(_: float) -> None:
         for one in series:
             one.observe(0.5)
 
-    (family,) = families(await render_exposition(registry, slice_s=0.0, pause=pause))
+    (family,) = families(await render_exposition(registry, slice_s=0.0, sleep=pause))
     by_endpoint: dict[str, set[float]] = {}
     for sample in family.samples:
         if sample.name != "x_seconds_sum":
