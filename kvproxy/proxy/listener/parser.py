@@ -346,4 +346,8 @@ class RequestParser:
 def _as_bad_request(error: Exception) -> BadRequest:
     """httptools wraps what a callback raised."""
     cause = error.__context__
-    return cause if isinstance(cause, BadRequest) else BadRequest(HTTPStatus.BAD_REQUEST, f"not HTTP: {error}")
+    if isinstance(cause, BadRequest):
+        return cause
+    is_http2 = "PRI" in str(error)  # how its clients begin
+    why = "HTTP/2 is not spoken here: use HTTP/1.1" if is_http2 else f"not HTTP: {error}"
+    return BadRequest(HTTPStatus.BAD_REQUEST, why)

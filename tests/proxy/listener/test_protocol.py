@@ -365,6 +365,14 @@ async def test_garbage_gets_400_and_the_end(raw: bytes) -> None:
         assert (error["type"], error["code"]) == ("invalid_request_error", "bad_request")
 
 
+async def test_a_client_of_http2_is_named_the_version_to_use() -> None:
+    """By prior knowledge; an offer to upgrade is served as HTTP/1.1."""
+    async with serve(echo) as url, connect(url) as client:
+        await client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        _, _, body = (await client.rest()).partition(b"\r\n\r\n")
+        assert json.loads(body)["error"]["message"] == "HTTP/2 is not spoken here: use HTTP/1.1"
+
+
 async def test_garbage_behind_a_request_does_not_corrupt_its_response() -> None:
     """With a response on its way the connection is cut, instead of a second head in the middle of it."""
     head_out = asyncio.Event()
