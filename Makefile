@@ -48,6 +48,7 @@ test-services: $(DEV) ## against real servers (redis, nats, etcd, Envoy), which 
 
 test-hosts: $(DEV) ## the embedded forms in other frameworks and servers, in LiteLLM and in Ray Serve, which it installs
 	@$(PIP) --group hosts
+	@$(BIN)/python -m tests.hosts.install
 	$(BIN)/python -m pytest -m hosts -p no:xdist -rs tests/hosts $(ARGS)
 
 test-ray: $(DEV) ## the router of Ray Serve alone and with a real Ray on two cores (a minute), which it installs
