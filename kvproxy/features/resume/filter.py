@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import RequestKind
+from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.context import ContextLengths
 from kvproxy.features.resume.derendered import Derenderers
@@ -67,6 +68,7 @@ class ResumeFilter(Step):
             context_tokens=self._find_length if inference.max_tokens is None else _unneeded,
             is_proven=partial(self._is_proven, target.upstream_model or inference.model),
             derenders=partial(self._derenders, target.upstream_model or inference.model),
+            others_serve=partial(self._others_serve, target.cluster, target.upstream_model or inference.model),
         )
 
     def _is_proven(self, model: str, pick: Pick) -> bool:
@@ -74,6 +76,9 @@ class ResumeFilter(Step):
 
     def _derenders(self, model: str, pick: Pick) -> bool:
         return self._derenderers.has_route(model, pick.endpoint)
+
+    def _others_serve(self, cluster: Cluster, model: str) -> bool:
+        return cluster.screening.may_serve(model, self.clock())
 
     def _find_length(self, pick: Pick) -> int | None:
         return self._lengths.find(pick.endpoint)

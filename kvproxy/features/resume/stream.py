@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvproxy.base.errors import EngineReportedError, UpstreamDisconnected, UpstreamError
+from kvproxy.base.errors import EndpointUnhealthy, EngineReportedError, UpstreamDisconnected, UpstreamError
 from kvproxy.base.types import Clock, RequestKind
 from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.pick import Pick
@@ -68,6 +68,7 @@ class ResumableStream:
         context_tokens: Callable[[Pick], int | None],
         is_proven: Callable[[Pick], bool],
         derenders: Callable[[Pick], bool],
+        others_serve: Callable[[], bool],
     ) -> None:
         body = exchange.body or b""
         own = kind in (RequestKind.CHAT, RequestKind.COMPLETION) and b"return_token_ids" not in body
@@ -83,6 +84,7 @@ class ResumableStream:
         self._context_tokens = context_tokens
         self._is_proven = is_proven
         self._derenders = derenders
+        self._others_serve = others_serve
         self._progress = Progress()
         self._strips = own
         self._target = b""  # of the first request, as its engine got it
@@ -96,6 +98,8 @@ class ResumableStream:
         self._legs: list[ResumedLeg] = []
         self._broke_at = 0.0
         self._held = b""
+        self._pieces = 0  # that came
+        self._pieces_then = -1  # when a probe of the endpoint failed
         self._ended = False  # its last event came
         self._debug = False
         self._endpoint = ""
@@ -122,11 +126,14 @@ class ResumableStream:
         if self._wishes.context_tokens is None:
             self._wishes = self._wishes._replace(context_tokens=self._context_tokens(pick))
         self._pick = pick
+        self._pieces_then = -1
+        pick.on_unhealthy(self._leave_silent)
         self._look_at_engines()
         return True
 
     def next_piece(self, piece: bytes) -> bytes:
         """Return the whole events in what came, as the client gets them."""
+        self._pieces += 1
         if self.failure is not None:
             self._withhold(piece)
             return b""
@@ -200,7 +207,7 @@ class ResumableStream:
     def move(self) -> str | None:
         """Have another engine go on with the stream. Return why it stays; "": it moves; None: it is over."""
         response = self._response
-        if self.failure is not None or self._ended or response is None or response.complete or response.error:
+        if response is None or not self._is_running():
             return None
         plan = "moves" if self._count_legs(moved=True) >= MAX_MOVES else self._plan()
         if isinstance(plan, str):
@@ -209,6 +216,21 @@ class ResumableStream:
         self.failure = Moved()
         response.abort()
         return ""
+
+    def _leave_silent(self) -> None:
+        """Have another engine go on if nothing came between two failed probes of an unhealthy endpoint: a process that
+        stands still closes no connection."""
+        silent = self._pieces == self._pieces_then
+        self._pieces_then = self._pieces
+        if silent and self._is_running() and self._others_serve() and isinstance(self._plan(), Plan):
+            assert self._response is not None
+            self.failure = EndpointUnhealthy(f"{self._endpoint} became unhealthy in the middle of this response")
+            self._response.abort()
+
+    def _is_running(self) -> bool:
+        response = self._response
+        over = self.failure is not None or self._ended
+        return not (over or response is None or response.complete or response.error)
 
     def next_leg(self, error: UpstreamError, *, debug: bool) -> Leg | None:
         """Return the request for the rest, if the answer so far and the request allow it."""

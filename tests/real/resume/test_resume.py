@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +15,10 @@ import psutil
 import pytest
 
 from kvproxy.base.types import EndpointId
-from tests.real.conftest import Saw, needs_memory
+from tests.real.conftest import Saw
 from tests.real.engines.place import TINY
 from tests.real.engines.vllm import Vllm
-from tests.real.pair import Pair, running_pair
+from tests.real.pair import Pair
 from tests.real.prompts import chat, text
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until
@@ -28,18 +27,6 @@ pytestmark = pytest.mark.real
 CHAT = "/v1/chat/completions"
 STREAMS = int(os.environ.get("KVPROXY_RESUME_STREAMS", "100"))
 TOKENS = 96
-#: All streams run at once on one engine, and alike in any batch.
-FURTHER = ("--max-num-seqs", "256", "--max-num-queued-reqs", "512", "--dtype", "float32")
-
-
-@pytest.fixture(scope="module")
-def pair(saw: Saw) -> Iterator[Pair]:
-    needs_memory(gib=6)
-    saw("starting two vLLM servers")
-    with running_pair(
-        *(Vllm(f"resume-{name}", TINY, core=core, further=FURTHER) for core, name in enumerate("ab"))
-    ) as it:
-        yield it
 
 
 @dataclass

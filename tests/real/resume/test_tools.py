@@ -20,7 +20,8 @@ from tests.real.engines.place import HERE, TINY, VLLM, Model
 from tests.real.engines.vllm import Vllm
 from tests.real.pair import Pair, running_pair
 from tests.real.prompts import chat, text
-from tests.real.resume.test_resume import CHAT, FURTHER, kill
+from tests.real.resume.conftest import FURTHER
+from tests.real.resume.test_resume import CHAT, kill
 from tests.support.proxy import running_proxy
 from tests.support.until import until
 
@@ -100,7 +101,7 @@ async def read_all(http: httpx.AsyncClient, bodies: list[dict[str, Any]], stream
     """Read all at once, each begun a little later than the one before, so that each is at another place."""
 
     async def read(number: int) -> None:
-        await asyncio.sleep(number * 0.15)
+        await asyncio.sleep(number * 0.4)
         await streams[number].read(http, bodies[number])
 
     await asyncio.gather(*(read(number) for number in range(len(bodies))))
