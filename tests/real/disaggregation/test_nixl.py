@@ -32,15 +32,18 @@ FIRST = int(os.environ.get("KVPROXY_SEPARATED_FIRST", "0"))
 
 
 @contextlib.asynccontextmanager
-async def separating(two: Pair, **settings: Any) -> AsyncIterator[tuple[RunningProxy, Disaggregated]]:
+async def separating(
+    two: Pair, *, config: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[RunningProxy, Disaggregated]]:
     """Yield a proxy that separates every prompt, once its pair is proven."""
     roles = {"a": "prefill", "b": "decode"}
     endpoints = [{"id": name, "url": url, "role": roles[name]} for name, url in two.urls.items()]
     settings = {"connector": "nixl", "min_tokens": 1, **settings}
-    async with running_proxy(endpoints, disaggregation=settings) as proxy:
+    async with running_proxy(endpoints, disaggregation=settings, **(config or {})) as proxy:
         state = next(find_all(proxy.proxy.clusters.values()))
-        await ask(proxy.client, "a first request names the pair")
-        await until(lambda: any(pair.state is not PairState.UNPROVEN for pair in state.pairs), within_s=60)
+        await ask(proxy.client, text(settings["min_tokens"], seed="a first request names the pair"))
+        if settings["connector"] != "off":
+            await until(lambda: any(pair.state is not PairState.UNPROVEN for pair in state.pairs), within_s=240)
         yield proxy, state
 
 
@@ -94,6 +97,51 @@ async def test_the_text_is_that_of_the_decoder_alone(two: Pair, saw: Saw) -> Non
         assert equal == PROMPTS
         assert pulled == tokens
         assert proxy.metric("kvproxy_disaggregated_requests_total", cluster="default", result="pulled") == PROMPTS
+
+
+async def _read_gaps(client: httpx.AsyncClient, prompt: str, gaps: list[float]) -> int:
+    """Read a streamed answer; add the seconds between its chunks, and return the chunks."""
+    body = {"model": TINY.name, "prompt": prompt, "max_tokens": 256, "temperature": 0, "ignore_eos": True}
+    chunks = 0
+    last = 0.0
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}, timeout=600) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                now = time.monotonic()
+                if chunks:
+                    gaps.append(now - last)
+                last = now
+                chunks += 1
+    return chunks
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("how", ["together", "separated", "chosen"])
+async def test_running_answers_while_long_prompts_come(two: Pair, saw: Saw, how: str) -> None:
+    """Of four answers, the pauses; of twelve long prompts, the first tokens."""
+    settings: dict[str, Any] = {"min_tokens": 512, "prefill_timeout": "10m"}
+    settings |= {"connector": "off"} if how == "together" else {}
+    config = {"policy": "least_request"} if how == "separated" else {}
+    async with separating(two, config=config, **settings) as (proxy, _):
+        for number in range(12):  # speeds are learned
+            await ask(proxy.client, text(400 + 100 * (number % 4), seed=f"learn {how} {number}"))
+        gaps: list[float] = []
+        readers = [
+            asyncio.create_task(_read_gaps(proxy.client, text(40, seed=f"running {how} {number}"), gaps))
+            for number in range(4)
+        ]
+        await until(lambda: len(gaps) >= 16, within_s=240)
+        firsts = []
+        for number in range(12):
+            began = time.monotonic()
+            await ask(proxy.client, text(1200, seed=f"long {how} {number}"), max_tokens=1)
+            firsts.append(time.monotonic() - began)
+        assert min(await asyncio.gather(*readers)) > 16
+        gaps.sort()
+        saw(
+            f"{how}: pauses p50 {gaps[len(gaps) // 2] * 1e3:.0f} ms, p99 {gaps[int(len(gaps) * 0.99)] * 1e3:.0f} ms; "
+            f"first tokens of long prompts {statistics.mean(firsts):.2f} s; {results(proxy)}"
+        )
 
 
 async def test_a_client_that_leaves_kills_no_engine(two: Pair, saw: Saw) -> None:
