@@ -26,7 +26,6 @@ from kvproxy.cluster.routing.work import (
     MAX_PROGRESS,
     NO_WORK,
     OVERDUE,
-    OVERDUE_S,
     Backlog,
     Features,
     PromptSplit,
@@ -360,7 +359,7 @@ class EndpointLoad:
         elapsed = now - begun
         if elapsed < progress:
             progress = elapsed if elapsed > 0.0 else 0.0
-        elif elapsed > OVERDUE * slowness * self._head_s + OVERDUE_S:
+        elif elapsed > OVERDUE * slowness * self._head_s:
             progress = 0.0
         wait = slowness * self._work_s - progress
         return wait if wait > 0.0 else 0.0

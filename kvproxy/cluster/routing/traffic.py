@@ -44,24 +44,22 @@ class PoolSpeeds(msgspec.Struct, frozen=True):
 
 
 class Utilisation:
-    """Prefill seconds and requests routed per endpoint-second, over the last `window_s`. Before that is known half of
-    the time is estimated to be prefill, and requests to have come as they began to."""
+    """Prefill seconds and requests routed per endpoint-second, over the last `window_s`. Before that is known requests
+    are estimated to have come as they began to."""
 
     __slots__ = (
         "_arrived",
         "_arrived_before",
         "_ceiling",
-        "_prior_work",
         "_started_at",
         "_window_s",
         "_work",
         "_work_before",
     )
 
-    def __init__(self, *, window_s: float = 20.0, ceiling: float = 0.9, prior: float = 0.5) -> None:
+    def __init__(self, *, window_s: float = 20.0, ceiling: float = 0.9) -> None:
         self._window_s = window_s
         self._ceiling = ceiling
-        self._prior_work = prior * window_s
         self._started_at: float | None = None  # start of the current window; the first begins with the first request
         self._work = self._work_before = 0.0  # endpoint-shares, in this window and in the previous one
         self._arrived = self._arrived_before = 0.0  # the same for requests
@@ -95,7 +93,7 @@ class Utilisation:
         """Return a window later than the one under way: its start, work and work before, requests and
         requests before."""
         if self._started_at is None:
-            return now, 0.0, self._prior_work, 0.0, 0.0
+            return now, 0.0, 0.0, 0.0, 0.0
         elapsed = now - self._started_at
         started_at = self._started_at + self._window_s * (elapsed // self._window_s)
         if elapsed < 2 * self._window_s:

@@ -27,10 +27,9 @@ HEAD_REQUESTS = 256
 #: Upper bound on the progress of a running step, as a share of its estimate.
 MAX_PROGRESS = 0.95
 
-#: A step over this many times its estimate plus this many seconds is not the estimated one: the engine does something
-#: else, and no pending work counts as done.
+#: A step over this many times its estimate is not the estimated one: the engine does something else, and no pending
+#: work counts as done.
 OVERDUE = 2.0
-OVERDUE_S = 0.05
 
 
 class PromptSplit(NamedTuple):
@@ -95,7 +94,7 @@ class Backlog(msgspec.Struct, frozen=True):
             return 0.0
         head_s = seconds_of(self.head, seconds)
         progress = min(MAX_PROGRESS * slowness * head_s, max(0.0, self.elapsed_s))
-        if self.elapsed_s > OVERDUE * slowness * head_s + OVERDUE_S:
+        if self.elapsed_s > OVERDUE * slowness * head_s:
             progress = 0.0
         return max(0.0, slowness * seconds_of(self.work, seconds) - progress)
 

@@ -10,7 +10,7 @@ from kvproxy.cluster.routing import kv_aware
 from kvproxy.cluster.routing.kv_aware import CostWeights, KvAware
 from kvproxy.cluster.routing.load import Reservation
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.cluster.routing.work import HEAD_TOKENS, MAX_PROGRESS, OVERDUE, OVERDUE_S
+from kvproxy.cluster.routing.work import HEAD_TOKENS, MAX_PROGRESS, OVERDUE
 from tests.cluster.routing import reference_speed_model as reference
 from tests.cluster.routing.fleet import FakeCandidate, ask, fleet
 
@@ -77,7 +77,7 @@ class TwinFleet:
             if head[1] >= HEAD_TOKENS:
                 break
         head_s = self.model.factor(name, self.now) * self.model.base(head)
-        overdue = ledger.pend and self.now - ledger.last > OVERDUE * head_s + OVERDUE_S
+        overdue = ledger.pend and self.now - ledger.last > OVERDUE * head_s
         return MAX_PROGRESS * head_s if overdue else 0.0
 
 

@@ -7,14 +7,10 @@ import pytest
 from kvproxy.cluster.routing.traffic import Utilisation
 
 
-def test_half_is_believed_at_first() -> None:
-    """Before anything is known the pool counts as half busy."""
-    assert Utilisation().estimate_rates(1000.0)[0] == pytest.approx(0.5)
-
-
-def test_the_belief_gives_way_to_what_was_routed() -> None:
-    """After a full window only routed work counts: 2 endpoints, 0.4 s a second."""
+def test_routed_work_counts() -> None:
+    """None at first; after a full window 2 endpoints with 0.4 s a second."""
     pool = Utilisation()
+    assert pool.estimate_rates(0.0)[0] == 0.0
     for second in range(41):
         pool.add(0.4, 2, float(second))
     assert pool.estimate_rates(40.0)[0] == pytest.approx(0.2, rel=0.06)
