@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         if self._reading_paused:
             self._resume_reading()
             self._timer.start(self._timeouts.idle_s)
-        data = body[0] if len(body) == 1 else b"".join(body)
+        data = b"".join(body)  # a single piece is not copied
         body.clear()
         return data
 
@@ -214,19 +214,18 @@ class Connection(asyncio.Protocol):
         except UpstreamProtocolError as error:
             self._fail(error)
             return
-        if parser.head_complete and not response.status:
+        if not response.status and parser.head_complete:
             response.status = parser.status
             response.reason = parser.reason
             response.headers = parser.headers
         if parser.complete:
             self._finish(response)
-        elif parser.body:
+        elif body := parser.body:
             pass_on = response.on_piece
             waiter = response.waiter
             if pass_on is not None and waiter is not None and not waiter.done() and not self._reading_paused:
                 self._timer.last = self._loop.time()
-                body = parser.body
-                piece = body[0] if len(body) == 1 else b"".join(body)
+                piece = b"".join(body)  # a single piece is not copied
                 body.clear()
                 if pass_on(piece):
                     self._buffered_bytes = 0

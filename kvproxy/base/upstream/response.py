@@ -53,8 +53,9 @@ class ResponseParser:
 
     def feed(self, data: bytes) -> None:
         """Take what arrived. Raises UpstreamProtocolError for what is not HTTP; bytes after the end spoil reuse."""
-        self.heard = True
-        self._feeding_bytes = len(data)
+        if not self.head_complete:
+            self.heard = True
+            self._feeding_bytes = len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -87,7 +88,7 @@ class ResponseParser:
     def take_body(self) -> bytes:
         """Everything of the body that arrived since the last call, as one piece."""
         body = self.body
-        data = body[0] if len(body) == 1 else b"".join(body)
+        data = b"".join(body)  # a single piece is not copied
         body.clear()
         return data
 

@@ -164,12 +164,10 @@ class Relay(msgspec.Struct, eq=False):
         connection = downstream.connection
         if connection is None or not connection.writable:
             return False
-        if self._continuation is not None or self._count is not None:
-            piece = self._edit(piece)
-            if not piece:
-                return True
-        else:
+        if self._continuation is None and self._count is None:
             self._last.append(piece)
+        elif not (piece := self._edit(piece)):
+            return True
         try:
             if "body_piece" not in self._exchange.hooks:
                 connection.write(piece, more=True)

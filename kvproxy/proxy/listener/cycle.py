@@ -144,6 +144,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     _head: bytes = b""  # encoded, not written yet
     _bodiless: bool = False
     _chunked: bool = False
+    _in_chunks: bool = False  # the head and a piece were written, and further pieces are chunks
     _left_bytes: int | None = None  # of the body, by the announced length
 
     async def run(self, app: Any, scope: Any) -> None:
@@ -187,6 +188,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     def client_left(self) -> None:
         if not self.disconnected and not self.response_complete:
             self.disconnected = self.writable = True
+            self._in_chunks = False
             self._head = b""
             self._connection.waiters.wake()
             if self._on_disconnect is not None:
@@ -215,6 +217,9 @@ class RequestCycle(msgspec.Struct, eq=False):
         self.write(first_piece, more=more)
 
     def write(self, piece: bytes, *, more: bool) -> None:
+        if self._in_chunks and more and 0 < len(piece) <= _JOINED_BYTES:  # nearly every piece of a stream
+            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            return
         if self.disconnected:
             return
         if self.response_complete or not self.response_started:
@@ -240,6 +245,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             self._connection.transport.write(b"%b%b%b" % (head, piece, end))
         elif head or piece:
             self._connection.transport.write(head + piece)
+        self._in_chunks = self._chunked and more
         if not more:
             self.response_complete = True
             if self._connection.waiters.futures:
@@ -286,7 +292,7 @@ class RequestCycle(msgspec.Struct, eq=False):
         self._buffered_bytes = 0
         if self._connection.reading_paused:
             self._connection.read_on()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return b"".join(pieces)  # a single piece is not copied
 
     def _send_continue(self) -> None:
         """Send the interim answer, unless the client did not wait for it."""
