@@ -16,7 +16,6 @@ from kvproxy.base.types import EndpointId, LowerTokens, Tier
 from kvproxy.cluster.routing.onboarding import OnboardingCosts, OnboardingSums
 from kvproxy.cluster.routing.work import Features
 
-_DIMENSIONS = range(3)
 _SWEEPS = 3  # sweeps of coordinate descent per sample; the next sample continues from there
 _SCALE_BOUND = 20.0  # a coefficient stays within this factor of the common scale
 _LOG_BOUND = 2.5  # bound of an endpoint's log factor
@@ -74,9 +73,9 @@ class SpeedModel:
         max_endpoints: int = 4096,
     ) -> None:
         self._scale = priors.scale
-        self._theta = [1.0, 1.0, 1.0]
-        self._gram = [[0.0] * 3 for _ in _DIMENSIONS]
-        self._moment = [0.0] * 3
+        self._theta = 1.0, 1.0, 1.0
+        self._gram = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0  # symmetric: its upper half, row by row
+        self._moment = 0.0, 0.0, 0.0
         self._decay = decay
         self._ridge = ridge
         self._gain = gain
@@ -179,13 +178,13 @@ class SpeedModel:
             str(name): FactorState(one.log - self._recentred, one.samples, now - one.at)
             for name, one in self._factors.items()
         }
-        moment = tuple(self._moment)
+        a, p, q, b, r, c = self._gram
         onboarding = self.onboarding.sums
         return SpeedState(
             self._scale,
-            tuple(self._theta),
-            _flat(self._gram),
-            moment,
+            self._theta,
+            (a, p, q, p, b, r, q, r, c),
+            self._moment,
             onboarding,
             self._samples,
             factors,
@@ -195,9 +194,12 @@ class SpeedModel:
     def resume(self, state: SpeedState, now: float, *, keep: Container[str], away_s: float) -> None:
         """Go on from what was learned `away_s` seconds ago, of these endpoints only. ValueError for what cannot be."""
         checked(state, scale=self._scale)
-        self._theta = list(state.theta)
-        self._moment = list(state.moment)
-        self._gram = [list(state.gram[3 * i : 3 * i + 3]) for i in _DIMENSIONS]
+        t, u, v = state.theta
+        self._theta = t, u, v
+        x, y, z = state.moment
+        self._moment = x, y, z
+        a, p, q, _, b, r, _, _, c = state.gram
+        self._gram = a, p, q, b, r, c
         self.onboarding.resume(state.onboarding, keep=keep)
         self._samples = state.samples
         self._scraped = state.scraped
@@ -207,10 +209,7 @@ class SpeedModel:
                 self._take_out(EndpointId(name))
                 self._factors[EndpointId(name)] = _Factor(log, one.samples, now - away_s - one.age_s)
                 self._logs += log
-        self._settle()
-
-    def _settle(self) -> None:
-        (t, u, v), (x, y, z) = self._theta, self._scale
+        x, y, z = self._scale
         self.seconds = (t * x, u * y, v * z, 1.0)
 
     def _fit(self, work: Features, pooled_s: float, predicted_s: float) -> None:
@@ -218,20 +217,28 @@ class SpeedModel:
         target_s = min(self._clip * predicted_s, max(predicted_s / self._clip, pooled_s))
         weight = 1.0 / (predicted_s * target_s)
         decay = self._decay
-        x, y, z = self._scale
-        x = work[0] * x
-        y = work[1] * y
-        z = work[2] * z
-        moment = self._moment
-        gram = self._gram
-        for i, share in ((0, weight * x), (1, weight * y), (2, weight * z)):
-            moment[i] = decay * moment[i] + share * target_s
-            p, q, r = gram[i]
-            gram[i] = [decay * p + share * x, decay * q + share * y, decay * r + share * z]
-        # Ridge regression towards one common scale of the priors, by coordinate descent from the last solution. Written
-        # out for its three dimensions: it runs at every first token.
-        (a, p, q), (_, b, r), (_, _, c) = gram  # symmetric
-        x, y, z = moment
+        request_s, token_s, attention_s = self._scale
+        x = work[0] * request_s
+        y = work[1] * token_s
+        z = work[2] * attention_s
+        t = weight * x
+        u = weight * y
+        v = weight * z
+        a, p, q, b, r, c = self._gram
+        # Written out for its three dimensions: it runs at every first token.
+        a = decay * a + t * x
+        p = decay * p + t * y
+        q = decay * q + t * z
+        b = decay * b + u * y
+        r = decay * r + u * z
+        c = decay * c + v * z
+        self._gram = a, p, q, b, r, c
+        x, y, z = self._moment
+        x = decay * x + t * target_s
+        y = decay * y + u * target_s
+        z = decay * z + v * target_s
+        self._moment = x, y, z
+        # Ridge regression towards one common scale of the priors, by coordinate descent from the last solution.
         common = (x + y + z) / (a + b + c + 2.0 * (p + q + r))
         ridge = self._ridge / (common * common)
         pull = ridge * common
@@ -251,8 +258,8 @@ class SpeedModel:
             u = low if u < low else high if u > high else u
             v = (z - q * t - r * u) / c
             v = low if v < low else high if v > high else v
-        self._theta = [t, u, v]
-        self._settle()
+        self._theta = t, u, v
+        self.seconds = t * request_s, u * token_s, v * attention_s, 1.0
 
     def _move_factor(self, endpoint: EndpointId, factor: float, ratio: float, now: float) -> None:
         """One step of the endpoint's log factor towards this sample's `ratio`, faster while it is new."""
@@ -277,10 +284,6 @@ class SpeedModel:
         if factor is not None:
             self._logs -= factor.log
         return factor
-
-
-def _flat(rows: list[list[float]]) -> tuple[float, ...]:
-    return tuple(value for row in rows for value in row)
 
 
 class FactorState(msgspec.Struct, array_like=True, frozen=True):
