@@ -182,8 +182,3 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         group = self.cache_group
         start = parts[0][:_HEAD_BYTES] if parts else b""
         return start if group is None else group.encode("utf-8", "surrogatepass") + b"\0" + start
-
-    @property
-    def affinity_key(self) -> str | None:
-        """Key for sticky policies: a sub-agent or a fork shares the key of its parent session."""
-        return self.parent_session or self.session_key

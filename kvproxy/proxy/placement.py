@@ -144,19 +144,25 @@ def make_pick_request(
     """Return the question for the policy. `model` is the engine's name for it; `instead`, if given, replaces the
     preference of the filters."""
     inference = exchange.inference
-    preferred = None if exchange.policy else exchange.preferred
-    if exchange.facts is None:
-        exchange.facts = estimate_length(inference)
+    facts = exchange.facts
+    if facts is None:
+        facts = exchange.facts = estimate_length(inference)
+    if exchange.barred:
+        excluded |= exchange.barred
+    preferred = instead or (None if exchange.policy else exchange.preferred)
+    if inference is None:
+        return PickRequest(model, None, facts, preferred, excluded, streams=False, policy=exchange.policy)
+    hints = inference.hints if exchange.trusted else None
     return PickRequest(
-        model=model,
-        session_key=None if inference is None else inference.affinity_key,
-        facts=exchange.facts,
-        preferred=instead or preferred,
-        excluded=excluded | exchange.barred if exchange.barred else excluded,
-        streams=inference is not None and inference.stream,
-        prompt_head=b"" if inference is None else inference.head,
+        model,
+        inference.parent_session or inference.session_key,
+        facts,
+        preferred,
+        excluded,
+        streams=inference.stream,
+        prompt_head=inference.head,
         policy=exchange.policy,
-        output_tokens=0 if (hints := exchange.hints) is None else hints.output_tokens,
+        output_tokens=0 if hints is None else hints.output_tokens,
     )
 
 

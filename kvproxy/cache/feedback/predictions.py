@@ -176,6 +176,6 @@ def _expected_tokens(facts: RequestFacts, overlap: Overlap, prompt_tokens: int |
     """Return the reuse expected under this overlap, and the tokens assumed to be held, those in the engine's own
     tokens."""
     expected = facts.overlaps.prompt_tokens
-    predicted = min(overlap.tokens, expected)
+    predicted = min(overlap.tokens if overlap.lower else overlap.device_tokens, expected)
     held = min(overlap.held_tokens, expected) or predicted
     return predicted, held * prompt_tokens // expected if prompt_tokens and expected else held

@@ -282,7 +282,7 @@ class OverlapSources:
         if history is not None:
             _add_history(found, history, indexes.steps.known.get(history.endpoint), prompt_tokens)
         block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
-        hot_tokens = int(indexes.approximate.hot_blocks(cursor) * block_tokens)
+        hot_tokens = int(indexes.approximate.heat.hot_blocks(cursor) * block_tokens)  # of a cursor renewed just now
         names = facts.names
         session = 0 if facts.request.session_of_user else names.session
         facts.overlaps = OverlapFacts(

@@ -50,7 +50,9 @@ class Autoscaling(ClusterObserver):
 
     def placed(self, reservation: Reservation, speeds: SpeedModel, now: float) -> None:
         """Count a placed request in a cluster whose speeds are learned."""
-        if self._demand.placed(seconds_of(reservation.features, speeds.seconds), now):
+        requests, tokens, attention, onboarding = reservation.features
+        a, b, c, d = speeds.seconds  # not seconds_of: this runs for every placement
+        if self._demand.placed(requests * a + tokens * b + attention * c + onboarding * d, now):
             self._demand.sample(self._backlog_s(speeds, now), now)
 
     def saturation(self, now: float) -> float | None:

@@ -131,7 +131,7 @@ class SessionAdmission:
         self.expire(now)
         session = self._find(request.facts)
         self._found = blocks, session
-        if not self.habits.comes_back(blocks[0]):
+        if blocks[0] not in self.habits.returning:
             return request
         if not self._is_crowded():
             # All sessions fit: the policy's choice among all endpoints costs less than another one.
@@ -198,7 +198,7 @@ class SessionAdmission:
             session.parent = facts.parent
             self._by_name[facts.session] = session
             self._keep_parent(session, now)
-        session.stays = self.habits.comes_back(blocks[0])
+        session.stays = blocks[0] in self.habits.returning
         self._by_tail[tail] = session
         stays = session.stays and has_place
         if session.endpoint is not None and not (stays and session.endpoint == endpoint):
@@ -208,7 +208,8 @@ class SessionAdmission:
             if residents is None:
                 residents = self.sets[endpoint] = ResidentSet()
             residents.enter(session, endpoint, blocks, facts.prompt_tokens)
-            self._make_room(residents)
+            if residents.capacity_tokens:
+                self._make_room(residents)
         session.tail = tail
         session.blocks = len(blocks)
         session.tokens = facts.prompt_tokens
@@ -339,7 +340,10 @@ class SessionAdmission:
         """Return whether sessions wait for room, here or at another router."""
         if self.waits:
             return True
-        return any(one.load is not None and _kept_elsewhere(one.load, math.inf) for one in self.sets.values())
+        for one in self.sets.values():  # noqa: SIM110 - a generator would cost more, and decisions ask this
+            if one.load is not None and _kept_elsewhere(one.load, math.inf):
+                return True
+        return False
 
     def _release_passed(self, wait: SessionWait) -> None:
         """Keep no room any more for those that were not asked while this one was twice: another went ahead of them."""
@@ -439,7 +443,7 @@ class SessionAdmission:
     def _make_room(self, residents: ResidentSet) -> None:
         """Have the youngest sessions between turns give way, where contexts have outgrown the memory."""
         limit = GIVE_WAY_AT * residents.capacity_tokens
-        while limit and residents.tokens(self.habits.growth_tokens) > limit:
+        while residents.tokens(self.habits.growth_tokens) > limit:
             youngest = residents.youngest_idle()
             if youngest is None:
                 return

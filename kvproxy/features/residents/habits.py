@@ -37,11 +37,8 @@ class Habits:
         #: Tokens by which a context grows in a turn, on average.
         self.growth_tokens = _FIRST_GROWTH_TOKENS
         self._heads: OrderedDict[int, list[int]] = OrderedDict()  # turns that another one followed, and last ones
-
-    def comes_back(self, head: int) -> bool:
-        """Return True if most prompts that began so were followed by their session's next turn."""
-        found = self._heads.get(head)
-        return found is not None and found[0] > found[1]
+        #: Of these, the beginnings of prompts most of which were followed by their session's next turn.
+        self.returning: set[int] = set()
 
     def note_return(self, head: int, gap_s: float, growth_tokens: int) -> None:
         """Note the next turn of a session."""
@@ -66,8 +63,12 @@ class Habits:
         if found is None:
             found = heads[head] = [0, 0]
             if len(heads) > MAX_HEADS:
-                heads.popitem(last=False)
+                self.returning.discard(heads.popitem(last=False)[0])
         found[which] += 1
         heads.move_to_end(head)
         if sum(found) > _OUTCOMES:
             found[:] = (found[0] // 2, found[1] // 2)
+        if found[0] > found[1]:
+            self.returning.add(head)
+        else:
+            self.returning.discard(head)

@@ -163,13 +163,13 @@ def test_beginnings_are_learned_from_what_came_back() -> None:
     admission.habits.growth_tokens = 0.0
     head = prompt(1, 1).facts.blocks[0]
     turn(admission, prompt(1, 10), A, now=0.0)
-    assert not admission.habits.comes_back(head)
+    assert head not in admission.habits.returning
     turn(admission, prompt(1, 20), A, now=1.0)
-    assert admission.habits.comes_back(head)
+    assert head in admission.habits.returning
     lonely = prompt(2, 1).facts.blocks[0]
     turn(admission, prompt(2, 10), A, now=1.0)
     admission.expire(2.0 + HORIZON_S)
-    assert not admission.habits.comes_back(lonely)
+    assert lonely not in admission.habits.returning
     assert admission.sessions == 0
 
 
@@ -179,9 +179,9 @@ def test_one_who_writes_twice_within_the_horizon_is_no_session_yet() -> None:
     head = prompt(1, 1).facts.blocks[0]
     turn(admission, prompt(1, 10), A, now=0.0)
     turn(admission, prompt(1, 20), A, now=HORIZON_S - 1.0)
-    assert admission.habits.comes_back(head)
+    assert head in admission.habits.returning
     admission.expire(2.0 * HORIZON_S)
-    assert not admission.habits.comes_back(head)
+    assert head not in admission.habits.returning
 
 
 def test_the_same_prompt_again_is_no_turn() -> None:
@@ -189,9 +189,9 @@ def test_the_same_prompt_again_is_no_turn() -> None:
     admission = SessionAdmission()
     turn(admission, prompt(1, 10), A, now=0.0)
     turn(admission, prompt(1, 10), A, now=1.0)
-    assert not admission.habits.comes_back(prompt(1, 1).facts.blocks[0])
+    assert prompt(1, 1).facts.blocks[0] not in admission.habits.returning
     turn(admission, prompt(1, 11), A, now=2.0)
-    assert admission.habits.comes_back(prompt(1, 1).facts.blocks[0])
+    assert prompt(1, 1).facts.blocks[0] in admission.habits.returning
 
 
 def test_idle_sessions_give_up_their_room(admission: SessionAdmission) -> None:
@@ -574,8 +574,9 @@ def test_kept_entries_are_bounded(admission: SessionAdmission, monkeypatch: pyte
     habits = Habits()
     for head in range(MAX_HEADS + 2):
         habits.note_return(head, 1.0, 0)
-    assert not habits.comes_back(0)
-    assert habits.comes_back(MAX_HEADS + 1)
+    assert 0 not in habits.returning
+    assert MAX_HEADS + 1 in habits.returning
+    assert len(habits.returning) == MAX_HEADS
 
 
 def test_habits_follow_the_traffic() -> None:
@@ -592,7 +593,7 @@ def test_habits_follow_the_traffic() -> None:
     assert habits.pause_s == pytest.approx(0.2)
     for _ in range(40):
         habits.note_last(7)
-    assert not habits.comes_back(7)
+    assert 7 not in habits.returning
 
 
 def named(request: PickRequest, session: int, parent: int = 0) -> PickRequest:

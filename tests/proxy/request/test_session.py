@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from kvproxy.base.types import InferenceRequest, RequestHints, RequestKind
+from kvproxy.proxy.placement import make_pick_request
+from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.parse import MAX_DECODED_BYTES, parse_body
 from kvproxy.proxy.request.session import CLIENTS, MAX_SESSION_KEY, NO_CALLER, Caller, Session, SessionHeaders
 
@@ -287,8 +289,8 @@ def test_keys_of_sticky_policies() -> None:
     """A sub-agent or a fork goes where its parent's session goes; without a session, cache group and prompt's beginning
     count together, so that neither one key for all nor one system prompt for all is enough to meet."""
     child = parsed(CHAT, {}, CLAUDE_CODE | {"x-claude-code-agent-id": "a"})
-    assert child.affinity_key == parsed(CHAT, {}, CLAUDE_CODE).affinity_key == ROOT
-    assert parsed(CHAT, {"prompt_cache_key": "k"}).affinity_key is None
+    assert _sticky_key(child) == _sticky_key(parsed(CHAT, {}, CLAUDE_CODE)) == ROOT
+    assert _sticky_key(parsed(CHAT, {"prompt_cache_key": "k"})) is None
     bodies = [
         {"messages": [{"content": first}], **group}
         for first in ("one", "two")
@@ -298,3 +300,8 @@ def test_keys_of_sticky_policies() -> None:
     assert parsed(CHAT, {"messages": [{"content": "x" * 5000}]}).head.startswith(b'{"content": "xxx')
     assert len(parsed(CHAT, {"messages": [{"content": "x" * 5000}]}).head) == 1024
     assert parsed(CHAT, {}).head == b""
+
+
+def _sticky_key(request: InferenceRequest) -> str | None:
+    """Return the key by which policies are asked."""
+    return make_pick_request(Exchange(received_at=0.0, inference=request), "m").session_key
