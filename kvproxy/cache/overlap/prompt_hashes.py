@@ -12,7 +12,7 @@ from kvproxy.cache.media.cut import Medium, cut_prompt
 from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.last_served import RequestNames
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, text_blocks
-from kvproxy.cache.prefix.prompt_identity import RULED, prompt_identity
+from kvproxy.cache.prefix.prompt_identity import RULED, are_texts, prompt_identity
 from kvproxy.cache.prefix.session_hashes import PromptText
 
 #: Models and cache salts whose chains were begun recently; salts come from clients.
@@ -52,9 +52,10 @@ class PromptHashes:
         if kind in RULED and not short:
             hashes, keys, prompt_bytes, told = self._sessions.identified(kind, prompt, seed, drops_header=drops_header)
             return hashes, keys, prompt_bytes, told, () if told is None else told.media
-        prompt, media = cut_prompt(prompt, self._sessions.signatures)
-        prompt = prompt_identity(kind, prompt, drops_header=drops_header)
-        if prompt is not request.prompt:
+        media: tuple[Medium, ...] = ()
+        if kind is not RequestKind.CHAT or not are_texts(prompt.parts):
+            prompt, media = cut_prompt(prompt, self._sessions.signatures)
+            prompt = prompt_identity(kind, prompt, drops_header=drops_header)
             size_bytes = prompt.size_bytes
         keys = () if short else message_chain(prompt, seed)
         if not keys:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
@@ -99,8 +99,9 @@ class SessionAdmission:
         self.given_way = 0  # residents so far whose room was needed by others
         self._by_tail: dict[int, Session] = {}
         self._by_name: dict[int, Session] = {}
-        self._idle: dict[Session, None] = {}  # residents between turns, the longest idle first
-        self._known: dict[Session, None] = {}  # all between turns, likewise
+        # In order, and no plain dicts: these look for their first entry among all that were before it.
+        self._idle: OrderedDict[Session, None] = OrderedDict()  # residents between turns, the longest idle first
+        self._known: OrderedDict[Session, None] = OrderedDict()  # all between turns, likewise
         self._reserved: dict[EndpointId, tuple[SessionWait, EndpointLoad]] = {}
         self._found: tuple[Sequence[int], Session | None] = (), None  # by the latest question
         self._turns_elsewhere: dict[Hashable, tuple[Session, int]] = {}  # and which turns of their sessions they are

@@ -40,7 +40,7 @@ from kvproxy.proxy.forward.media_names import (
     MEDIA_ROOTS,
     Rename,
     find_media_names,
-    may_message_name_media,
+    may_messages_name_media,
     may_name_media,
 )
 from kvproxy.proxy.forward.request_body import START_BYTES
@@ -89,7 +89,7 @@ _MANY_COLONS = 20_000
 _RECODED_BYTES = 1024 * 1024
 _SLICE_BYTES = 512 * 1024
 #: In a longer body the names are searched for outside its messages.
-_SHORTENED_BYTES = 8 * 1024
+_SHORTENED_BYTES = 2 * 1024
 _PROMPT_NAMES = (b'"messages":', b'"prompt":', b'"input":')
 _SEPARATORS = (b",", b", ")
 _MAX_NUMBER_BYTES = 32
@@ -296,7 +296,7 @@ def _names_media(body: bytes, exchange: Exchange) -> bool:
     elif read is None or read.beside is body or inference is None or inference.kind not in CHATS:
         found = may_name_media(body)
     else:
-        found = may_name_media(read.beside) or any(map(may_message_name_media, inference.prompt.parts))
+        found = may_name_media(read.beside) or may_messages_name_media(inference.prompt.parts)
     if not found and repeats is not None:
         repeats.note_harmless()
     return found

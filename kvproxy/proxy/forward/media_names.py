@@ -8,8 +8,9 @@ picture from the cache, and one that sends its own picture under that identifier
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import methodcaller
 
 import msgspec
 
@@ -52,14 +53,19 @@ _CONTAINERS = (b"{", b"[")
 Rename = Callable[[str], str]
 
 
+_find_inner_object: Callable[[bytes], int] = methodcaller("find", b"{", 1)
+
+
 #: Returns False for a text that surely has no such member; nearly all have none.
 may_name_media = partial(has_quoted, _named)
 
 
-def may_message_name_media(message: bytes) -> bool:
-    """Return False for a message of a chat that surely has no such member in a content part: such a part is an object
-    within it."""
-    return message.find(b"{", 1) >= 0 and may_name_media(message)
+def may_messages_name_media(messages: Sequence[bytes]) -> bool:
+    """Return False for messages of a chat that surely have no such member in a content part: such a part is an object
+    within its message."""
+    if max(map(_find_inner_object, messages), default=-1) < 0:
+        return False
+    return any(_find_inner_object(message) >= 0 and may_name_media(message) for message in messages)
 
 
 def find_media_names(body: bytes, members: Iterable[Member], rename: Rename | None) -> Steps[list[Edit]]:
