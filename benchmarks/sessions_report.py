@@ -32,8 +32,8 @@ first requests, 90 %; the longest until an engine admitted a request, or, of one
 (540 s), since it came again at once; share of prompt tokens found in cache; Jain's index of the sessions' slowdowns
 against their time alone; correlation of a request's wait with its prompt's length. Chat: TTFT.
 
-Where all sessions fit nothing differs: mean and p99 of TTFT of the five traces (eight engines, load 0.7) are the same to
-the last digit with admission and without.
+Where all sessions fit nothing differs: mean and p99 of TTFT of the five traces (eight engines, load 0.7) are the same
+to the last digit with admission and without.
 
 Host memory is no room: counted as such (twice an engine's, contexts of four times the memory) 256 agents took 1,082 s
 each if it is read at 20 GB/s and 1,511 s at 5 GB/s, 452 and 321 sessions an hour. By the engines' memory alone they
@@ -53,6 +53,9 @@ Figures that are missed, and why:
   Sessions of 200,000 tokens wait longest (`giant`: 0.83); those behind them wait, too, or they would never begin.
 - Evicting a session's context at its end, which keeps residents as if they were pinned, changes nothing: `agents-4-1.5`
   391 s (389 s), `agents-4-2` 524 s (525 s).
+- Ends: if each session's last answer were known as such, `agents-4-1.5` would take 383 s (389 s), `agents-4-2` 510 s
+  (527 s), `agents-4-4` 1,040 s (1,047 s), `forks-4-2` 331 s (356 s) and `giant-4-2` 517 s (538 s): as much as any sign
+  of an end in an answer could gain.
 - A next turn that must be longer than prompt and answer before it would tell short questions about one document from a
   conversation, but 9 % of the turns in *cc* and 20 % in *agent* are shorter: reasoning is left out of the history.
 """
