@@ -4,8 +4,7 @@ Setups of `kvproxy serve` stand in front of engines that answer at once: two rep
 Valkey, discovery from a Kubernetes API, from a file and from a real etcd, and two workers. Servers that are not
 installed are left out (`make test-services` installs them). Clients send chats all the time. Each fault lasts some
 seconds. It is healed once replicas or workers are synced again, or discovery passes on an endpoint that came after the
-end of the fault. Lost are requests without a 200 until then. A worker whose own socket is removed is started again,
-which takes as long as a start does on this machine.
+end of the fault. Lost are requests without a 200 until then.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -487,6 +487,11 @@ async def workers(folder: Path, engine: str) -> AsyncIterator[Setup]:
                 yield
 
             @asynccontextmanager
+            async def folder_removed() -> AsyncIterator[None]:
+                shutil.rmtree(paths["sync-0.sock"].parent)
+                yield
+
+            @asynccontextmanager
             async def claimed() -> AsyncIterator[None]:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
                     for one in senders:
@@ -502,7 +507,9 @@ async def workers(folder: Path, engine: str) -> AsyncIterator[Setup]:
 
             names = [name for name in sorted(paths) if name.startswith(("sync-0", "worker-1"))]
             faults: dict[str, Fault] = {f"{name} removed": partial(removed, name) for name in names}
-            yield Setup("workers", [process], healed, {**faults, "2,576 invented workers": claimed})
+            faults["the folder of the sockets removed"] = folder_removed
+            faults = {"2,576 invented workers": claimed, **faults}
+            yield Setup("workers", [process], healed, faults)
 
 
 @contextmanager

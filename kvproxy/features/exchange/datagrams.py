@@ -68,6 +68,7 @@ class DatagramLink:
         self._others = {number for number in range(siblings.count) if number != siblings.number}
         self._waiting: dict[int, BoundedQueue[bytes]] = {}  # by worker
         self._again: asyncio.TimerHandle | None = None
+        self._complained = ""
 
     def _path(self, number: int) -> str:
         return str(self._siblings.folder / f"sync-{number}.sock")
@@ -87,15 +88,31 @@ class DatagramLink:
 
     def renew(self) -> None:
         """Bind again if the socket's file is gone, by which the others find it."""
-        if self._socket is None or os.path.exists(self._path(self._siblings.number)):
+        before = self._socket
+        if before is None or os.path.exists(self._path(self._siblings.number)):
             return
-        log.warning("the socket of worker %d was removed: it is made again", self._siblings.number)
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-        self._bind()
+        try:
+            self._bind()
+        except OSError as error:
+            self._complain(f"cannot be made again: {error}")
+            return
+        asyncio.get_running_loop().remove_reader(before)
+        before.close()
+        self._complained = ""
+        self._complain("is made again")
+
+    def _complain(self, what: str) -> None:
+        """Log it once, as it is tried again with each heartbeat."""
+        if what != self._complained:
+            log.warning("the socket of worker %d was removed: it %s", self._siblings.number, what)
+        self._complained = what
 
     def _bind(self) -> None:
         path = self._path(self._siblings.number)
+        folder = self._siblings.folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "the folder of the workers' sockets is another user's", str(folder))
         _unlink(path)
         self._socket = bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         bound.setblocking(False)

@@ -34,8 +34,6 @@ STEADY_S = 60.0
 GIVE_UP_AFTER = 5
 #: A worker that ends itself when its drain and grace are over is killed if it does not.
 _KILL_S = END_GRACE_S + 5.0
-#: News that no worker is up to: one that was told so is let go, and another takes its place at once.
-_LET_GO = -1
 
 
 class WorkersFailed(KvproxyError):
@@ -49,9 +47,15 @@ class Slot:
     index: int
     control: socket.socket
     path: Path
+    file: int  # open descriptor of that path's file; -1 where a system has none that can be connected to
     process: WorkerProcess | None = None
     failures: int = 0  # in a row
     last_end: str = ""  # of the process before
+
+    @property
+    def address(self) -> str:
+        """Path to connect to: what cleans up temporary folders may have removed the file."""
+        return f"/proc/self/fd/{self.file}" if self.file >= 0 else str(self.path)
 
     @property
     def ready(self) -> bool:
@@ -147,22 +151,6 @@ class Supervisor:
                 process.told = self.served.number
             elif process.ready:
                 process.drain()
-
-    def renew_socket(self, slot: Slot) -> None:
-        """Make a worker's own socket again if its file is gone, by which it is asked: another process gets it."""
-        if slot.path.exists() or self.ending.is_set():
-            return
-        try:
-            made = _bind(slot.path)
-        except OSError as error:
-            log.error("the socket of worker %d was removed and cannot be made again: %s", slot.index, error)
-            return
-        log.warning("the socket of worker %d was removed: it is made again, for another process", slot.index)
-        slot.control.close()
-        slot.control = made
-        if slot.process is not None:
-            slot.process.told = _LET_GO
-            slot.process.drain()
 
     def _processes(self) -> list[WorkerProcess]:
         return [slot.process for slot in self.slots if slot.process is not None]
@@ -271,21 +259,25 @@ class Supervisor:
     def _close(self) -> None:
         for one in (*self._public, *(slot.control for slot in self.slots)):
             one.close()
+        for slot in self.slots:
+            if slot.file >= 0:
+                os.close(slot.file)
 
 
 def _slot(index: int, folder: Path) -> Slot:
     """Its socket outlives the worker: what is asked meanwhile waits for the next one."""
     path = folder / f"worker-{index}"
-    return Slot(index, _bind(path), path)
+    return Slot(index, *bind_control(path))
 
 
-def _bind(path: Path) -> socket.socket:
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+def bind_control(path: Path) -> tuple[socket.socket, Path, int]:
+    """Return a worker's own socket, its path, and the descriptor of its file."""
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     control.bind(str(path))
     control.listen(128)
     control.setblocking(False)
-    return control
+    can_stay = hasattr(os, "O_PATH") and os.path.isdir("/proc/self/fd")
+    return control, path, os.open(path, os.O_PATH) if can_stay else -1
 
 
 def describe_exit(status: int) -> str:

@@ -77,7 +77,6 @@ class Workers:
         except httpx.HTTPError as error:
             what = f"{change.method} {change.target.partition('?')[0]}"
             log.warning("worker %d gives no answer to %s: %s", slot.index, what, type(error).__name__)
-            self.supervisor.renew_socket(slot)
             return None
 
     async def ask_all(
@@ -137,7 +136,7 @@ class Workers:
 
 
 def _client(slot: Slot) -> httpx.AsyncClient:
-    transport = httpx.AsyncHTTPTransport(uds=str(slot.path), verify=False)
+    transport = httpx.AsyncHTTPTransport(uds=slot.address, verify=False)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", trust_env=False)
 
 

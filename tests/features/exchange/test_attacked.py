@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -150,17 +151,36 @@ def test_worker_numbers_that_no_configuration_has_are_not_sent_to(tmp_path: Path
 async def test_a_socket_whose_file_is_gone_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Something cleans up temporary folders."""
     heard: list[bytes] = []
-    siblings = Siblings(tmp_path, 0, 2)
-    async with DatagramLink(siblings, on_message=heard.append) as link:
+    folder = tmp_path / "workers"
+    async with DatagramLink(Siblings(folder, 0, 2), on_message=heard.append) as link:
         link.renew()
         assert not caplog.records
-        Path(str(tmp_path / "sync-0.sock")).unlink()  # noqa: ASYNC240 - in memory
-        link.renew()
-        assert "was removed" in caplog.text
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-            other.sendto(b"hello", str(tmp_path / "sync-0.sock"))
-        await until(lambda: heard == [b"hello"])
+        for remove in ((folder / "sync-0.sock").unlink, lambda: shutil.rmtree(folder)):
+            remove()
+            link.renew()
+            assert caplog.text.count("was removed") == 1
+            caplog.clear()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+                other.sendto(b"hello", str(folder / "sync-0.sock"))
+            await until(lambda: heard == [b"hello"])
+            heard.clear()
+        assert folder.stat().st_mode & 0o777 == 0o700
     link.renew()  # nothing is left to renew
+
+
+async def test_a_folder_of_another_user_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have been made where ours was removed; that is logged once, and what was bound before stays."""
+    folder = tmp_path / "workers"
+    async with DatagramLink(Siblings(folder, 0, 2), on_message=lambda payload: None) as link:
+        bound = link._socket
+        shutil.rmtree(folder)
+        monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+        for _ in range(3):
+            link.renew()
+        assert caplog.text.count("is another user's") == 1
+        assert link._socket is bound
 
 
 async def test_a_flood_of_datagrams_does_not_hold_the_event_loop(tmp_path: Path) -> None:

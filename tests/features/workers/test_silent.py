@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from kvproxy.base.errors import ConfigError
@@ -14,7 +16,10 @@ ENDPOINTS = {"a": "http://127.0.0.1:9"}
 def silence(both: Together, *indexes: int) -> None:
     """Its process is there, but nothing listens any more."""
     for index in indexes:
-        both.workers.supervisor.slots[index].path.unlink()
+        slot = both.workers.supervisor.slots[index]
+        slot.path.unlink()
+        os.close(slot.file)
+        slot.file = -1
 
 
 async def test_hits_are_read_from_the_other_engines() -> None:

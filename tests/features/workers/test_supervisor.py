@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -78,24 +77,6 @@ async def test_a_dead_worker_is_started_again(tmp_path: Path) -> None:
         os.kill(first, signal.SIGKILL)
         await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[0] != first)
         assert gone == [0]
-        assert pids(supervisor)[1] == second
-
-
-async def test_a_socket_whose_file_is_gone_is_made_again(tmp_path: Path) -> None:
-    """Nothing can be asked of its worker any more; another takes its place with the new one."""
-    folder = tmp_path / "workers"
-    folder.mkdir()
-    async with supervised(folder) as supervisor:
-        first, second = pids(supervisor)
-        supervisor.renew_socket(supervisor.slots[0])  # it is there
-        shutil.rmtree(folder)
-        folder.touch()
-        supervisor.renew_socket(supervisor.slots[0])  # no socket can be there
-        folder.unlink()
-        supervisor.renew_socket(supervisor.slots[0])
-        await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[0] != first)
-        assert supervisor.slots[0].path.is_socket()
-        assert supervisor.slots[0].failures == 0
         assert pids(supervisor)[1] == second
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import tempfile
 import time
@@ -23,7 +24,7 @@ from kvproxy.features.workers.assignment import Assignment
 from kvproxy.features.workers.control import ControlApp
 from kvproxy.features.workers.process import WorkerProcess
 from kvproxy.features.workers.share import take_share
-from kvproxy.features.workers.supervisor import ServedConfig, Supervisor
+from kvproxy.features.workers.supervisor import ServedConfig, Supervisor, bind_control
 from kvproxy.features.workers.workers import Workers
 from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
@@ -67,10 +68,9 @@ class Together:
         """As when this worker's process is gone."""
         slot = self.workers.supervisor.slots[index]
         slot.process = None
-        slot.control = socket.socket(socket.AF_UNIX)  # in the same process the one there was ends with its worker
-        slot.path = slot.path.with_name(f"{slot.path.name}-again")
-        slot.control.bind(str(slot.path))
-        slot.control.listen()
+        os.close(slot.file)
+        again = slot.path.with_name(f"{slot.path.name}-again")
+        slot.control, slot.path, slot.file = bind_control(again)  # the one there was ends with its worker here
         for call in self.workers.supervisor.on_ended:
             call(index)
 
