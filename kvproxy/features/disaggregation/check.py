@@ -1,19 +1,24 @@
-"""Check of `kvproxy doctor`: the canary on each pair of endpoints."""
+"""Checks of `kvproxy doctor`: the canary on each pair of endpoints, and the connector that the engines have."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from kvproxy.base.errors import ClientError
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.cache.clients.vllm import MAX_METRICS_BYTES
 from kvproxy.cluster.settings import EndpointRole
 from kvproxy.features.disaggregation.canary import Canary
 from kvproxy.features.disaggregation.connectors import CONNECTORS
 from kvproxy.features.disaggregation.findings import FIXES
 from kvproxy.features.disaggregation.pairs import PairState
-from kvproxy.features.disaggregation.settings import DisaggregationPlace
+from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace
 from kvproxy.operate.doctor.deployment import ClusterCheck
 from kvproxy.operate.doctor.engine import EngineFacts
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning
@@ -21,6 +26,7 @@ from kvproxy.operate.doctor.report import Finding, ok, problem, warning
 #: Pairs that are examined, at most.
 MAX_PAIRS = 16
 _TIMEOUT_S = 30.0
+_NIXL_METRICS = b"\nvllm:nixl_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +66,52 @@ class PairsCheck(ClusterCheck):
         what = f"prefill at {prefill.endpoint.id} for {decode.endpoint.id}"
         if verdict.state is PairState.GOOD:
             return ok(self.where, f"{what} gives the same tokens as {decode.endpoint.id} alone")
+        found = await find_connector(prefill)
+        if found not in (None, settings.connector):
+            what = f"{what} does not work by {settings.connector.value}: the engine's connector is {found.value}"
+            return problem(self.where, what, _set_to(found))
         if verdict.state is None:
             return problem(self.where, f"{what} fails: {verdict.why}", "see the logs of both engines")
         return problem(self.where, f"{what} does not work: {verdict.why}", FIXES[verdict.state])
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorCheck(ClusterCheck):
+    """A cluster whose endpoints have roles, while `connector` is off."""
+
+    name = "disaggregation"
+    calls = 2
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        prefillers = [one for one in self.engines if one.endpoint.role is EndpointRole.PREFILL]
+        found = await find_connector(prefillers[0]) if prefillers else None
+        if found is None:
+            return []
+        what = f"{prefillers[0].endpoint.id} prefills for no endpoint, though its engine's connector is {found.value}"
+        return [warning(self.where, what, _set_to(found))]
+
+
+class _ServerInfo(msgspec.Struct):
+    disaggregation_mode: str | None = None
+
+
+async def find_connector(engine: EngineFacts) -> Connector | None:
+    """Return the connector that an engine shows, by vLLM's metrics of NIXL or SGLang's mode; None: it shows none.
+    Nothing is tried: parameters of another connector can end an engine."""
+    timeout_s = engine.tools.timeouts.exchange_s
+    with contextlib.suppress(ClientError):
+        metrics = await engine.api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+        if _NIXL_METRICS in metrics:
+            return Connector.NIXL
+    with contextlib.suppress(ClientError):
+        info = await engine.api.get("/server_info", _ServerInfo, timeout_s=timeout_s)
+        if info.disaggregation_mode in ("prefill", "decode"):
+            return Connector.SGLANG
+    return None
+
+
+def _set_to(connector: Connector) -> str:
+    return f"set `disaggregation: {{connector: {connector.value}}}`"
 
 
 def _visit(engine: EngineFacts) -> VisitedEngine:

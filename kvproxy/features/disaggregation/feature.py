@@ -107,11 +107,12 @@ class Disaggregation(Feature):
         return find_pairs_out(operated.clusters)
 
     def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
-        """Return the canary on each pair."""
-        from kvproxy.features.disaggregation.check import PairsCheck
+        """Return the canary on each pair, or a look for the connector."""
+        from kvproxy.features.disaggregation.check import ConnectorCheck, PairsCheck
 
         settings = part_of(deployment.config.clusters[cluster], DisaggregationPlace).disaggregation
-        return () if settings.connector is Connector.OFF else (PairsCheck(deployment, cluster),)
+        kind = ConnectorCheck if settings.connector is Connector.OFF else PairsCheck
+        return (kind(deployment, cluster),)
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""

@@ -9,6 +9,11 @@ from kvproxy.lab.simulator.engine_io import EngineOutput, Finished, FirstToken, 
 from kvproxy.lab.simulator.engine_runner import SequenceProgress
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 
+#: Of engines with NixlConnector.
+_NIXL = b"""# HELP vllm:nixl_num_failed_transfers_total Number of failed NIXL KV Cache transfers.
+# TYPE vllm:nixl_num_failed_transfers_total counter
+vllm:nixl_num_failed_transfers_total 0.0
+"""
 _COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 _BATCH = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _FIRST = (
@@ -122,6 +127,7 @@ class VllmMetrics:
         self.started_at = started_at  # of the process, seconds since the epoch
         self.sleep_level: int | None = None  # None: it is awake
         self._has_adapters = bool(settings.loras)
+        self._nixl = settings.nixl is not None
         self._engine = engine
         self._registry = CollectorRegistry()
         self._labels = {"engine": str(settings.rank), "model_name": settings.model}
@@ -196,7 +202,7 @@ class VllmMetrics:
         self._count("prompt_tokens_cached_by_source", hits, "device")
         self._count("prompt_tokens_cached_by_source", read, "external_unspecified")
         self._count("generation_tokens", totals.generation_tokens)
-        return generate_latest(self._registry) + self._adapters()
+        return generate_latest(self._registry) + self._adapters() + (_NIXL if self._nixl else b"")
 
     def _adapters(self) -> bytes:
         """Return a line for every combination there ever was; the newest has the largest value. No label names the

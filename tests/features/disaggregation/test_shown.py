@@ -15,6 +15,7 @@ from kvproxy.operate.doctor.report import Severity
 from kvproxy.operate.receipts.explain import explain_decision, explain_receipt
 from kvproxy.operate.receipts.receipt import decode_receipt, note_of
 from tests.features.disaggregation.support import Separated, prompt, running_fleet, separated, words
+from tests.lab.simulator.support import engine
 from tests.operate.admin.support import admin_of
 from tests.operate.doctor.setup import visit
 
@@ -144,3 +145,23 @@ async def test_the_doctor_misses_a_pair() -> None:
         report = await visit({"endpoints": endpoints, "disaggregation": {"connector": "nixl"}})
         (found,) = (one for one in (*report.findings, *report.passed) if one.check == "disaggregation")
         assert found.severity is Severity.WARNING
+
+
+@pytest.mark.parametrize(("connector", "severity"), [("off", Severity.WARNING), ("lmcache", Severity.PROBLEM)])
+async def test_the_doctor_finds_the_connector(connector: str, severity: Severity) -> None:
+    """By what the engine shows of itself: parameters of another connector could end it."""
+    async with running_fleet("p", "d") as fleet:
+        endpoints = [{"id": name, "url": fleet.urls[name], "role": role} for name, role in _ROLES.items()]
+        report = await visit({"endpoints": endpoints, "disaggregation": {"connector": connector}})
+        (found,) = (one for one in report.findings if one.check == "disaggregation")
+        assert found.severity is severity
+        assert "its engine's connector is nixl" in found.what or "the engine's connector is nixl" in found.what
+        assert found.fix == "set `disaggregation: {connector: nixl}`"
+
+
+async def test_the_doctor_finds_no_connector() -> None:
+    """Of engines that show none, and of endpoints without roles."""
+    async with engine() as one:
+        endpoints = [{"id": "p", "url": one.url, "role": "prefill"}, {"id": "d", "url": one.url}]
+        report = await visit({"endpoints": endpoints})
+        assert not [found for found in report.findings if found.check == "disaggregation"]

@@ -91,7 +91,9 @@ async def _response(clients: Clients, stream: Stream) -> None:
 
 async def _message(clients: Clients, stream: Stream) -> None:
     asked: Any = [{"role": "user", "content": stream.prompt}]
-    events = await clients.anthropic.messages.create(messages=asked, max_tokens=TOKENS, **_SAMPLING)
+    events = await clients.anthropic.messages.create(
+        model=TINY.name, messages=asked, max_tokens=TOKENS, stream=True, extra_body={"temperature": 0}
+    )
     async for event in events:
         if event.type == "content_block_delta" and event.delta.type == "text_delta":
             stream.words += event.delta.text
