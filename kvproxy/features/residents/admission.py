@@ -153,9 +153,7 @@ class SessionAdmission:
         blocks = facts.blocks
         if not blocks:
             return None
-        found, session = self._found
-        if found is not blocks or (session is not None and session.running):
-            session = self._find(facts)
+        session = self._find_again(facts)
         # one that waited for too long passes without a place
         session = self._begin_turn(session, facts, endpoint, now, has_place=not request.waits_for_room)
         session.elsewhere = False
@@ -233,7 +231,7 @@ class SessionAdmission:
 
     def wait(self, request: PickRequest, now: float) -> SessionWait:
         """As of Admission."""
-        session = self._find(request.facts) if request.facts.blocks else None
+        session = self._find_again(request.facts) if request.facts.blocks else None
         tokens = request.facts.prompt_tokens + self._growth_of(request)
         wait = SessionWait(self, request, session, tokens, now)
         if request.waits_for_room:
@@ -397,6 +395,11 @@ class SessionAdmission:
                 return None
         # of a turn elsewhere the end is reported late: its client has the answer
         return None if found is None or (found.running and not found.elsewhere) else found
+
+    def _find_again(self, facts: OverlapFacts) -> Session | None:
+        """Return the same, as found when this prompt was asked about last if no other one was since."""
+        blocks, session = self._found
+        return self._find(facts) if blocks is not facts.blocks or (session is not None and session.running) else session
 
     def _missing_tokens(
         self, one: Candidate, session: Session | None, request: PickRequest, *, holder: SessionWait | None = None
