@@ -14,7 +14,7 @@ LOCAL  := $(shell sed -n "s/^addopts.* -m 'not slow and \(.*\)'.*/\1/p" pyprojec
 # Tests start kvproxy hundreds of times: without bytecode each process compiles all of it anew, and so does each collection.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo docs test test-slow test-loaded test-real test-compat test-services test-hosts test-ray check format lock bench coverage test-browser test-removal dist binary test-packaging clean
+.PHONY: help demo docs reference test test-slow test-loaded test-real test-compat test-services test-hosts test-ray check format lock bench coverage test-browser test-removal dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -81,6 +81,12 @@ lock: ## writes constraints.txt anew: the newest versions that pyproject.toml al
 
 bench: $(DEV) ## the measurements, each beside a peer or a limit (see benchmarks/README.md)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+reference: $(DEV) ## write what is generated: reference pages, golden files, the list of rooms
+	$(BIN)/python -m tests.golden
+	$(BIN)/python -m kvproxy.operate.config.reference > docs/configuration.md
+	$(BIN)/python -m kvproxy.operate.metrics.reference > docs/metrics.md
+	$(BIN)/python -m tests.test_architecture
 
 docs: $(DEV) ## the documentation as a site with search in build/site; a broken link is an error
 	@$(PIP) --group docs

@@ -1,7 +1,7 @@
 """Collects every Markdown page of the repository, in its folder, for the site: `python packaging/site.py TARGET`.
 
 Pages link to each other by relative paths, also out of docs/, so that they can be read in a checkout and on the site.
-The site also publishes the JSON Schema of the configuration, for editors.
+The site also publishes the JSON Schema of the configuration, for editors. As a hook of mkdocs it lists the features.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvproxy.operate.config.reference import file_schema
 
@@ -31,6 +32,14 @@ def collect(target: Path) -> int:
         shutil.copyfile(path, place)
     (target / "kvproxy.schema.json").write_text(json.dumps(file_schema()))
     return sum(path.suffix == ".md" for path in listed)
+
+
+def on_config(config: Any) -> None:
+    """List the page of each feature in the navigation; mkdocs calls it."""
+    (section,) = (one for one in config["nav"] if "Features" in one)
+    pages = (ROOT / "kvproxy" / "features").glob("*/README.md")
+    listed = {page.read_text().partition("\n")[0].lstrip("# ").partition(":")[0]: page for page in pages}
+    section["Features"] = [{title: str(listed[title].relative_to(ROOT))} for title in sorted(listed, key=str.casefold)]
 
 
 if __name__ == "__main__":

@@ -134,7 +134,6 @@ class ReplayFleet:
             timing=timing,
             kv_events=self.index is IndexMode.EVENTS,
             tiers=() if plan is None else plan.own_tiers(capacity_blocks, block_size, self.eviction),
-            offload_on_eviction=plan is not None and plan.on_eviction,
             eviction=self.eviction,
         )
 

@@ -13,8 +13,8 @@ from kvproxy.lab.simulator.retention import Eviction, TierSettings
 class TierPlan:
     """Host memory and disk below the engines', and a store that they share: sizes in multiples of an engine's memory as
     it is cut to `device`, speeds in bytes a second. A token's KV is that of a model of 32 layers with 8 KV heads of 128
-    values in two bytes: 128 KiB. `compress` is how much smaller it is below engine memory; to read it takes that much
-    less, and the time to decompress it; an engine's CPU compresses what comes, as fast, one after the other."""
+    values in two bytes: 128 KiB. Engines' blocks are written to host memory at once; the disk gets those that host
+    memory evicts."""
 
     device: float = 1.0  # share that is left of an engine's memory
     host: float = 4.0
@@ -25,13 +25,7 @@ class TierPlan:
     shared_gb_per_s: float = 2.5
     latency_s: float = 0.001  # of a read
     failing_reads: int = 0  # one of this many host reads fails
-    failing_writes: int = 0  # the same of writes
     kv_bytes_per_token: int = 131_072
-    on_eviction: bool = False  # else written through
-    min_uses: int = 0  # the disk keeps blocks offered to it this often
-    bypass: bool = False  # the disk is offered the engines' blocks, else those that host memory evicts
-    compress: float = 1.0
-    compress_gb_per_s: float = 4.0  # of compression and decompression, in uncompressed bytes
 
     #: In the text of an option.
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -43,13 +37,7 @@ class TierPlan:
         "shared": "shared",
         "shared_gbps": "shared_gb_per_s",
         "latency": "latency_s",
-        "on_eviction": "on_eviction",
-        "min_uses": "min_uses",
-        "bypass": "bypass",
-        "compress": "compress",
-        "compress_gbps": "compress_gb_per_s",
         "failing_reads": "failing_reads",
-        "failing_writes": "failing_writes",
     }
 
     @classmethod
@@ -74,61 +62,29 @@ class TierPlan:
         if self.host:
             room = self._room(self.host, capacity_blocks)
             read_s = self._read_s(self.gb_per_s, block_size)
-            tiers.append(
-                TierSettings(
-                    "CPU",
-                    room,
-                    read_s,
-                    self.latency_s,
-                    self.failing_reads,
-                    self.failing_writes,
-                    eviction=eviction,
-                    write_block_s=self._write_s(block_size),
-                )
-            )
+            tiers.append(TierSettings("CPU", room, read_s, self.latency_s, self.failing_reads, eviction=eviction))
         if self.disk:
             room = self._room(self.disk, capacity_blocks)
             read_s = self._read_s(self.disk_gb_per_s, block_size)
-            tiers.append(
-                TierSettings(
-                    "DISK",
-                    room,
-                    read_s,
-                    self.latency_s,
-                    min_uses=self.min_uses,
-                    below=not self.bypass,
-                    eviction=eviction,
-                    write_block_s=self._write_s(block_size),
-                )
-            )
+            tiers.append(TierSettings("DISK", room, read_s, self.latency_s, below=True, eviction=eviction))
         return tuple(tiers)
 
     def shared_tier(self, capacity_blocks: int, block_size: int, eviction: Eviction) -> TierSettings:
         """Of engines with so many blocks each."""
         room = self._room(self.shared, capacity_blocks)
         read_s = self._read_s(self.shared_gb_per_s, block_size)
-        write_s = self._write_s(block_size)
-        return TierSettings("EXTERNAL", room, read_s, self.latency_s, eviction=eviction, write_block_s=write_s)
+        return TierSettings("EXTERNAL", room, read_s, self.latency_s, eviction=eviction)
 
     def _room(self, multiple: float, capacity_blocks: int) -> int:
-        return max(1, round(multiple * capacity_blocks * self.compress))
+        return max(1, round(multiple * capacity_blocks))
 
     def _read_s(self, gb_per_s: float, block_size: int) -> float:
-        gb = block_size * self.kv_bytes_per_token / 1e9
-        return gb / self.compress / gb_per_s + (gb / self.compress_gb_per_s if self.compress > 1 else 0.0)
-
-    def _write_s(self, block_size: int) -> float:
-        """Return a tier that stands below another gets what is compressed already: its price is not asked for."""
-        return block_size * self.kv_bytes_per_token / 1e9 / self.compress_gb_per_s if self.compress > 1 else 0.0
+        return block_size * self.kv_bytes_per_token / 1e9 / gb_per_s
 
     def _check(self) -> None:
         sizes = (self.host, self.disk, self.shared, self.latency_s)
-        counts = (self.failing_reads, self.failing_writes, self.min_uses)
-        speeds = (self.gb_per_s, self.disk_gb_per_s, self.shared_gb_per_s, self.compress_gb_per_s)
-        if not 0 < self.device <= 1 or min(*sizes, *counts) < 0 or min(speeds) <= 0 or self.compress < 1:
-            raise ValueError(
-                "--tiers: device is a share above 0, sizes are not negative, speeds are above 0, "
-                "and compress is 1 at least"
-            )
-        if any(not isinstance(count, int) for count in counts):
-            raise ValueError("--tiers: failing_reads, failing_writes and min_uses are whole numbers")
+        speeds = (self.gb_per_s, self.disk_gb_per_s, self.shared_gb_per_s)
+        if not 0 < self.device <= 1 or min(*sizes, self.failing_reads) < 0 or min(speeds) <= 0:
+            raise ValueError("--tiers: device is a share above 0, sizes are not negative, and speeds are above 0")
+        if not isinstance(self.failing_reads, int):
+            raise ValueError("--tiers: failing_reads is a whole number")

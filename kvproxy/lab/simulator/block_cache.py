@@ -241,9 +241,6 @@ class BlockCache:
         copies = self._copies.get(block_hash)
         if copies is None:
             del self._block_of[block_hash]
-            if self._lower is not None:
-                for event in self._lower.evicted(block_hash):
-                    self.announce(event)
             if block_hash in self._states:
                 self._states.remove(block_hash)
                 self.announce(BlockRemoved(block_hash, GROUP))

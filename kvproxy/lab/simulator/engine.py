@@ -50,7 +50,7 @@ class Engine:
         self._future = future
         own_tiers = [LowerTier(each, future=future) for each in settings.tiers]
         tiers = [*own_tiers, *(() if store is None else (store,))]
-        lower = LowerTiers(tiers, on_eviction=settings.offload_on_eviction) if tiers else None
+        lower = LowerTiers(tiers) if tiers else None
         ranked = settings.eviction is not Eviction.LRU
         ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
         own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events, lower=lower, ranking=ranking)

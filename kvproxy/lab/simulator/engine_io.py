@@ -97,8 +97,7 @@ class EngineSettings:
     kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
     a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
     With `checkpoints` its model is a hybrid one. Requests of `max_loras` adapters run at a time (0: of all), and to
-    load one takes `lora_load_s`. `tiers` get what is stored, or with `offload_on_eviction` what leaves its memory, in
-    the order of `eviction`."""
+    load one takes `lora_load_s`. `tiers` get what is stored, and evict in the order of `eviction`."""
 
     capacity_blocks: int = 1600
     block_size: int = 512
@@ -115,7 +114,6 @@ class EngineSettings:
     max_loras: int = 0
     lora_load_s: float = 0.0
     tiers: tuple[TierSettings, ...] = ()
-    offload_on_eviction: bool = False
     eviction: Eviction = Eviction.LRU
 
     def __post_init__(self) -> None:

@@ -1,18 +1,18 @@
 """Host memory, disk or a shared store behind an engine's block cache: its contents, and the time to read them.
 
-Blocks are written through at once, as LMCache does, or with `on_eviction` when they leave the engine's memory; a tier
-`below` another gets the blocks that leave that one. A prompt is matched in the engine's memory and then, block by
-block, on the nearest tier that has the next one; blocks read become the engine's again, and the tier keeps it."""
+Blocks are written through at once, as LMCache does; a tier `below` another gets the blocks that leave that one. A
+prompt is matched in the engine's memory and then, block by block, on the nearest tier that has the next one; blocks
+read become the engine's again, and the tier keeps it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvproxy.lab.simulator.engine_io import BlockRemoved, BlockStored, KvEvent
-from kvproxy.lab.simulator.retention import Eviction, FrequencyFilter, Future, Ranking, TierSettings
+from kvproxy.lab.simulator.retention import Eviction, Future, Ranking, TierSettings
 
 
 class LowerTier:
@@ -24,8 +24,7 @@ class LowerTier:
         self._held: OrderedDict[int, BlockStored | None] = OrderedDict()  # with the event for `next`
         ranked = settings.eviction is not Eviction.LRU
         self._ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
-        self._filter = FrequencyFilter(settings.min_uses, settings.capacity_blocks) if settings.min_uses else None
-        self._reads = self._writes = 0
+        self._reads = 0
 
     def __contains__(self, block_hash: int) -> bool:
         return block_hash in self._held
@@ -38,10 +37,7 @@ class LowerTier:
         """Keep the blocks of an engine's event; announces those that are new, and those that had to go for them."""
         held = self._held
         medium = self.settings.medium
-        if self._write_fails():
-            return
-        admits = None if self._filter is None else self._filter.admits
-        new = [block not in held and (admits is None or admits(block)) for block in event.block_hashes]
+        new = [block not in held for block in event.block_hashes]
         for run in find_runs(new):
             yield cut_event(event, run, medium=medium)
         for at, block in enumerate(event.block_hashes):
@@ -68,10 +64,6 @@ class LowerTier:
         self._reads += 1
         return bool(self.settings.failing_reads) and self._reads % self.settings.failing_reads == 0
 
-    def _write_fails(self) -> bool:
-        self._writes += 1
-        return bool(self.settings.failing_writes) and self._writes % self.settings.failing_writes == 0
-
     def _give_up(self) -> Iterator[KvEvent]:
         """One block."""
         held = self._held
@@ -91,44 +83,19 @@ class Reads:
     seconds: float = 0.0
 
 
-#: Backlog of an engine's CPU from which new blocks are not compressed.
-MAX_BEHIND_S = 10.0
-
-
 class LowerTiers:
-    """Tiers of one engine, the nearest first. Blocks to be compressed arrive when its CPU, which compresses one after
-    the other, is done with them."""
+    """Tiers of one engine, the nearest first."""
 
-    def __init__(self, tiers: Sequence[LowerTier], *, on_eviction: bool = False) -> None:
+    def __init__(self, tiers: Sequence[LowerTier]) -> None:
         self.tiers = tuple(tiers)
         self._written = [tier for at, tier in enumerate(tiers) if not (at and tier.settings.below)]
         for above, tier in pairwise(tiers):
             above.next = tier if tier.settings.below else None
-        self._on_eviction = on_eviction
-        self._now = self._free_at = 0.0  # of the CPU
-        self._compressing: deque[tuple[float, BlockStored]] = deque()
-        self.compressed_s = 0.0  # CPU time
-        self._told: dict[int, BlockStored] = {}  # by block in the engine's memory, to be written when it leaves
-
-    def advance(self, now: float) -> Iterator[KvEvent]:
-        """Add the blocks compressed by now."""
-        self._now = now
-        while self._compressing and self._compressing[0][0] <= now:
-            yield from self._keep(self._compressing.popleft()[1])
 
     def stored(self, event: BlockStored) -> Iterator[KvEvent]:
-        """Yield the engine made these blocks reusable."""
-        if not self._on_eviction:
-            yield from self._write(event)
-            return
-        for at, block_hash in enumerate(event.block_hashes):
-            self._told[block_hash] = cut_event(event, range(at, at + 1))
-
-    def evicted(self, block_hash: int) -> Iterator[KvEvent]:
-        """Yield the events that follow the eviction of the engine's last copy of a block."""
-        event = self._told.pop(block_hash, None)
-        if event is not None:
-            yield from self._write(event)
+        """Keep blocks that the engine made reusable; yield what follows."""
+        for tier in self._written:
+            yield from tier.write(event)
 
     def note_prompt(self, block_hashes: Sequence[int]) -> None:
         """Note a finished sequence with these blocks."""
@@ -155,23 +122,6 @@ class LowerTiers:
 
     def _holder(self, block_hash: int) -> LowerTier | None:
         return next((tier for tier in self.tiers if block_hash in tier), None)
-
-    def _write(self, event: BlockStored) -> Iterator[KvEvent]:
-        cpu_s = max([self._compress_s(tier, event) for tier in self._written], default=0.0)
-        if not cpu_s:
-            yield from self._keep(event)
-        elif self._free_at < self._now + MAX_BEHIND_S:
-            self._free_at = max(self._free_at, self._now) + cpu_s
-            self.compressed_s += cpu_s
-            self._compressing.append((self._free_at, event))
-
-    def _compress_s(self, tier: LowerTier, event: BlockStored) -> float:
-        each_s = tier.settings.write_block_s
-        return each_s * sum([block not in tier for block in event.block_hashes]) if each_s else 0.0
-
-    def _keep(self, event: BlockStored) -> Iterator[KvEvent]:
-        for tier in self._written:
-            yield from tier.write(event)
 
 
 def cut_event(event: BlockStored, run: range, *, medium: str = "") -> BlockStored:

@@ -31,32 +31,19 @@ _WEIGHTS = {Eviction.WEIGHTED: Weights(), Eviction.NEXT_USE: Weights(0.0, 0.0, 0
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Tier below an engine's memory, by its name in events. Every `failing_reads`-th read fails, and every
-    `failing_writes`-th write; 0: none. With `min_uses` it keeps only blocks offered often enough. If `below`, it gets
-    the blocks evicted from the tier above, any other those of the engine. The engine's CPU takes `write_block_s` to
-    compress a block for it."""
+    """Tier below an engine's memory, by its name in events. Every `failing_reads`-th read fails; 0: none. If `below`,
+    it gets the blocks evicted from the tier above, any other those of the engine."""
 
     medium: str
     capacity_blocks: int
     read_block_s: float
     latency_s: float = 0.0
     failing_reads: int = 0
-    failing_writes: int = 0
-    min_uses: int = 0
     below: bool = False
     eviction: Eviction = Eviction.LRU
-    write_block_s: float = 0.0
 
     def __post_init__(self) -> None:
-        amounts = (
-            self.read_block_s,
-            self.write_block_s,
-            self.latency_s,
-            self.failing_reads,
-            self.failing_writes,
-            self.min_uses,
-        )
-        if self.capacity_blocks < 1 or min(amounts) < 0:
+        if self.capacity_blocks < 1 or min(self.read_block_s, self.latency_s, self.failing_reads) < 0:
             raise ValueError("a tier has room for a block at least, and no negative times")
 
 
@@ -200,23 +187,3 @@ class Ranking:
             return score_use(use, weights, span=span, size=size), record.depth
 
         return key
-
-
-class FrequencyFilter:
-    """Filter that keeps rarely offered blocks from a store. A block offered again counts twice as often as before, and
-    all counts drop by one after as many offers as the store has room for."""
-
-    def __init__(self, least: int, capacity_blocks: int) -> None:
-        self._least = least
-        self._capacity = capacity_blocks
-        self._counts: dict[int, int] = {}
-        self._offers = 0
-
-    def admits(self, block: int) -> bool:
-        """Return True if the block, which is offered now, is to be kept."""
-        self._offers += 1
-        if self._offers >= self._capacity:
-            self._offers = 0
-            self._counts = {each: count - 1 for each, count in self._counts.items() if count > 1}
-        count = self._counts[block] = min(2 * self._counts.get(block, 0) or 1, 1 << 20)
-        return count >= self._least

@@ -51,9 +51,6 @@ class Scheduler:
     def plan(self, now: float) -> Batch:
         """Reserve the memory of the next step and return its work; an empty batch when there is nothing."""
         batch = Batch()
-        if self._lower is not None:
-            for event in self._lower.advance(now):
-                self.cache.announce(event)
         self._make_room_to_decode(batch)
         for sequence in list(self.prefilling.values()):
             self._continue_prefill(sequence, batch)

@@ -79,7 +79,7 @@ class AgentPromptsCheck(EngineCheck):
     async def collect_findings(self) -> Sequence[Finding]:
         if not await self.engine.needs_tokens():
             return []
-        await self.engine.try_generating()  # anything wrong before that is reported elsewhere
+        await self.engine.trials.try_generating()  # anything wrong before that is reported elsewhere
         found = [
             await self._compare(RequestKind.MESSAGES, _MESSAGES),
             await self._compare(RequestKind.RESPONSES, _RESPONSES),

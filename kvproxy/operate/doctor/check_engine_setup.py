@@ -45,7 +45,7 @@ class SglangCheck(EngineCheck):
         if not health.active or health.path not in _GENERATING:
             return []
         try:
-            took_s = (await self.engine.health_reply()).took_s
+            took_s = (await self.engine.link.health_reply()).took_s
         except ClientError:
             return []
         if took_s * _MARGIN < health.timeout:
@@ -116,7 +116,7 @@ class RanksCheck(EngineCheck):
         shown = await self.engine.shown_ranks()
         if not engine.data_parallel.steer:
             return [ok(self.where, f"balances over its {len(shown)} data-parallel ranks by itself")] if shown else []
-        answers = await engine.try_ranks()
+        answers = await engine.trials.try_ranks()
         if answers is None:
             return []
         named = await self._named()
@@ -162,9 +162,9 @@ class CorsCheck(EngineCheck):
     calls = 2
 
     async def collect_findings(self) -> Sequence[Finding]:
-        if not await self.engine.is_reachable():
+        if not await self.engine.link.is_reachable():
             return []
-        origins = await self.engine.allowed_origins()
+        origins = await self.engine.link.allowed_origins()
         if not origins:
             return []
         what = (

@@ -67,7 +67,7 @@ class KvEventsCheck(EngineCheck):
     calls = TRIAL_CALLS
 
     async def collect_findings(self) -> Sequence[Finding]:
-        trial = await self.engine.try_generating()
+        trial = await self.engine.trials.try_generating()
         if trial.observed and caching_enabled(trial) is False:
             raise ClientError(f"{self.where} has prefix caching off, so there is nothing to publish")
         return list(judge_events(self.where, trial, await self.engine.find_kind())) if trial.observed else []

@@ -68,7 +68,7 @@ class InstancesCheck:
         unregistered = [
             engine
             for engine in self.deployment.engines
-            if engine.instance_id not in registered and await engine.is_reachable()
+            if engine.instance_id not in registered and await engine.link.is_reachable()
         ]
         names: dict[EngineFacts, str] = {}
         if self.trial and registered:

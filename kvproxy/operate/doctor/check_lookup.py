@@ -49,7 +49,7 @@ class LookupCheck(EngineCheck):
 
     async def collect_findings(self) -> Sequence[Finding]:
         await self.lmcache.find_kind()
-        trial = await self.engine.try_generating()
+        trial = await self.engine.trials.try_generating()
         if not trial.tokens or not await self._registered():
             return []  # reported with tokenize, or with the instance ids
         try:
@@ -114,7 +114,7 @@ class BudgetCheck:
     where = LmcacheFacts.where
 
     async def collect_findings(self) -> Sequence[Finding]:
-        trials = await gather_facts(self.engines, lambda engine: engine.try_generating())
+        trials = await gather_facts(self.engines, lambda engine: engine.trials.try_generating())
         trial = next((one for one in trials.values() if one.tokens), None)
         if trial is None:
             return []
@@ -158,7 +158,7 @@ class ChunksCheck(EngineCheck):
     async def collect_findings(self) -> Sequence[Finding]:
         longest = (await self.engine.choose_model()).max_model_len
         found = await self.lmcache.find_holders(self.engine)
-        asked = len((await self.engine.try_generating()).tokens)
+        asked = len((await self.engine.trials.try_generating()).tokens)
         try:
             lengths = parse_prompt_lengths(await self.engine.fetch_exposition())
         except ClientError:

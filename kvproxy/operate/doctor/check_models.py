@@ -192,7 +192,7 @@ class DuplicatesCheck:
     where = "endpoints"
 
     async def collect_findings(self) -> Sequence[Finding]:
-        tried = await gather_facts(self.deployment.engines, lambda engine: engine.try_generating())
+        tried = await gather_facts(self.deployment.engines, lambda engine: engine.trials.try_generating())
         first = await gather_facts(tuple(tried), lambda engine: engine.exposition_now())
         second = await gather_facts(tuple(first), lambda engine: engine.exposition_now())
         windows: dict[EngineFacts, Window] = {}

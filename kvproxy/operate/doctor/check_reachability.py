@@ -62,24 +62,24 @@ class HealthCheck(EngineCheck):
     calls = 4
 
     async def collect_findings(self) -> Sequence[Finding]:
-        if not await self.engine.is_reachable():
+        if not await self.engine.link.is_reachable():
             return []
         try:
-            status = (await self.engine.health_reply()).status
+            status = (await self.engine.link.health_reply()).status
         except ClientUnavailable as error:
-            if await self.engine.speaks_tls():
+            if await self.engine.link.speaks_tls():
                 return [_speaks_tls(self.where)]
             what = f"connects, but does not answer http: {error}"
             fix = "is it https, or another service's port? Correct the url"
             return [problem(self.where, what, _SHOW_CERTIFICATE if self.engine.origin.scheme == "https" else fix)]
-        if status == _PLAIN_HTTP_STATUS and await self.engine.speaks_tls():
+        if status == _PLAIN_HTTP_STATUS and await self.engine.link.speaks_tls():
             return [_speaks_tls(self.where)]
         if 200 <= status < 300:
             return [ok(self.where, "healthy")]
         if status in _KEY_STATUSES:
             fix = "set `api_key` of the endpoint, which probes carry too"
             return [problem(self.where, f"its health path asks for a key ({status})", fix)]
-        if status < 500 and self.engine.ends_in_v1:
+        if status < 500 and _ends_in_v1(self.engine):
             fix = "leave /v1 out of the url: clients' paths have it already"
             return [problem(self.where, f"answers its health path with {status}: its url ends in /v1", fix)]
         if status < 500:
@@ -97,15 +97,15 @@ class ApiCheck(EngineCheck):
     calls = 4
 
     async def collect_findings(self) -> Sequence[Finding]:
-        if not await self.engine.is_reachable():
+        if not await self.engine.link.is_reachable():
             return []
         try:
             models = await self.engine.list_models()
         except ClientError as error:
-            if self.engine.ends_in_v1 and isinstance(error, NotSupported):
+            if _ends_in_v1(self.engine) and isinstance(error, NotSupported):
                 raise ClientError("its url ends in /v1") from error
             plain = isinstance(error, Refused) and error.status == _PLAIN_HTTP_STATUS
-            if (plain or isinstance(error, ClientUnavailable)) and await self.engine.speaks_tls():
+            if (plain or isinstance(error, ClientUnavailable)) and await self.engine.link.speaks_tls():
                 raise ClientError("it speaks TLS, but its url has http") from error
             return [_no_api(self.engine, error)]
         if not models:
@@ -158,3 +158,8 @@ class MetricsCheck(EngineCheck):
             return [warning(self.where, what, "wake it (`POST /wake_up`), or take it out of the configuration")]
         capacity = metrics.cache.capacity_tokens if metrics.cache is not None else None
         return [ok(self.where, f"KV cache of {capacity} tokens" if capacity else "shows its load")]
+
+
+def _ends_in_v1(engine: EngineFacts) -> bool:
+    """Return True for a url that ends in /v1, copied from a client's base_url."""
+    return engine.endpoint.url.rstrip("/").endswith("/v1")

@@ -47,7 +47,7 @@ class GenerateCheck(EngineCheck):
         if await self.engine.is_asleep():
             raise ClientError("it sleeps")
         try:
-            trial = await self.engine.try_generating()
+            trial = await self.engine.trials.try_generating()
         except ClientError as error:
             return [_failed(self.where, error)]
         form = "chat" if trial.chat else "text completion (it refuses chats)"
@@ -78,7 +78,7 @@ class TokenizeCheck(EngineCheck):
 
     async def collect_findings(self) -> Sequence[Finding]:
         needed = not self.elsewhere and await self.engine.needs_tokens()
-        return [judge_tokenize(self.where, await self.engine.try_generating(), needed=needed)]
+        return [judge_tokenize(self.where, await self.engine.trials.try_generating(), needed=needed)]
 
 
 def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
@@ -112,7 +112,7 @@ class CachingCheck(EngineCheck):
     calls = TRIAL_CALLS
 
     async def collect_findings(self) -> Sequence[Finding]:
-        return [judge_caching(self.where, await self.engine.try_generating(), await self.engine.find_kind())]
+        return [judge_caching(self.where, await self.engine.trials.try_generating(), await self.engine.find_kind())]
 
 
 def judge_caching(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Finding:
@@ -198,7 +198,7 @@ class ClockCheck(EngineCheck):
     async def collect_findings(self) -> Sequence[Finding]:
         skew_s = await self._event_skew_s() if self.trial else None
         if skew_s is None or abs(skew_s) > _TOLERATED_S:
-            stated = [skew_s, (await self.engine.health_reply()).skew_s]
+            stated = [skew_s, (await self.engine.link.health_reply()).skew_s]
             skew_s = min((one for one in stated if one is not None), key=abs, default=None)
         if skew_s is None:
             return []
@@ -209,7 +209,7 @@ class ClockCheck(EngineCheck):
 
     async def _event_skew_s(self) -> float | None:
         try:
-            observed = (await self.engine.try_generating()).observed
+            observed = (await self.engine.trials.try_generating()).observed
         except ClientError:
             return None
         return next((-one.lag_s for one in observed if one.mine is not None and one.lag_s is not None), None)
@@ -231,9 +231,9 @@ class PriorityCheck(EngineCheck):
     calls = TRIAL_CALLS + 1
 
     async def collect_findings(self) -> Sequence[Finding]:
-        trial = await self.engine.try_generating()
+        trial = await self.engine.trials.try_generating()
         try:
-            await self.engine.send_priority(chat=trial.chat)
+            await self.engine.trials.send_priority(chat=trial.chat)
         except Refused as error:
             make = problem if self.mode is EnginePriorityMode.ON else warning
             return [make(self.where, f"takes no request with a `priority`: {error}", _BY_PRIORITY)]

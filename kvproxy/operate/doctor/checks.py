@@ -107,7 +107,7 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
     yield CertificatesCheck(deployment.config, wall_clock)
     yield PublicCheck(deployment.config)
     for engine in (*deployment.engines, *filter(None, [deployment.tokenizer])):
-        yield ConnectionCheck(engine.where, engine.origin, engine.try_link, wall_clock)
+        yield ConnectionCheck(engine.where, engine.origin, engine.link.try_link, wall_clock)
         yield ApiCheck(engine)
     for engine in deployment.engines:
         yield HealthCheck(engine)

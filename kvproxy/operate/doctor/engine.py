@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import httpx
-
-from kvproxy.base.errors import BadResponse, ClientError, ClientUnavailable, NotSupported
+from kvproxy.base.errors import BadResponse, ClientError, NotSupported
 from kvproxy.base.installed import installed
 from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.engine_metrics import EngineKind, EngineMetrics, parse_engine_metrics
@@ -23,7 +18,8 @@ from kvproxy.cache.feature import CacheFeature, find_chat_form
 from kvproxy.cache.kv_events.source import KvEventSource, stated_sources
 from kvproxy.cluster.engine import origin_of
 from kvproxy.cluster.settings import DataParallelSettings, EndpointSettings, EventSources
-from kvproxy.operate.doctor.tools import ConnectResult, Tools, try_connect, try_tls
+from kvproxy.operate.doctor.engine_link import EngineLink
+from kvproxy.operate.doctor.tools import Tools
 from kvproxy.operate.doctor.trial import (
     RankAnswers,
     Trial,
@@ -118,15 +114,6 @@ T = TypeVar("T")
 SAMPLE_TEXT = "The quick BROWN fox 1234567890 -> def f(x):\n\treturn x**2  # naïve café 你好世界 🙂 \u00a0end"
 
 
-@dataclass(frozen=True, slots=True)
-class HealthReply:
-    """The answer of the health path. `skew_s` is the engine's clock minus ours (its header has whole seconds)."""
-
-    status: int
-    skew_s: float | None = None
-    took_s: float = 0.0
-
-
 class EngineFacts:
     """Every fact raises ClientError when the engine cannot be asked; the link itself is a fact that never does."""
 
@@ -149,68 +136,43 @@ class EngineFacts:
         self.plan = plan
         self.where = label or f"endpoint {endpoint.id}"
         self.origin = origin_of(endpoint)
-        self._health_path = health_path
         self._routed = routed
         self._stated = stated
         self.data_parallel = endpoint.data_parallel or data_parallel
-        self._http = tools.make_client(self.origin)
+        http = tools.make_client(self.origin)
         key = endpoint.api_key
         authorization = None if key is None else f"Bearer {key.get_secret_value()}"
-        self._headers = {} if authorization is None else {"authorization": authorization}
+        self.link = EngineLink(
+            f"{cluster}/{endpoint.id}",
+            self.origin,
+            http,
+            where=self.where,
+            health_path=health_path,
+            headers={} if authorization is None else {"authorization": authorization},
+            tools=tools,
+        )
+        self.trials = EngineTrials(self)
         url = str(self.origin)
         timeout_s = tools.timeouts.exchange_s
         find_form = partial(find_chat_form, installed(CacheFeature))
-        self.vllm = VllmClient(self._http, url, authorization, timeout_s=timeout_s, find_form=find_form)
-        self.api = Api(self._http, url, service="vllm", authorization=authorization)
+        self.vllm = VllmClient(http, url, authorization, timeout_s=timeout_s, find_form=find_form)
+        self.api = Api(http, url, service="vllm", authorization=authorization)
 
     @property
     def instance_id(self) -> str:
         """Its name at LMCache."""
         return self.endpoint.instance_id or self.endpoint.id
 
-    async def try_link(self) -> ConnectResult:
-        """Try to connect to the engine."""
-        timeout_s = self.tools.timeouts.exchange_s
-        return await self.tools.answers.ask_once(
-            f"{self._key} link", lambda: try_connect(self.origin, timeout_s=timeout_s)
-        )
-
-    async def is_reachable(self) -> bool:
-        """Return True if connecting worked; the connection check reports why not."""
-        return (await self.try_link()).error is None
-
-    async def speaks_tls(self) -> bool:
-        """Return True if it needs https although its url has http; tried only after http failed."""
-        if self.origin.scheme != "http":
-            return False
-        timeout_s = self.tools.timeouts.exchange_s
-        return await self.tools.answers.ask_once(
-            f"{self._key} speaks tls", lambda: try_tls(self.origin, timeout_s=timeout_s)
-        )
-
-    @property
-    def ends_in_v1(self) -> bool:
-        """True for a url that ends in /v1, copied from a client's base_url."""
-        return self.endpoint.url.rstrip("/").endswith("/v1")
-
-    async def health_reply(self) -> HealthReply:
-        """Return the answer of the health path."""
-        return await self._fact("hello", self._ask_health)
-
-    async def allowed_origins(self) -> str:
-        """`access-control-allow-origin` of its answer to a browser's preflight; "" if it has none."""
-        return await self._fact("preflight", self._ask_preflight)
-
     async def list_models(self) -> tuple[ModelInfo, ...]:
         """Return what it serves."""
-        return await self._fact("models", self.vllm.list_models)
+        return await self.link.ask_once("models", self.vllm.list_models)
 
     async def fetch_version(self) -> str:
-        return await self._fact("version", self.vllm.fetch_version)
+        return await self.link.ask_once("version", self.vllm.fetch_version)
 
     async def sglang_info(self) -> SglangInfo:
         """Return what it was started with. Raises NotSupported where it is no SGLang."""
-        return await self._fact("sglang info", self.vllm.sglang_info)
+        return await self.link.ask_once("sglang info", self.vllm.sglang_info)
 
     async def find_kind(self) -> EngineKind:
         """Return the kind of engine, by its metrics, else by whether it answers as SGLang does."""
@@ -229,7 +191,7 @@ class EngineFacts:
     async def list_sources(self) -> tuple[KvEventSource, ...]:
         """Return its KV event sources: as reported, else as configured for engines that do not report them."""
         try:
-            return await self._fact("kv event sources", self.vllm.kv_event_sources)
+            return await self.link.ask_once("kv event sources", self.vllm.kv_event_sources)
         except NotSupported:
             if self._stated is None or not self._stated.endpoint:
                 raise
@@ -243,19 +205,11 @@ class EngineFacts:
 
     async def tokenize_sample(self) -> tuple[int, ...]:
         """Tokens of a sample text by `/tokenize`."""
-        return await self._fact("sample", self._tokenize_sample)
+        return await self.link.ask_once("sample", self._tokenize_sample)
 
     async def fetch_exposition(self) -> bytes:
         """`/metrics` as it was before the doctor's own requests."""
-        return await self._fact("metrics", self.exposition_now)
-
-    async def try_generating(self) -> Trial:
-        """Two requests of one token each."""
-        return await self._fact("trial", self._run_trial)
-
-    async def send_priority(self, *, chat: bool) -> None:
-        """Send a request of one token with a `priority`. Raises ClientError."""
-        await send_priority(await self._target(), chat=chat)
+        return await self.link.ask_once("metrics", self.exposition_now)
 
     async def shown_ranks(self) -> tuple[int, ...]:
         """Its data-parallel ranks by its metrics, if there are several."""
@@ -263,14 +217,6 @@ class EngineFacts:
             return tuple(sorted(parse_engine_metrics(await self.fetch_exposition()).ranks))
         except ClientError:
             return ()
-
-    async def try_ranks(self) -> RankAnswers | None:
-        """Return what it makes of requests for its ranks, as configured or else shown; None where there are none."""
-        ranks = self.data_parallel.ranks or await self.shown_ranks()
-        if not ranks or not self.data_parallel.steer:
-            return None
-        target = await self._target()
-        return await self._fact("ranks", lambda: try_ranks(target, ranks))
 
     async def choose_model(self) -> ModelInfo:
         """Return the model to try: a declared or routed one that is served, else the first that is no adapter."""
@@ -301,31 +247,6 @@ class EngineFacts:
         except ClientError:
             return ()
 
-    @property
-    def _key(self) -> str:
-        return f"{self.cluster}/{self.endpoint.id}"
-
-    async def _fact(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """No check waits again for an engine that cannot be connected to."""
-        if not await self.is_reachable():
-            raise ClientUnavailable(f"{self.where} cannot be connected to")
-        return await self.tools.answers.ask_once(f"{self._key} {name}", ask)
-
-    async def _run_trial(self) -> Trial:
-        if await self.is_asleep():
-            raise ClientError(f"{self.where} sleeps")
-        model = await self.choose_model()
-        sources = await self.sources_or_none() if self.plan.events else ()
-        target = TrialTarget(model, self.api, self.vllm, sources, self.metrics_now, self.tools)
-        answers = await self.try_ranks()
-        # the second prompt finds the first one's blocks only on the same rank
-        if answers is not None and answers.taken:
-            target = asking_for(target, next(iter(answers.taken.values())))
-        return await run_trial(target, self.plan)
-
-    async def _target(self) -> TrialTarget:
-        return TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
-
     async def is_asleep(self) -> bool:
         """Return True if its metrics report that it sleeps. They are read before our own requests show in them."""
         try:
@@ -336,45 +257,44 @@ class EngineFacts:
     async def _tokenize_sample(self) -> tuple[int, ...]:
         return tuple((await self.vllm.tokenize_prompt((await self.choose_model()).id, SAMPLE_TEXT)).tokens)
 
-    async def _ask_preflight(self) -> str:
-        timeout_s = self.tools.timeouts.exchange_s
-        asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
-        try:
-            response = await self._http.options(
-                f"{self.origin}/v1/chat/completions", headers=asked, timeout=httpx.Timeout(timeout_s)
-            )
-        except httpx.HTTPError as error:
-            raise ClientUnavailable(f"{self.where} preflight: {type(error).__name__}") from error
-        return str(response.headers.get("access-control-allow-origin", ""))
 
-    async def _ask_health(self) -> HealthReply:
-        timeout_s = self.tools.timeouts.exchange_s
-        sent = self.tools.wall_clock()
-        began = self.tools.clock()
-        try:
-            response = await self._http.get(
-                f"{self.origin}{self._health_path}", headers=self._headers, timeout=httpx.Timeout(timeout_s)
-            )
-        except httpx.HTTPError as error:
-            raise ClientUnavailable(f"{self.where} {self._health_path}: {type(error).__name__}") from error
-        took_s = self.tools.clock() - began
-        skew_s = _skew_s(response.headers.get("date"), sent + took_s / 2, took_s)
-        return HealthReply(response.status_code, skew_s, took_s)
+class EngineTrials:
+    """Requests that a visit sends to one engine, each once: to generate, for its ranks, with a priority."""
 
+    def __init__(self, engine: EngineFacts) -> None:
+        self._engine = engine
 
-def _skew_s(date: str | None, now: float, took_s: float) -> float | None:
-    """Return the least offset of a clock by its `date` header, written at any moment of the call's `took_s` around
-    `now`. It states the second that has begun: on average half a second too early."""
-    if date is None:
-        return None
-    try:
-        theirs = parsedate_to_datetime(date)
-    except ValueError:
-        return None
-    if theirs.tzinfo is None:
-        theirs = theirs.replace(tzinfo=UTC)
-    skew_s = (theirs - datetime.fromtimestamp(now, UTC)).total_seconds() + 0.5
-    return math.copysign(max(0.0, abs(skew_s) - took_s / 2), skew_s)
+    async def try_generating(self) -> Trial:
+        """Two requests of one token each."""
+        return await self._engine.link.ask_once("trial", self._run_trial)
+
+    async def send_priority(self, *, chat: bool) -> None:
+        """Send a request of one token with a `priority`. Raises ClientError."""
+        await send_priority(await self._target(), chat=chat)
+
+    async def try_ranks(self) -> RankAnswers | None:
+        """Return what it makes of requests for its ranks, as configured or else shown; None where there are none."""
+        ranks = self._engine.data_parallel.ranks or await self._engine.shown_ranks()
+        if not ranks or not self._engine.data_parallel.steer:
+            return None
+        target = await self._target()
+        return await self._engine.link.ask_once("ranks", lambda: try_ranks(target, ranks))
+
+    async def _run_trial(self) -> Trial:
+        engine = self._engine
+        if await engine.is_asleep():
+            raise ClientError(f"{engine.where} sleeps")
+        target = await self._target(await engine.sources_or_none() if engine.plan.events else ())
+        answers = await self.try_ranks()
+        # the second prompt finds the first one's blocks only on the same rank
+        if answers is not None and answers.taken:
+            target = asking_for(target, next(iter(answers.taken.values())))
+        return await run_trial(target, engine.plan)
+
+    async def _target(self, sources: Sequence[KvEventSource] = ()) -> TrialTarget:
+        engine = self._engine
+        model = await engine.choose_model()
+        return TrialTarget(model, engine.api, engine.vllm, sources, engine.metrics_now, engine.tools)
 
 
 @dataclass(frozen=True, slots=True)

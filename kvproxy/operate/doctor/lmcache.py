@@ -151,7 +151,7 @@ class LmcacheFacts:
 
     async def _find(self, engine: EngineFacts) -> LookupAnswer:
         kind = await self.find_kind()
-        trial = await engine.try_generating()
+        trial = await engine.trials.try_generating()
         tokens = token_array(list(trial.tokens))
         timeouts = self.tools.timeouts
         for attempt in range(timeouts.lookup_tries):

@@ -20,7 +20,6 @@ from kvproxy.lab.replay.options import add_arguments
 from kvproxy.lab.replay.plot import render_html
 from kvproxy.lab.replay.report import Recorded, ReplayReport, Review, Verdict
 from kvproxy.lab.replay.results import summarize_outcomes
-from kvproxy.lab.replay.tier_plan import TierPlan
 from kvproxy.lab.replay.trace import Half
 from kvproxy.lab.simulator.retention import Eviction
 from kvproxy.operate.commands.progress import ProgressBar
@@ -390,7 +389,7 @@ def test_lower_tiers_can_fail_and_fill_up(trace_file: Path, tmp_path: Path) -> N
     """Every part of the option reaches the engines, and every order of eviction can be played."""
     out = tmp_path / "figures.json"
     run = ("--instances", "1", "--capacity-tokens", "8192", "--policy", "kv_aware", "--json", out)
-    tiers = "device=0.3,host=1,disk=4,min_uses=2,bypass=1,on_eviction=1,compress=2,failing_reads=7,failing_writes=9"
+    tiers = "device=0.3,host=1,disk=4,failing_reads=7"
     rates = {}
     for eviction in Eviction:
         assert replay(trace_file, *run, "--tiers", tiers, "--eviction", eviction)[0] == 0
@@ -398,26 +397,15 @@ def test_lower_tiers_can_fail_and_fill_up(trace_file: Path, tmp_path: Path) -> N
         rates[eviction] = report["policies"]["kv_aware"]["hit_rate"]
         assert report["settings"]["fleet"]["eviction"] == eviction
     plan = report["settings"]["fleet"]["tiers"]
-    assert (plan["disk"], plan["min_uses"], plan["bypass"], plan["compress"]) == (4, 2, 1, 2)
+    assert (plan["disk"], plan["failing_reads"]) == (4, 7)
     assert min(rates.values()) > 0
     assert len(set(rates.values())) > 1
-
-
-def test_compressed_tiers_hold_more_and_are_read_at_the_price_of_the_processor() -> None:
-    """Half the bytes from the disk, and all of them through the decompressor."""
-    plain, pressed = (
-        TierPlan.parse(f"host=0,disk=4,disk_gbps=4{more}") for more in ("", ",compress=2,compress_gbps=8")
-    )
-    (before,), (after,) = (plan.own_tiers(100, 16, Eviction.LRU) for plan in (plain, pressed))
-    assert (before.capacity_blocks, after.capacity_blocks) == (400, 800)
-    assert after.read_block_s == pytest.approx(before.read_block_s * (1 / 2 + 4 / 8))
 
 
 @pytest.mark.parametrize(
     ("tiers", "complaint"),
     [
-        ("compress=0.5", "compress is 1 at least"),
-        ("min_uses=1.5", "whole numbers"),
+        ("failing_reads=1.5", "a whole number"),
         ("device=0.25,ghost=4", "ghost=4"),
         ("host=much", "host=much"),
         ("device=0", "above 0"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvproxy.lab.simulator.engine import Engine
@@ -25,10 +23,9 @@ HOST = TierSettings("CPU", 100, READ_S)
 TIMING = EngineTiming(prefill_tokens_per_s=1000, quadratic_tokens=1e9)
 
 
-def engine(*tiers: TierSettings, blocks: int = 9, on_eviction: bool = False, store: LowerTier | None = None) -> Engine:
+def engine(*tiers: TierSettings, blocks: int = 9, store: LowerTier | None = None) -> Engine:
     """With memory for one prompt of eight blocks and its last token."""
-    settings = EngineSettings(blocks, SIZE, max_batched_tokens=512, timing=TIMING, tiers=tiers,
-                              offload_on_eviction=on_eviction)  # fmt: skip
+    settings = EngineSettings(blocks, SIZE, max_batched_tokens=512, timing=TIMING, tiers=tiers)
     return Engine(settings, store=store)
 
 
@@ -41,10 +38,9 @@ def ask(subject: Engine, *names: int, now: float) -> tuple[FirstToken, list[KvEv
     return first, [event for each in outputs if isinstance(each, CacheChanged) for event in each.events]
 
 
-@pytest.mark.parametrize("on_eviction", [False, True])
-def test_blocks_evicted_from_engine_memory_are_read_back(on_eviction: bool) -> None:
+def test_blocks_evicted_from_engine_memory_are_read_back() -> None:
     """At the tier's price instead of computing it; it is the engine's again afterwards."""
-    subject = engine(HOST, on_eviction=on_eviction)
+    subject = engine(HOST)
     first, _ = ask(subject, 1, 2, 3, 4, 5, now=0.0)
     assert first.cached_tokens == 0
     ask(subject, 11, 12, 13, 14, 15, 16, now=200.0)
@@ -75,16 +71,6 @@ def test_events_name_the_tier() -> None:
     ask(subject, *range(11, 19), now=400.0)
     _, events = ask(subject, 1, 2, 3, now=600.0)
     assert [each for each in events if isinstance(each, BlockStored)] == [BlockStored((1, 2, 3), None)]
-
-
-def test_on_eviction_nothing_is_in_both_places_at_first() -> None:
-    """A block is announced below when it leaves the engine's memory, with the parent it was stored under."""
-    subject = engine(HOST, on_eviction=True)
-    _, events = ask(subject, 1, 2, now=0.0)
-    assert events == [BlockStored((1, 2), None)]
-    _, events = ask(subject, *range(11, 19), now=200.0)
-    below = [each for each in events if isinstance(each, BlockStored) and each.medium == "CPU"]
-    assert below == [BlockStored((2,), 1, medium="CPU"), BlockStored((1,), None, medium="CPU")]
 
 
 def test_a_full_tier_gives_up_the_end_of_what_was_used_longest_ago() -> None:
@@ -121,18 +107,6 @@ def test_a_read_that_fails_is_computed() -> None:
     assert found == [48, 0, 48, 0]
 
 
-def test_a_write_that_fails_keeps_nothing() -> None:
-    """Every second one here: it is announced nowhere, and computed again."""
-    subject = engine(replace(HOST, failing_writes=2))
-    _, kept = ask(subject, 1, 2, now=0.0)
-    _, lost = ask(subject, 3, 4, now=200.0)
-    assert [each.medium for each in (*kept, *lost) if isinstance(each, BlockStored)] == ["GPU", "CPU", "GPU"]
-    ask(subject, *range(11, 19), now=400.0)
-    assert ask(subject, 1, 2, now=600.0)[0].cached_tokens == 2 * SIZE
-    ask(subject, *range(21, 29), now=800.0)
-    assert ask(subject, 3, 4, now=1000.0)[0].cached_tokens == 0
-
-
 def test_a_disk_gets_what_host_memory_gives_up() -> None:
     """And is read from there; with the parents and the medium that events need."""
     host, disk = TierSettings("CPU", 4, READ_S), TierSettings("DISK", 100, 10 * READ_S, below=True)
@@ -148,23 +122,6 @@ def test_a_disk_gets_what_host_memory_gives_up() -> None:
     assert first.at - 400.0 == pytest.approx(3 * 10 * READ_S + 1 / 1000)
 
 
-def test_a_disk_that_bypasses_host_memory_is_written_by_the_engine() -> None:
-    """At once, as host memory is."""
-    _, events = ask(engine(HOST, TierSettings("DISK", 100, READ_S)), 1, 2, now=0.0)
-    assert [each.medium for each in events if isinstance(each, BlockStored)] == ["GPU", "CPU", "DISK"]
-
-
-def test_a_disk_keeps_what_is_offered_to_it_twice() -> None:
-    """Blocks that are used once are not worth the write."""
-    subject = engine(TierSettings("DISK", 100, READ_S, min_uses=2))
-    for turn, found in enumerate((0, 0, 3)):
-        first, events = ask(subject, 1, 2, 3, now=400.0 * turn)
-        assert first.cached_tokens == found * SIZE
-        written = [each for each in events if isinstance(each, BlockStored) and each.medium == "DISK"]
-        assert bool(written) == (turn == 1)
-        ask(subject, *range(11, 19), now=400.0 * turn + 200.0)
-
-
 @pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.WEIGHTED, Eviction.NEXT_USE])
 def test_a_ranked_tier_keeps_what_is_used_often(eviction: Eviction) -> None:
     """Where by recency a flood of others takes its place."""
@@ -177,32 +134,8 @@ def test_a_ranked_tier_keeps_what_is_used_often(eviction: Eviction) -> None:
         assert ask(subject, 1, 2, 3, now=2000.0)[0].cached_tokens == found * SIZE
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"capacity_blocks": 0}, {"read_block_s": -1.0}, {"failing_reads": -1}, {"min_uses": -1}]
-)
+@pytest.mark.parametrize("wrong", [{"capacity_blocks": 0}, {"read_block_s": -1.0}, {"failing_reads": -1}])
 def test_impossible_tiers_are_refused(wrong: dict[str, float]) -> None:
     """Before an engine is built with them."""
     with pytest.raises(ValueError, match="a tier has room"):
         TierSettings(**{"medium": "CPU", "capacity_blocks": 1, "read_block_s": 0.0, **wrong})  # type: ignore[arg-type]
-
-
-def test_compressed_blocks_are_there_after_the_cpu_time() -> None:
-    """A block after the other; who comes before that computes, and what is there already costs no time."""
-    subject = engine(replace(HOST, write_block_s=10.0))
-    _, events = ask(subject, 1, 2, 3, 4, 5, now=0.0)
-    assert all(not isinstance(event, BlockStored) or event.medium == "GPU" for event in events)
-    ask(subject, 11, 12, 13, 14, 15, 16, now=101.0)
-    again, events = ask(subject, 1, 2, 3, 4, 5, now=202.0)
-    assert any(isinstance(event, BlockStored) and event.medium == "CPU" for event in events)
-    assert again.cached_tokens == 5 * SIZE
-    assert subject._scheduler._lower is not None
-    assert subject._scheduler._lower.compressed_s == pytest.approx(11 * 10.0)
-
-
-def test_a_cpu_that_is_too_far_behind_leaves_out_what_comes() -> None:
-    subject = engine(replace(HOST, write_block_s=50.0))
-    for at, names in enumerate([(1, 2, 3), (11, 12, 13), (21, 22, 23)]):
-        ask(subject, *names, now=101.0 * at)
-    lower = subject._scheduler._lower
-    assert lower is not None
-    assert lower.compressed_s == pytest.approx(6 * 50.0)

@@ -10,7 +10,7 @@ import pytest
 from kvproxy.lab.simulator.block_cache import BlockCache
 from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import BlockStored, EngineSettings, FirstToken, SimRequest
-from kvproxy.lab.simulator.retention import Eviction, FrequencyFilter, Future, Ranking
+from kvproxy.lab.simulator.retention import Eviction, Future, Ranking
 from kvproxy.lab.simulator.timing import EngineTiming
 
 RANKED = [each for each in Eviction if each is not Eviction.OPTIMUM]
@@ -104,13 +104,3 @@ def test_choices_of_one_request_share_its_whole_blocks() -> None:
     assert engine.load.kv_usage == pytest.approx((5 + 3) / 100)
     engine.advance(100.0)
     assert engine.load.kv_usage == 0
-
-
-def test_a_filter_admits_what_is_offered_twice() -> None:
-    """Each offer counts twice as much as the one before, and all fade with the others' offers."""
-    under_test = FrequencyFilter(4, 10)
-    assert [under_test.admits(1) for _ in range(4)] == [False, False, True, True]
-    assert not any(under_test.admits(each) for each in range(10, 40))
-    assert [under_test.admits(1) for _ in range(2)] == [True, True]  # what it was fell, and doubles
-    assert not any(under_test.admits(each) for each in range(100, 400))
-    assert not under_test.admits(1)
