@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,6 +17,7 @@ from starlette.requests import Request
 
 import kvproxy
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.cluster.routing.policy import PickRequest
 from tests.cache.media.samples import png
 from tests.cache.support import NOWHERE, long_text
 from tests.docs.blocks import ROOT, block, blocks
@@ -44,12 +47,13 @@ WHOLE = (
 MIDDLEWARE = "app.add_middleware"
 BY_ITSELF = "kvproxy.preferred(request)"
 STEP = ("docs/extending.md", "class Maintenance(Step)")
+POLICY = ("docs/extending.md", "class FewestPending(Policy)")
 
 
 def test_there_are_no_others() -> None:
     """A new program needs a test."""
     assert sorted(block.page for block in blocks("python")) == sorted(
-        [*PROGRAMS, STEP[0], *[PYTHON] * (len(WHOLE) + 2)]
+        [*PROGRAMS, STEP[0], POLICY[0], *[PYTHON] * (len(WHOLE) + 2)]
     )
 
 
@@ -69,6 +73,16 @@ async def test_the_step_of_the_page_refuses_as_it_says() -> None:
     app = names["Maintenance"](Inner(), metrics=Metrics(), clock=FakeClock())
     reply = await call(app, http_scope())
     assert (reply.status, reply.json["error"]["code"], reply.headers[b"retry-after"]) == (503, "maintenance", b"60")
+
+
+def test_the_policy_of_the_page_chooses_the_fewest_pending_tokens() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(block(*POLICY), "policy", "exec"), names)
+    policy = names["FewestPending"](rng=random.Random(1))
+    candidates = [SimpleNamespace(load=SimpleNamespace(pending_tokens=tokens)) for tokens in (300, 100, 200)]
+    choice = policy.choose(PickRequest(), candidates, 0.0)
+    assert (choice.index, choice.reason) == (1, "fewest_pending")
+    assert choice.reason in policy.reasons
 
 
 async def test_a_client_needs_nothing_but_the_url(tmp_path: Path) -> None:
