@@ -23,7 +23,7 @@ from kvproxy.operate.doctor.trial import TrialPlan
 
 T = TypeVar("T")
 _FORBIDDEN = 403
-_RIGHTS = "give the account the rights that the page of this discovery lists"
+_RIGHTS = "give the account a Role with these rights, as on the page of this discovery"
 #: Duration for which a watched source is followed, to see that it works.
 _WATCHED_S = 1.0
 #: A lookup needs two whole chunks of LMCache's default size to be distinguished from chance.
