@@ -130,7 +130,8 @@ class OpenAiEvents:
                 choice = {"index": 0, "delta": self._with_role({"content": text}, progress), **choice}
             else:
                 choice = {"index": choice.pop("index", 0), "text": text, **choice}
-            return choice if text or ended else None
+            ids_come = self._add_ids(choice, progress, splice)
+            return choice if text or ended or ids_come else None
         return self._join_chat(choice, ids, progress, splice, ended=ended)
 
     def _join_chat(
@@ -150,7 +151,14 @@ class OpenAiEvents:
         splice.began = splice.began or reasons or "tool_calls" in delta
         if delta.pop("role", None) is not None or not progress.role_sent:
             delta = self._with_role(delta, progress)
-        return {**choice, "delta": delta} if delta or ended else None
+        choice["delta"] = delta
+        return choice if self._add_ids(choice, progress, splice) or delta or ended else None
+
+    def _add_ids(self, choice: dict[str, Any], progress: Progress, splice: Splice) -> bool:
+        """Give the client the chunk's token ids, if it asked for any; return whether there are."""
+        if progress.ids_wanted:
+            choice["token_ids"] = splice.new_ids
+        return progress.ids_wanted and bool(splice.new_ids)
 
     def _with_role(self, delta: dict[str, Any], progress: Progress) -> dict[str, Any]:
         if progress.role_sent:

@@ -34,6 +34,7 @@ class Progress:
         self.cached_details: object = None  # as the first engine reported them
         self.ids: list[int] = []
         self.ids_known = True  # of every token so far
+        self.ids_wanted = False  # by the client, too
         self.again: list[int] = []  # tokens whose text came, and that have to come out the same once more
         self.ends: list[int] = []  # of the chunks that came, in tokens
         self.call_ids: list[str] = []  # of the tool calls that began

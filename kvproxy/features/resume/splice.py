@@ -16,6 +16,7 @@ class Splice:
     def __init__(self, plan: Plan, progress: Progress, *, greedy: bool) -> None:
         self.plan = plan
         self.began = False  # a part of the answer came that is new
+        self.new_ids: Sequence[int] = ()  # of the last chunk, those that the client has not got
         self._progress = progress
         self._delivered = progress.text
         self._at = plan.place.chars
@@ -26,8 +27,7 @@ class Splice:
 
     def take(self, text: str, ids: Sequence[int] | None, *, last: bool = False) -> str:
         """Return the new part of a chunk's text. Raises Mismatch."""
-        if ids:
-            self._check_ids(ids)
+        self.new_ids = self._check_ids(ids or ())
         delivered = self._delivered
         start = self._at
         self._at += len(text)
@@ -43,11 +43,14 @@ class Splice:
         self.began = self.began or bool(new)
         return new
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        expected = self._progress.again[: len(ids)]
+    def _check_ids(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return those behind the tokens that have to come out the same once more."""
+        again = self._progress.again
+        expected = again[: len(ids)]
         if list(ids[: len(expected)]) != expected:
             raise Mismatch("its last tokens came out differently")
-        del self._progress.again[: len(ids)]
+        del again[: len(ids)]
+        return ids[len(expected) :]
 
     def join_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the counts of both legs of a chat or text completion as those of one request."""

@@ -270,6 +270,8 @@ class ResumableStream:
         self._look_at_engines()
         if self._request is None:
             self._request = read_request(self._kind, self._target, self._body)
+            wanted = self._request is not None and self._request.value("return_token_ids")
+            self._progress.ids_wanted = wanted is True
         return "body" if self._request is None else plan_leg(self._request, self._progress, self._wishes)
 
     def _count_legs(self, *, moved: bool) -> int:

@@ -82,3 +82,22 @@ async def test_answers_without_token_ids_go_on_by_text(path: str) -> None:
         assert text_of(events) == text_of(expected)
         assert usage_of(events) == usage_of(expected)
         assert both.resumed("text") == 1
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+@pytest.mark.parametrize("chunks", [1, 15])
+async def test_a_client_that_asks_for_token_ids_gets_all_of_them(path: str, chunks: int) -> None:
+    """Of both engines, none twice."""
+    body = BODIES[path](return_token_ids=True)
+    async with gateway("exact") as both:
+        expected = await undisturbed(both, path, body)
+        await both.engines[0].faults(cut_next=1, cut_after_chunks=chunks)
+        events = await both.ask(path, body)
+        assert ids_of(events) == ids_of(expected)
+        assert text_of(events) == text_of(expected)
+
+
+def ids_of(events: list[dict[str, Any]]) -> list[int]:
+    """Return the answer's token ids."""
+    choices = [choice for event in events for choice in event["choices"]]
+    return [token for choice in choices for token in choice.get("token_ids") or ()]
