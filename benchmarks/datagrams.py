@@ -3,7 +3,8 @@
 Local processes of the same user send as many datagrams as the kernel takes to the sockets by which workers exchange
 what they know, while a client sends chats. The kernel keeps ten datagrams a socket and holds senders back beyond that,
 so the rate is the one at which the workers read. Nothing else is in these datagrams than bytes that are no message.
-The CPU time of a datagram at the workers is theirs in excess of that of as many chats without a flood.
+The CPU time of a datagram at the workers is theirs in excess of that of as many chats without a flood. Every half
+second the admin listener is asked whether the workers still follow each other (`/sync`), and then until they do.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Result:
     sent: int = 0
     senders_s: float = 0.0  # of CPU
     workers_s: float = 0.0  # likewise
+    synced: Counter[bool] = field(default_factory=Counter)  # readings of the workers during the flood
+    again_s: float = 0.0  # until they follow each other, after it
 
 
 async def ask(client: httpx.AsyncClient, result: Result, over: asyncio.Event) -> None:
@@ -89,7 +92,22 @@ def cpu_s(pid: int) -> float:
     return float(sum(one.user + one.system for one in times))
 
 
-async def flood(url: str, pid: int, paths: list[str], senders: int, seconds: float) -> Result:
+async def is_synced(admin: str) -> bool:
+    """Return whether the workers follow each other."""
+    with suppress(httpx.TransportError, ValueError, KeyError):
+        async with httpx.AsyncClient(timeout=10) as client:
+            return bool((await client.get(f"{admin}/sync")).json()["status"] == "synced")
+    return False
+
+
+async def watch(admin: str, result: Result, over: asyncio.Event) -> None:
+    """Ask whether the workers follow each other, again and again."""
+    while not over.is_set():
+        result.synced[await is_synced(admin)] += 1
+        await asyncio.sleep(0.5)
+
+
+async def flood(url: str, admin: str, pid: int, paths: list[str], *, senders: int, seconds: float) -> Result:
     """Return how requests fare beside so many senders."""
     result, over = Result(senders), asyncio.Event()
     before, began_s = rss_mb(pid), cpu_s(pid)
@@ -98,11 +116,16 @@ async def flood(url: str, pid: int, paths: list[str], senders: int, seconds: flo
     async with httpx.AsyncClient(base_url=url, timeout=60) as client, asyncio.TaskGroup() as group:
         for _ in range(4):
             group.create_task(ask(client, result, over))
+        group.create_task(watch(admin, result, over))
         running = [await asyncio.create_subprocess_exec(*command, stdout=pipe) for _ in range(senders)]
         if not running:
             await asyncio.sleep(seconds)
         said = [(await one.communicate())[0].split() for one in running]
         over.set()
+    ended = time.monotonic()
+    while not await is_synced(admin) and time.monotonic() - ended < 60:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    result.again_s = time.monotonic() - ended
     result.sent = sum(int(sent) for sent, _ in said)
     result.senders_s = sum(float(took_s) for _, took_s in said)
     result.workers_s = cpu_s(pid) - began_s
@@ -137,17 +160,18 @@ async def sockets(folder: Path) -> list[str]:
 
 
 async def run(seconds: float) -> list[Result]:
-    (port,) = free_ports(1)
+    port, admin = free_ports(2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["TMPDIR"] = name
         config = folder / "config.json"
         async with serve(FakeEngine("a")) as engine:
-            settings = {"listen": f"127.0.0.1:{port}", "workers": 2, "admin": {"enabled": False}}
+            settings = {"listen": f"127.0.0.1:{port}", "workers": 2, "admin": {"port": admin}}
             config.write_text(json.dumps({**settings, "endpoints": {"a": engine}}))
             async with kvproxy_serve("--config", str(config)) as proxy:
                 paths = await sockets(folder)
-                return [await flood(proxy.url, proxy.process.pid, paths, count, seconds) for count in SENDERS]
+                where = (proxy.url, f"http://127.0.0.1:{admin}", proxy.process.pid, paths)
+                return [await flood(*where, senders=count, seconds=seconds) for count in SENDERS]
 
 
 def report(results: list[Result], seconds: float) -> str:
@@ -161,8 +185,8 @@ def report(results: list[Result], seconds: float) -> str:
         f" {os.cpu_count()} cores.",
         "",
         "| senders | datagrams/s | CPU us of one at its sender, at the worker | chats | median ms | longest ms"
-        " | RSS MB before, behind |",
-        "|---|---|---|---|---|---|---|",
+        " | RSS MB before, behind | workers synced during it | after s |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     chat_s = results[0].workers_s / max(1, results[0].answers.total())
     for one in results:
@@ -172,7 +196,8 @@ def report(results: list[Result], seconds: float) -> str:
         each = f"{1e6 * one.senders_s / one.sent:.1f}, {1e6 * worker_s / one.sent:.1f}" if one.sent else ""
         lines.append(
             f"| {one.senders} | {one.datagrams:,.0f} | {each} | {answers} | {took_ms[len(took_ms) // 2]:.1f}"
-            f" | {took_ms[-1]:.1f} | {one.rss_mb[0]:.0f}, {one.rss_mb[1]:.0f} |"
+            f" | {took_ms[-1]:.1f} | {one.rss_mb[0]:.0f}, {one.rss_mb[1]:.0f}"
+            f" | {one.synced[True]} of {one.synced.total()} | {one.again_s:.1f} |"
         )
     return "\n".join(lines) + "\n"
 
