@@ -55,9 +55,12 @@ async def running() -> AsyncIterator[Api]:
 
 
 def pod(name: str, address: str, *, ready: bool = True) -> dict[str, Any]:
+    """Return a pod that a custom resource owns."""
     ports = [{"name": "http", "containerPort": 8000}]
+    owner = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "name": "vllm", "uid": "1"}
+    metadata = {"name": name, "namespace": "models", "labels": {"app": "vllm"}, "ownerReferences": [owner]}
     return {
-        "metadata": {"name": name, "namespace": "models", "labels": {"app": "vllm"}},
+        "metadata": metadata,
         "spec": {"containers": [{"name": "vllm", "ports": ports}]},
         "status": {
             "podIP": address,
