@@ -152,7 +152,7 @@ class HostedRequest(msgspec.Struct, eq=False):
         else:
             self._outcome = AttemptOutcome.CLIENT_ERROR if status >= 400 else AttemptOutcome.SUCCESS
         for name, value in headers:
-            if name == _SERVED_HEADER:
+            if name.lower() == _SERVED_HEADER:
                 self._named = value.decode("latin-1")
                 break
 

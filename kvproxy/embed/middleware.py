@@ -334,6 +334,9 @@ class KVCacheMiddleware:
             outer["headers"] = scope["headers"]
 
         async def send_and_learn(message: Message) -> None:
+            headers = message.get("headers", ())
+            if not isinstance(headers, list | tuple):  # an iterator, which one reader uses up
+                message = {**message, "headers": list(headers)}
             await send(message)
             hosted.sent(message)
 

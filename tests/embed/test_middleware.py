@@ -133,6 +133,22 @@ async def test_the_endpoint_that_served_may_be_told_by_header() -> None:
         assert under_test.service.overlap.indexes["default"].approximate.counts.endpoints == ("a",)
 
 
+@pytest.mark.parametrize("name", [b"x-kvproxy-endpoint", b"X-Kvproxy-Endpoint"])
+async def test_headers_of_an_answer_may_be_an_iterator_and_capitalized(name: bytes) -> None:
+    """As Sanic sends them: the server and we read them."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = iter([(name, b"a"), (b"x-other", b"b")])
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    under_test = KVCacheMiddleware(app, endpoints=ENGINES)
+    async with under_test, client(under_test) as http:
+        answer = await http.post(CHAT, json=body(TURN))
+        assert answer.headers["x-other"] == "b"
+        assert under_test.service.overlap.indexes["default"].approximate.counts.endpoints == ("a",)
+
+
 async def test_an_app_that_tells_nothing_teaches_nothing() -> None:
     inner = Inner()
     under_test = KVCacheMiddleware(inner, endpoints=ENGINES)
