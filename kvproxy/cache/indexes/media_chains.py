@@ -38,6 +38,7 @@ class _End(NamedTuple):
     hashes: array[int]
     depth: int
     cost_bytes: int
+    number: int  # of the event
     opened: tuple[Identifier, int] | None  # SGLang's: a medium that goes on behind it, and its tokens so far
 
 
@@ -86,15 +87,15 @@ class MediaChains:
         self.noted += 1
         front.extend(blocks)
         depth = len(front)
-        self._ends[blocks[-1]] = _End(front, depth, cost_bytes, opened)
+        self._ends[blocks[-1]] = _End(front, depth, cost_bytes, self.noted, opened)
         place = endpoint, size, depth
         alike = [one for one in self._latest.get(place, ()) if one != blocks[-1]]
         self._latest[place] = (*alike[1 - _ALIKE :], blocks[-1])
 
-    def find_chains(self, endpoint: EndpointId, *, block_size: int, blocks: int) -> Iterator[array[int]]:
-        """Yield the chains of this length that ended an event of the endpoint, the latest last."""
+    def find_chains(self, endpoint: EndpointId, *, block_size: int, blocks: int, since: int) -> Iterator[array[int]]:
+        """Yield the chains of this length that ended an event of the endpoint after the first `since` events."""
         for last in self._latest.get((endpoint, block_size, blocks), ()):
-            if last in self._ends:
+            if last in self._ends and self._ends[last].number > since:
                 yield self._ends[last].hashes[:blocks]
 
     def media_of(self, chain: Sequence[int], block_size: int) -> list[PlacedMedium]:

@@ -45,6 +45,7 @@ class RequestFacts(msgspec.Struct):
     media: tuple[Medium, ...] = ()  # whose stand-ins were hashed
     mixed: MixedPrompt | None = None  # of a prompt with media: its text and media in tokens
     reported: ReportedBeginning | None = None  # of a prompt with media: its leading blocks by engines' names
+    noted: int = 0  # events with media until a prompt with media was routed
     overlaps: OverlapFacts = NO_FACTS
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     hashed_tokens: HashedTokens | None = None  # begins with these tokens

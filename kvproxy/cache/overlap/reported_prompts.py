@@ -1,14 +1,16 @@
 """Blocks of prompts with media by the names that engines give them, learned from KV events.
 
 No tokenizer says what a prompt is behind its first picture. The events of the engine that served it do: the chain
-that ends where the prompt's last whole block does, whose beginning is the text already known, and whose media are as
-many. From then on a prompt that begins so is looked up by these blocks. Bounded; the longest unused go first."""
+stored since it was routed that ends where the prompt's last whole block does, whose beginning is the text already
+known, and whose media are as many. From then on a prompt that begins so is looked up by these blocks. Versions of
+engines may call a picture differently, so that only engines of one version are taken together. Bounded; the longest
+unused go first."""
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvproxy.base.bounded import BoundedMapping
@@ -51,7 +53,7 @@ class ServedPrompt(NamedTuple):
     media: tuple[Medium, ...]
     text_blocks: Callable[[int], array[int]]  # by block size: the blocks of its known beginning, of text
     prompt_tokens: int
-    cached_tokens: int
+    noted: int  # events with media when it was routed
 
 
 class ReportedPrompts:
@@ -67,10 +69,29 @@ class ReportedPrompts:
         self._named: BoundedMapping[tuple[str, Identifier], str] = BoundedMapping(_MAX_MEDIA)
         self._waiting: BoundedMapping[EndpointId, deque[ServedPrompt]] = BoundedMapping(_MAX_ENDPOINTS)
         self._noted = 0  # events with media, when last looked
+        self._software: str | None = None
         self.on_counted: Callable[[str, Medium, int], None] = lambda model, medium, tokens: None
 
     def __len__(self) -> int:
         return len(self._known)
+
+    @property
+    def noted(self) -> int:
+        """Events with media until now."""
+        return self._precise.media.noted
+
+    def follow_software(self, engines: Iterable[str | None]) -> bool:
+        """Return whether these engines are of one version, which call a picture alike. What another version called
+        them is forgotten."""
+        versions = {software for software in engines if software is not None}
+        if len(versions) > 1:
+            return False
+        software = versions.pop() if versions else self._software
+        if software != self._software:
+            self._software = software
+            for held in (self._known, self._identifiers, self._named, self._waiting):
+                held.clear()
+        return True
 
     def find_beginning(
         self, keys: Sequence[int], hashes: Sequence[int], media: Sequence[Medium]
@@ -135,30 +156,27 @@ class ReportedPrompts:
     ) -> Iterator[tuple[array[int], list[PlacedMedium]]]:
         chains = self._precise.media
         blocks = served.prompt_tokens // size
-        computed = served.cached_tokens // size < blocks
-        for chain in chains.find_chains(endpoint, block_size=size, blocks=blocks):
+        for chain in chains.find_chains(endpoint, block_size=size, blocks=blocks, since=served.noted):
             placed = chains.media_of(chain, size)
-            if not self._may_be(served, placed, computed=computed):
+            if not self._may_be(served, placed):
                 continue
             front = served.text_blocks(size)
             if chain[: len(front)] == front:
                 yield chain, placed
 
-    def _may_be(self, served: ServedPrompt, placed: Sequence[PlacedMedium], *, computed: bool) -> bool:
+    def _may_be(self, served: ServedPrompt, placed: Sequence[PlacedMedium]) -> bool:
         """Return whether these can be the media of the prompt: one identifier for each content, and none that belongs
-        to another. Of a prompt of which nothing was `computed` no event came: all must be known."""
+        to another."""
         if len(placed) != len(served.media):
             return False
         pairs = {(medium.key, one.identifier) for medium, one in zip(served.media, placed, strict=True)}
         if len(pairs) != len({key for key, _ in pairs}) or len(pairs) != len({name for _, name in pairs}):
             return False
-        names = [self._identifiers.get((served.model, key)) for key, _ in pairs]
-        keys = [self._named.get((served.model, identifier)) for _, identifier in pairs]
-        if not computed and None in names:
-            return False
+        model = served.model
         return all(
-            name in (None, identifier) and owner in (None, key)
-            for name, owner, (key, identifier) in zip(names, keys, pairs, strict=True)
+            self._identifiers.get((model, key)) in (None, identifier)
+            and self._named.get((model, identifier)) in (None, key)
+            for key, identifier in pairs
         )
 
     def _note(self, served: ServedPrompt, size: int, chain: array[int], placed: Sequence[PlacedMedium]) -> None:

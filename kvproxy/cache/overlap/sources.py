@@ -218,7 +218,8 @@ class OverlapSources:
         tokens = result.prompt_tokens
         if endpoint is None or tokens is None or facts.request.continues is not None:
             return
-        if endpoint not in indexes.exact:
+        known = facts.reported is not None and facts.reported.whole
+        if known or endpoint not in indexes.exact or not _call_media_alike(facts):
             return
         blocks = indexes.blocks_of(facts.tokens, facts.hashed_tokens, facts.model, facts.request.cache_salt)
         served = ServedPrompt(
@@ -228,7 +229,7 @@ class OverlapSources:
             facts.media,
             blocks,
             tokens,
-            result.cached_tokens or 0,
+            facts.noted,
         )
         indexes.followed.reported.note_served(endpoint, served)
 
@@ -310,8 +311,15 @@ class OverlapSources:
 
 def _recall_reported(facts: RequestFacts) -> None:
     """Put the blocks that engines reported of a prompt with media into its facts."""
-    if facts.request.continues is None:
+    facts.noted = facts.indexes.followed.reported.noted
+    if facts.request.continues is None and _call_media_alike(facts):
         facts.reported = facts.indexes.followed.reported.find_beginning(facts.keys, facts.hashes, facts.media)
+
+
+def _call_media_alike(facts: RequestFacts) -> bool:
+    """Return whether the cluster's engines are of one version, as far as is known."""
+    engines = (endpoint.engine.software for endpoint in facts.cluster.endpoints)
+    return facts.indexes.followed.reported.follow_software(engines)
 
 
 def _store_readers(cluster: Cluster) -> list[EndpointId]:

@@ -63,10 +63,10 @@ def picture(name: str, *, start: int = 0) -> Medium:
 
 
 def served(
-    name: str = "cat", *, key: int = 1, text: int = 7, tokens: int = PROMPT_TOKENS, cached: int = 0, **changes: Any
+    name: str = "cat", *, key: int = 1, text: int = 7, tokens: int = PROMPT_TOKENS, noted: int = 0, **changes: Any
 ) -> ServedPrompt:
     """Return a prompt of one message with a picture; `text` stands for what is in front of it."""
-    one = ServedPrompt("m", [key], array("Q", [text, key]), (picture(name),), no_blocks, tokens, cached)
+    one = ServedPrompt("m", [key], array("Q", [text, key]), (picture(name),), no_blocks, tokens, noted)
     return one._replace(**changes)
 
 
@@ -114,7 +114,7 @@ def test_a_prompt_may_come_in_pieces(cuts: tuple[int, ...]) -> None:
     cluster = Cluster()
     for first, last in pairwise(cuts):
         cluster.report(stored(first=first, last=last))
-    cluster.serve(served(cached=cuts[1] * SIZE))
+    cluster.serve(served())
     assert cluster.find_blocks(served()) == WHOLE_BLOCKS
 
 
@@ -174,9 +174,9 @@ def test_an_identifier_belongs_to_one_content() -> None:
         served(tokens=PROMPT_TOKENS + SIZE),
         served(media=(picture("cat"), picture("dog"))),
         served(text_blocks=lambda size: known_front([1, 2, 3, 4])),
-        served(cached=WHOLE_BLOCKS * SIZE),
+        served(noted=1),
     ],
-    ids=["length", "media", "text", "nothing was computed"],
+    ids=["length", "media", "text", "was stored before"],
 )
 def test_events_of_another_prompt_teach_nothing(other: ServedPrompt) -> None:
     """Length in blocks, number of media and known text must be the prompt's."""
@@ -223,6 +223,21 @@ def test_a_contradicted_prompt_is_forgotten() -> None:
     cluster.reported.forget(one.keys, one.hashes, one.media, one.model)
     assert cluster.find_blocks(served()) == 0
     cluster.serve(served())
+    assert cluster.find_blocks(served()) == WHOLE_BLOCKS
+
+
+def test_names_of_another_version_are_forgotten() -> None:
+    """After an upgrade pictures may have other identifiers; while versions are mixed none are used."""
+    cluster = Cluster()
+    assert cluster.reported.follow_software(["vLLM 0.28.0", None])
+    cluster.report(stored("id-old"))
+    cluster.serve(served())
+    assert not cluster.reported.follow_software(["vLLM 0.28.0", "vLLM 0.32.0"])
+    assert cluster.find_blocks(served()) == WHOLE_BLOCKS
+    assert cluster.reported.follow_software(["vLLM 0.32.0", "vLLM 0.32.0"])
+    assert cluster.find_blocks(served()) == 0
+    cluster.report(stored("id-new", first=2, chain=1))
+    cluster.serve(served(noted=1))
     assert cluster.find_blocks(served()) == WHOLE_BLOCKS
 
 
