@@ -87,10 +87,10 @@ class ReportedPrompts:
         if len(versions) > 1:
             return False
         software = versions.pop() if versions else self._software
-        if software != self._software:
-            self._software = software
+        if software != self._software and self._software is not None:
             for held in (self._known, self._identifiers, self._named, self._waiting):
                 held.clear()
+        self._software = software
         return True
 
     def find_beginning(

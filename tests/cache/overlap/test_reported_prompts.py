@@ -229,9 +229,10 @@ def test_a_contradicted_prompt_is_forgotten() -> None:
 def test_names_of_another_version_are_forgotten() -> None:
     """After an upgrade pictures may have other identifiers; while versions are mixed none are used."""
     cluster = Cluster()
-    assert cluster.reported.follow_software(["vLLM 0.28.0", None])
+    assert cluster.reported.follow_software([None, None])
     cluster.report(stored("id-old"))
     cluster.serve(served())
+    assert cluster.reported.follow_software(["vLLM 0.28.0", None])
     assert not cluster.reported.follow_software(["vLLM 0.28.0", "vLLM 0.32.0"])
     assert cluster.find_blocks(served()) == WHOLE_BLOCKS
     assert cluster.reported.follow_software(["vLLM 0.32.0", "vLLM 0.32.0"])
