@@ -40,7 +40,7 @@ class Shield(Feature):
 
     def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
         """Return the same for the doctor."""
-        from kvproxy.features.shield.findings import FaultsCheck
+        from kvproxy.features.shield.check import FaultsCheck
 
         return () if _mode(deployment.config) == "off" else (FaultsCheck(deployment, cluster),)
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
-from kvproxy.base.settings.compose import part_of
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.shield.rules import ADVISORIES, VLLM, open_rules, parse_version
-from kvproxy.features.shield.settings import ShieldMode, ShieldPlace
-from kvproxy.features.shield.versions import fetch_software
+from kvproxy.features.shield.settings import ShieldMode
 from kvproxy.operate.admin.operated import ConfigFinding
-from kvproxy.operate.doctor.deployment import ClusterCheck, gather_facts
-from kvproxy.operate.doctor.report import Finding, ok, warning
 
 _DONE = {
     ShieldMode.WARN: "such requests are counted and pass (`shield: refuse` stops them)",
     ShieldMode.REFUSE: "such requests go to an engine without the fault, or are refused",
 }
-_UNKNOWN = "the version of {} is not known, so its faults are not either"
-_ASK = "does `GET /version` answer there? A build from a source tree without tags has no version that means anything"
+UNKNOWN = "the version of {} is not known, so its faults are not either"
+ASK = "does `GET /version` answer there? A build from a source tree without tags has no version that means anything"
 _NAMED = 3
 
 
@@ -31,7 +26,7 @@ def find_open_faults(clusters: Mapping[str, Cluster], mode: ShieldMode) -> Itera
         for what, fix in describe_faults(software, mode):
             yield ConfigFinding("note", where, what, fix)
         if unknown := list_unknown(software):
-            yield ConfigFinding("note", where, _UNKNOWN.format(_listed(unknown)), _ASK)
+            yield ConfigFinding("note", where, UNKNOWN.format(list_first(unknown)), ASK)
 
 
 def describe_faults(software: Mapping[str, str], mode: ShieldMode) -> Iterator[tuple[str, str]]:
@@ -41,7 +36,7 @@ def describe_faults(software: Mapping[str, str], mode: ShieldMode) -> Iterator[t
         kinds = sorted(one for one in reported if rule in open_rules(one))
         if kinds and row.fixed is not None:
             affected = [name for name, one in software.items() if one in kinds]
-            what = f"{_listed(affected)} ({_listed(kinds)}): {row.field}: {row.harm}; {_DONE[mode]}"
+            what = f"{list_first(affected)} ({list_first(kinds)}): {row.field}: {row.harm}; {_DONE[mode]}"
             fix = f"upgrade to {VLLM} {'.'.join(map(str, row.fixed[:3]))} or later"
             yield what, f"{fix} ({row.source})" if row.source else fix
 
@@ -57,26 +52,8 @@ def _is_version(software: str) -> bool:
     return parse_version(software.partition(" ")[2]) is not None
 
 
-def _listed(names: Iterable[str]) -> str:
+def list_first(names: Iterable[str]) -> str:
+    """Return the first few, and how many more."""
     first = list(names)
     more = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
     return ", ".join(first[:_NAMED]) + more
-
-
-@dataclass(frozen=True, slots=True)
-class FaultsCheck(ClusterCheck):
-    """One cluster's engines: the faults of their versions that requests can meet."""
-
-    name = "shield"
-    calls = 6
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        facts = await gather_facts(self.engines, lambda engine: fetch_software(engine.vllm))
-        software = {engine.endpoint.id: one for engine, one in facts.items()}
-        mode = part_of(self.deployment.config, ShieldPlace).shield
-        found = [warning(self.where, what, fix) for what, fix in describe_faults(software, mode)]
-        if unknown := list_unknown(software):
-            found.append(ok(self.where, f"{_UNKNOWN.format(_listed(unknown))}: {_ASK}"))
-        if software and not found:
-            return [ok(self.where, "the engines' versions have no known fault that a release has mended")]
-        return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from itertools import islice
 
@@ -130,43 +129,53 @@ class LiveView:
             self._answers[span] = (now, body)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    async def describe(self, now: float, span: str = SPANS[0]) -> dict[str, object]:
-        """All of it but for hot prefixes, which are as of the last look. The endpoints are JSON already."""
+    async def describe(self, now: float, span: str = SPANS[0]) -> dict[str, msgspec.Raw]:
+        """All of it as JSON by key, but for hot prefixes, which are as of the last look. Made in slices: parts may be a
+        moment apart."""
         operated = self._operated
         conditions = await read_conditions(operated.clusters, now)
         findings = await self._look(now, conditions)
-        ready, why = check_readiness(operated)
         minute = self._minute(now)
         endpoints = await self._endpoints(now, minute)
-        counted = _counted(minute)
-        state = describe_state(operated, now, conditions, **counted, down_since=self._events.down_since())
-        return {
-            "version": __version__,
-            "time": operated.wall_clock().isoformat(timespec="seconds"),
-            "uptime_s": now - self._started_at,
-            "ready": ready,
-            "readiness": why,
-            "state": asdict(state),
-            "config_file": describe_file(operated.reloader, now),
-            "public_url": operated.public_url or _url_of(operated.config.listen),
-            "endpoints": endpoints,
-            "last_minute": {**counted, "saved_prefill_s": self._saved_s(now, conditions)},
-            "ttft": self._ttft(now),
-            "clusters": {name: _counts(*found) for name, found in count_by_cluster(minute).items()},
-            "history": _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
-            "routing": {name: describe_routing(one, now) for name, one in operated.clusters.items()},
-            "capabilities": [
-                asdict(one) for one in list_capabilities(operated.config, _count_engines(operated), operated)
-            ],
-            "cache": self._cache(now),
-            "decisions": list_decisions(operated, DECISIONS),
-            "failed_decisions": list_decisions(operated, DECISIONS, result=FAILED),
-            "events": describe_events(self._events.list_events(), now)[:EVENTS],
-            "findings": [
+        shown = {"endpoints": encode_part(endpoints)}
+        async for key, make in in_slices(self._list_parts(now, span, conditions, minute).items()):
+            shown[key] = encode_part(make())
+        shown["findings"] = encode_part(
+            [
                 {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": now - since}
                 for one, since in findings
-            ],
-            **{key: shown for feature in installed(Feature) for key, shown in feature.describe_live(operated).items()},
+            ]
+        )
+        async for feature in in_slices(installed(Feature)):
+            shown |= {key: encode_part(part) for key, part in feature.describe_live(operated).items()}
+        return shown
+
+    def _list_parts(
+        self, now: float, span: str, conditions: Conditions, minute: Tally
+    ) -> Mapping[str, Callable[[], object]]:
+        operated = self._operated
+        ready, why = check_readiness(operated)
+        counted = _counted(minute)
+        down_since = self._events.down_since()
+        return {
+            "version": lambda: __version__,
+            "time": lambda: operated.wall_clock().isoformat(timespec="seconds"),
+            "uptime_s": lambda: now - self._started_at,
+            "ready": lambda: ready,
+            "readiness": lambda: why,
+            "state": lambda: describe_state(operated, now, conditions, **counted, down_since=down_since),
+            "config_file": lambda: describe_file(operated.reloader, now),
+            "public_url": lambda: operated.public_url or _url_of(operated.config.listen),
+            "last_minute": lambda: {**counted, "saved_prefill_s": self._saved_s(now, conditions)},
+            "ttft": lambda: self._ttft(now),
+            "clusters": lambda: {name: _counts(*found) for name, found in count_by_cluster(minute).items()},
+            "history": lambda: _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
+            "routing": lambda: {name: describe_routing(one, now) for name, one in operated.clusters.items()},
+            "capabilities": lambda: list_capabilities(operated.config, _count_engines(operated), operated),
+            "cache": lambda: self._cache(now),
+            "decisions": lambda: list_decisions(operated, DECISIONS),
+            "failed_decisions": lambda: list_decisions(operated, DECISIONS, result=FAILED),
+            "events": lambda: describe_events(self._events.list_events(), now)[:EVENTS],
         }
 
     def _minute(self, now: float) -> Tally:
