@@ -39,9 +39,12 @@ MERGED: Mapping[str, Rule] = {
 }
 
 
+_SERVICE = "kvproxy.features.exchange.service"
+
+
 def find_service(operated: AdminTarget) -> SyncService | None:
     """Return the exchange that this process takes part in."""
-    if not operated.companions:
+    if not any(type(one).__module__ == _SERVICE for one in operated.companions):
         return None  # so that it is not even imported
     from kvproxy.features.exchange.service import SyncService
 
