@@ -43,7 +43,10 @@ WANTED = """\
 Wanted with KV events, next turn: at most 100, 110, 120 and 150 us at 8, 128, 512 and 2,000 endpoints. What grows is one
 cost for each endpoint, and what those hold that have changed since the last prompt; what most hold of a common system
 prompt is kept and merged at once. The cost of an endpoint changes with time (progress of its prefill, its usual wait)
-and has means over all of them, so that an order of endpoints by it does not last until the next decision.
+and has means over all of them, so that an order of endpoints by it does not last until the next decision. Nor are there
+classes of equal endpoints: in a fleet that has served requests each has a learned speed and a usual wait of its own.
+The usual wait is an average over time to which every decision adds the wait of every endpoint; endpoints looked at only
+when they are near the least would have other averages, and decisions would not be the same to the digit.
 """
 
 Samples = dict[str, list[Decided]]

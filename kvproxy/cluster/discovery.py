@@ -208,6 +208,7 @@ class Poller:
         for step in steps:
             await asyncio.sleep(0)
             self._on_update(source, step)
+            await asyncio.sleep(0)  # the next step is found in a turn of its own
 
     def _reason(self, source: Source, error: Exception) -> str:
         if isinstance(error, DiscoveryError | ClientError | OSError | ValueError):
