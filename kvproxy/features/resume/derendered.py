@@ -83,19 +83,20 @@ _encode = msgspec.json.encode
 
 
 class Derenderers(AskedOnce[bool]):
-    """Entered, it tries each engine once, at its first chat on a route with `resume`."""
+    """Entered, it tries each engine at its first chat on a route with `resume`, and once more after a while if the
+    engine did not answer as one that derenders."""
 
     def has_route(self, model: str, endpoint: Endpoint) -> bool:
         """Return whether the engine derenders chats."""
         return bool(self.look_up(str(endpoint.engine.id), self._try(model, endpoint)))
 
-    async def _try(self, model: str, endpoint: Endpoint) -> bool:
+    async def _try(self, model: str, endpoint: Endpoint) -> bool | None:
         chat = {"model": model, "messages": [{"role": "user", "content": "."}]}
         body = _encode({"model": model, "generate_response": {"choices": []}, "chat_request": chat})
         try:
             await self.fetch(endpoint, b"POST", _CHAT + _DERENDER, body, timeouts=_TIMEOUTS)
         except UpstreamError:
-            return False
+            return None
         return True
 
 
