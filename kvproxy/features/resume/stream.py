@@ -28,6 +28,8 @@ from kvproxy.proxy.request.usage import ERROR_MARK, error_status
 MAX_LEGS = 2
 #: Moves of one stream off drained endpoints.
 MAX_MOVES = 16
+#: Time without a piece after which a stream leaves an unhealthy endpoint: probes of several may fail at once.
+LEAST_SILENCE_S = 0.5
 #: A longer event is passed on as it comes, and its stream is not resumed.
 _MAX_EVENT_BYTES = 16 * 1024 * 1024
 _ASK_IDS = b'"return_token_ids":true,'
@@ -100,6 +102,7 @@ class ResumableStream:
         self._held = b""
         self._pieces = 0  # that came
         self._pieces_then = -1  # when a probe of the endpoint failed
+        self._silent_since = 0.0
         self._ended = False  # its last event came
         self._debug = False
         self._endpoint = ""
@@ -220,8 +223,11 @@ class ResumableStream:
     def _leave_silent(self) -> None:
         """Have another engine go on if nothing came between two failed probes of an unhealthy endpoint: a process that
         stands still closes no connection."""
-        silent = self._pieces == self._pieces_then
-        self._pieces_then = self._pieces
+        now = self._clock()
+        if self._pieces != self._pieces_then:
+            self._pieces_then = self._pieces
+            self._silent_since = now
+        silent = now - self._silent_since >= LEAST_SILENCE_S
         if silent and self._is_running() and self._others_serve() and isinstance(self._plan(), Plan):
             assert self._response is not None
             self.failure = EndpointUnhealthy(f"{self._endpoint} became unhealthy in the middle of this response")
