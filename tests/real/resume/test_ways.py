@@ -39,7 +39,13 @@ class Stream:
         self.api = api
         self.prompt = prompt
         self.words = ""
+        self.pieces = 0
         self.error = ""
+
+    def add(self, words: str | None) -> None:
+        """Add a piece of the answer."""
+        self.words += words or ""
+        self.pieces += 1
 
 
 class Clients:
@@ -71,7 +77,8 @@ async def _chat(clients: Clients, stream: Stream) -> None:
         messages=asked, max_tokens=TOKENS, extra_body=_EXTRA, **_SAMPLING
     )
     async for chunk in events:
-        stream.words += "".join(choice.delta.content or "" for choice in chunk.choices)
+        for choice in chunk.choices:
+            stream.add(choice.delta.content)
 
 
 async def _completion(clients: Clients, stream: Stream) -> None:
@@ -79,14 +86,17 @@ async def _completion(clients: Clients, stream: Stream) -> None:
         prompt=stream.prompt, max_tokens=TOKENS, extra_body=_EXTRA, **_SAMPLING
     )
     async for chunk in events:
-        stream.words += "".join(choice.text for choice in chunk.choices)
+        for choice in chunk.choices:
+            stream.add(choice.text)
 
 
 async def _response(clients: Clients, stream: Stream) -> None:
     events = await clients.openai.responses.create(input=stream.prompt, max_output_tokens=TOKENS, **_SAMPLING)
     async for event in events:
         if event.type == "response.output_text.delta":
-            stream.words += event.delta
+            stream.add(event.delta)
+        elif event.type in ("error", "response.failed"):
+            stream.error = event.type
 
 
 async def _message(clients: Clients, stream: Stream) -> None:
@@ -96,7 +106,7 @@ async def _message(clients: Clients, stream: Stream) -> None:
     )
     async for event in events:
         if event.type == "content_block_delta" and event.delta.type == "text_delta":
-            stream.words += event.delta.text
+            stream.add(event.delta.text)
 
 
 _READERS: dict[str, Callable[[Clients, Stream], Awaitable[None]]] = {
@@ -166,7 +176,7 @@ async def test_no_word_is_wrong(pair: Pair, saw: Saw, how: str) -> None:
         members = proxy.proxy.clusters["default"].members
         members.drain_endpoint(EndpointId("b"))
         done = asyncio.gather(*map(through.read, streams))
-        await until(lambda: all(len(stream.words.split()) >= 4 for stream in streams), within_s=240)
+        await until(lambda: all(stream.pieces >= 8 for stream in streams), within_s=240)
         members.drain_endpoint(EndpointId("b"), draining=False)
         try:
             _strike(pair, line, how)
