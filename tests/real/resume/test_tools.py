@@ -46,7 +46,7 @@ def pair(saw: Saw, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("thinking")
     subprocess.run([VLLM.python, inside / "scripted_answers.py", TINY.folder, folder], check=True)
     saw("starting two vLLM servers that think and call tools")
-    scripted = ("--enable-scale-out", "--reasoning-parser", "qwen3")
+    scripted: tuple[str, ...] = ("--enable-scale-out", "--reasoning-parser", "qwen3")
     scripted += ("--logits-processors", "scripted_answers:ScriptedAnswers")
     environment = {"PYTHONPATH": str(inside), "SCRIPTED_ANSWER": SCRIPT}
     servers = (
