@@ -30,11 +30,18 @@ function failure(error) {
   return {failed: {name: error.constructor.name, status: status ?? statusCode, message: String(message).slice(0, 300), code, param, type}};
 }
 
+// A call whose connection ends in the middle of its upload may never settle: Node would end without a report.
+function limited(call) {
+  let timer;
+  const late = new Promise((_, fail) => { timer = setTimeout(() => fail(new Error('no answer within 60 s')), 60_000); });
+  return Promise.race([call(), late]).finally(() => clearTimeout(timer));
+}
+
 export async function report(calls) {
   const found = {};
   for (const [name, call] of Object.entries(calls)) {
     try {
-      found[name] = masked(JSON.parse(JSON.stringify((await call()) ?? null)));
+      found[name] = masked(JSON.parse(JSON.stringify((await limited(call)) ?? null)));
     } catch (error) {
       found[name] = masked(failure(error));
     }
