@@ -108,7 +108,7 @@ async def ask_each(items: Sequence[S], ask: Callable[[S], Awaitable[T]], *, at_o
             await asyncio.sleep(0)  # also where nothing had to be waited for
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(at_once, len(items))):
+        async for _ in in_slices(range(min(at_once, len(items)))):
             group.create_task(ask_in_turn())
     return outcomes
 

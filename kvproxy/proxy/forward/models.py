@@ -32,8 +32,8 @@ _MAX_LIST_BYTES = 1024 * 1024
 _MAX_LIST_VALUES = 20_000
 #: How long a list is reused, so that a busy client does not multiply into every engine.
 _FRESH_S = 2.0
-#: Engines asked at once.
-MAX_ASKED = 128
+#: Engines asked at once: those that do not answer hold up the others of a larger fleet for the time of an answer.
+MAX_ASKED = 1024
 #: Clients whose own lists are kept meanwhile.
 _MAX_CLIENTS = 256
 _REFUSALS = frozenset({401, 403})
