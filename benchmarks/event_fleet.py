@@ -50,6 +50,8 @@ them all.
 
 An engine that is not followed is known by what was routed to it: nothing of its evictions and of other routers'
 requests is seen until answers contradict the estimate.
+In replays of three traces on 8 engines at load 0.7 ([replicas](replicas.md), one router) the mean time to first token
+was 2.089, 1.756 and 0.538 s by routed requests alone, and 2.051, 1.756 and 0.538 s with KV events of all engines.
 """
 
 
