@@ -5,8 +5,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from kvproxy.base.metrics.across_workers import Across
-from kvproxy.base.metrics.groups import MetricGroup, callback_gauge, counter, gauge
+from kvproxy.base.metrics.collectors import CounterCell
+from kvproxy.base.metrics.groups import MetricGroup, Metrics, callback_gauge, counter, gauge
 from kvproxy.base.metrics.present import HitWindows
+from kvproxy.base.types import InferenceRequest
 
 
 class RequestMetrics(MetricGroup):
@@ -87,3 +89,21 @@ class ClientBoundMetrics(MetricGroup):
     bodies_full = counter("kvproxy_bodies_full", "Bodies refused because too many bytes were held")
     bodies_held = gauge("kvproxy_bodies_held_bytes", "Request bodies held")
     bodies_limit = gauge("kvproxy_bodies_limit_bytes", "Bound of these")
+
+
+class ClientCounts:
+    """Counts of inference requests by kind of client, without looking labels up for every request."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._counted: dict[tuple[str, str], CounterCell] = {}
+
+    def count_request(self, inference: InferenceRequest) -> None:
+        """Count a request."""
+        session = "child" if inference.parent_session else "named" if inference.session_key else "none"
+        about = (inference.client, session)
+        counter = self._counted.get(about)
+        if counter is None:
+            clients = self._metrics.group(RequestMetrics).clients
+            counter = self._counted[about] = clients.labels(inference.client or "unknown", session)
+        counter.value += 1.0

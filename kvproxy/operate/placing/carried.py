@@ -33,7 +33,7 @@ from kvproxy.proxy.filters.kvcache import needs_facts, prefers, use_facts
 from kvproxy.proxy.forward.answer import verdict_on
 from kvproxy.proxy.forward.body_guard import is_examined, with_model
 from kvproxy.proxy.forward.metrics import RouteMetrics
-from kvproxy.proxy.metrics import RequestMetrics
+from kvproxy.proxy.metrics import ClientCounts, RequestMetrics
 from kvproxy.proxy.placement import NO_ENDPOINTS, chosen_policy, priority_of
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
@@ -59,6 +59,7 @@ class Placer:
         self.policy_header = b""  # b"": no cluster lets clients choose
         self.observers: tuple[RequestObserver, ...] = ()
         self.hooks: frozenset[str] = frozenset()
+        self.clients = ClientCounts(target.metrics)
         #: Clusters whose requests need facts, and whether the largest match is preferred there.
         self.informed: Mapping[str, bool] = {}
         self._follow()
@@ -176,9 +177,7 @@ class CarriedRequest:
         self.exchange.body = body
         self.exchange.inference = inference
         if inference is not None:
-            session = "child" if inference.parent_session else "named" if inference.session_key else "none"
-            clients = self.placer.target.metrics.group(RequestMetrics).clients
-            clients.labels(inference.client or "unknown", session).inc()
+            self.placer.clients.count_request(inference)
 
     async def _know(self, target: RouteTarget) -> None:
         """Gather overlaps with its prompt. No fact about a cache fails a request."""
@@ -228,8 +227,10 @@ class CarriedRequest:
         self._hold(placement.cluster, pick)
         await placement.wait_to_send(pick)
         exchange.body = None
-        asked = placement.make_question()
-        self.listed = list_endpoints(cluster, asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
+        self.listed = [pick.endpoint]
+        if placer.fallbacks:
+            asked = placement.make_question()
+            self.listed = list_endpoints(cluster, asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
 
     async def place_again(self) -> None:
         """Reserve another endpoint than those tried; the one before was settled. Raises LocalReply if none is left."""
@@ -333,5 +334,7 @@ class CarriedRequest:
 
     def finish(self, now: float) -> None:
         """Notify the observers of the end."""
-        notify(RequestObserver.finished, self.exchange, now)
-        notify(RequestObserver.ended, self.exchange, self.exchange.outcome.status, "")
+        exchange = self.exchange
+        notify(RequestObserver.finished, exchange, now)
+        if "ended" in exchange.hooks:
+            notify(RequestObserver.ended, exchange, exchange.outcome.status, "")

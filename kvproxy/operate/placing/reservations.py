@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.collectors import CounterCell
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cache.overlap.facts import RequestFacts, Result
@@ -16,6 +16,7 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.proxy.metrics import RequestMetrics
+from kvproxy.proxy.request.exchange import RandomHex
 
 QUEUE = "picks"
 #: Bound on reservations at once; a caller that never settles cannot take more until its places lapse.
@@ -73,7 +74,9 @@ class Reservations:
         self._later = later
         self._limit = limit
         self._held: dict[str, PickReservation] = {}
+        self._take_id = RandomHex().take
         self._results = metrics.group(RequestMetrics).pick_reservations
+        self._counted: dict[str, CounterCell] = {}  # of these, by result
         metrics.group(BoundMetrics).show_queue(queue, lambda: len(self._held), limit=limit)
 
     def __len__(self) -> int:
@@ -88,12 +91,12 @@ class Reservations:
         self, cluster: Cluster, pick: Pick, *, service: KvCache | None, facts: RequestFacts | None, lease_s: float
     ) -> PickReservation:
         """Keep this pick until it is settled, at most `lease_s`."""
-        name = secrets.token_hex(12)
+        name = self._take_id(24)
         timer = self._later(lease_s, lambda: self._expire(name))
         held = self._held[name] = PickReservation(name, cluster, pick, service, facts, timer)
         if service is not None and facts is not None:
             service.placed(facts, pick.endpoint.id)
-        self._results.labels("made").inc()
+        self._count("made")
         return held
 
     def first_token(self, name: str) -> bool:
@@ -109,14 +112,20 @@ class Reservations:
         if held is not None:
             held.timer.cancel()
             self._settle(held, ended)
-            self._results.labels(ended.outcome.value).inc()
+            self._count(ended.outcome)
         return held
 
     def _expire(self, name: str) -> None:
         held = self._held.pop(name, None)
         if held is not None:
             self._settle(held, Ended(AttemptOutcome.CANCELLED))
-            self._results.labels("expired").inc()
+            self._count("expired")
+
+    def _count(self, result: str) -> None:
+        counter = self._counted.get(result)
+        if counter is None:
+            counter = self._counted[result] = self._results.labels(result)
+        counter.value += 1.0
 
     def _settle(self, held: PickReservation, ended: Ended) -> None:
         now = self._clock()

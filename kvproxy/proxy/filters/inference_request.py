@@ -7,15 +7,14 @@ from collections.abc import Awaitable
 
 from starlette.types import ASGIApp
 
-from kvproxy.base.metrics.collectors import CounterCell
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import Clock, Headers, InferenceRequest, RequestKind
+from kvproxy.base.types import Clock, Headers, RequestKind
 from kvproxy.cache.metrics import IndexMetrics
 from kvproxy.proxy.filter_settings import InferenceRequestSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.forward.body_guard import is_examined
-from kvproxy.proxy.metrics import RequestMetrics
+from kvproxy.proxy.metrics import ClientCounts
 from kvproxy.proxy.request.body import LONG_BYTES, BodyReader
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange
@@ -47,7 +46,7 @@ class InferenceRequestFilter(Step):
         self._reader = reader
         self._pace = asyncio.Lock()
         self.earlier = EarlierBodies()
-        self._counted: dict[tuple[str, str], CounterCell] = {}
+        self._clients = ClientCounts(metrics)
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
         """Wait only for a body that has not arrived yet, or where others have their turn because it is long."""
@@ -85,24 +84,16 @@ class InferenceRequestFilter(Step):
         exchange.inference = inference
         if inference is None:
             return self._scan(exchange, kind, body, caller)
-        self._take_note(exchange, inference)
+        self._clients.count_request(inference)
+        if inference.request_id:
+            _take_id(exchange, inference.request_id)
         return asyncio.sleep(0) if len(body) > LONG_BYTES else None
 
     async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, caller: Caller) -> None:
         exchange.inference, exchange.members = await scan_body(kind, body, caller, pace=self._pace, also=is_examined)
         if exchange.inference is not None:
-            self._take_note(exchange, exchange.inference)
-
-    def _take_note(self, exchange: Exchange, inference: InferenceRequest) -> None:
-        if inference.request_id and exchange.names_itself:
-            exchange.request_id = inference.request_id
-        session = "child" if inference.parent_session else "named" if inference.session_key else "none"
-        about = (inference.client, session)
-        counted = self._counted.get(about)
-        if counted is None:
-            clients = self.metrics.group(RequestMetrics).clients
-            counted = self._counted[about] = clients.labels(about[0] or "unknown", session)
-        counted.value += 1.0
+            self._clients.count_request(exchange.inference)
+            _take_id(exchange, exchange.inference.request_id)
 
     def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:
         """Return the declared length (0 without one), whether the body is compressed, and the caller."""
@@ -115,6 +106,12 @@ class InferenceRequestFilter(Step):
             caller = self._session_headers.read({name: sent[name] for name in names & sent.keys()})
         length_bytes = int(length) if length.isdigit() and len(length) < 20 else 0
         return length_bytes, coding.strip().lower() not in (b"", b"identity"), caller
+
+
+def _take_id(exchange: Exchange, request_id: str) -> None:
+    """Give a request the id in its body, if it has one."""
+    if request_id and exchange.names_itself:
+        exchange.request_id = request_id
 
 
 def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterContext) -> ASGIApp:
