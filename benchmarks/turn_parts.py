@@ -284,7 +284,8 @@ class Clients:
 
     async def run(self, requests: int) -> float:
         """CPU microseconds of a request, over so many."""
-        self._waiting = [self._load.request(next(self._numbers)) for _ in range(requests)]
+        made = [self._load.request(next(self._numbers)) for _ in range(requests)]
+        self._waiting = made[::-1]  # the first is taken off the end: a conversation grows
         self._running = len(self._all)
         self._done.clear()
         gc.collect()

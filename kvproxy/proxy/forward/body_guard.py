@@ -89,7 +89,7 @@ _MANY_COLONS = 20_000
 _RECODED_BYTES = 1024 * 1024
 _SLICE_BYTES = 512 * 1024
 #: In a longer body the names are searched for outside its messages.
-_SHORTENED_BYTES = 2 * 1024
+_SHORTENED_BYTES = 3 * 1024
 _PROMPT_NAMES = (b'"messages":', b'"prompt":', b'"input":')
 _SEPARATORS = (b",", b", ")
 _MAX_NUMBER_BYTES = 32
