@@ -41,6 +41,7 @@ class Stream:
         self.words = ""
         self.pieces = 0
         self.error = ""
+        self.ended = False
 
     def add(self, words: str | None) -> None:
         """Add a piece of the answer."""
@@ -61,6 +62,7 @@ class Clients:
             await _READERS[stream.api](self, stream)
         except (openai.OpenAIError, anthropic.AnthropicError, httpx.HTTPError) as error:
             stream.error = type(error).__name__
+        stream.ended = True
 
     async def close(self) -> None:
         await self.openai.close()
@@ -177,6 +179,7 @@ async def test_no_word_is_wrong(pair: Pair, saw: Saw, how: str) -> None:
         members.drain_endpoint(EndpointId("b"))
         done = asyncio.gather(*map(through.read, streams))
         await until(lambda: all(stream.pieces >= 8 for stream in streams), within_s=240)
+        running = {api: sum(one.api == api and not one.ended for one in streams) for api in _READERS}
         members.drain_endpoint(EndpointId("b"), draining=False)
         try:
             _strike(pair, line, how)
@@ -187,7 +190,10 @@ async def test_no_word_is_wrong(pair: Pair, saw: Saw, how: str) -> None:
         await through.close()
         await direct.close()
     found = {api: _count(api, streams, undisturbed) for api in _READERS}
-    saw(f"{how}: " + ", ".join(f"{api} {same} whole {ended} ended early" for api, (same, ended) in found.items()))
+    each = (
+        f"{api} {running[api]} running, {same} whole, {ended} with an error" for api, (same, ended) in found.items()
+    )
+    saw(f"{how}: {'; '.join(each)}")
     for stream, other in zip(streams, undisturbed, strict=True):
         assert other.words.startswith(stream.words) if stream.error else stream.words == other.words
     assert found["chat"] == found["completion"] == (EACH, 0)
