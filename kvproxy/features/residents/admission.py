@@ -339,8 +339,9 @@ class SessionAdmission:
         """Return whether sessions wait for room, here or at another router."""
         if self.waits:
             return True
-        for one in self.sets.values():  # noqa: SIM110 - a generator would cost more, and decisions ask this
-            if one.load is not None and _kept_elsewhere(one.load, math.inf):
+        for one in self.sets.values():
+            load = one.load
+            if load is not None and load.remote_load is not None and _kept_elsewhere(load, math.inf):
                 return True
         return False
 
@@ -414,7 +415,7 @@ class SessionAdmission:
         residents.load = load
         if session is not None and session.endpoint == one.id:
             return 0.0
-        if self._is_kept(one, holder):
+        if (self._reserved or load.remote_load is not None) and self._is_kept(one, holder):
             return engine.capacity_tokens
         tokens = request.facts.prompt_tokens
         single_tokens = max(0, load.resident_tokens - residents.running_tokens)
