@@ -84,7 +84,7 @@ async def test_caching_off() -> None:
     """The engine was started without prefix caching. Then it cannot publish events either."""
     off = replace(ENGINE, engine=replace(FAST, prefix_caching=False))
     async with cluster({"a": ENGINE, "b": off}) as site:
-        report = await visit(site.config(), timeouts=replace(SHORT, event_s=20.0))
+        report = await visit(site.config(), timeouts=replace(SHORT, event_s=0.5))
     caching = next(one for one in report.findings if one.check == "prefix caching")
     assert (caching.severity, caching.where) == (Severity.PROBLEM, "endpoint b")
     assert "prefix caching is off" in caching.what
