@@ -128,7 +128,11 @@ class Line:
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Join a connection with one to the engine."""
-        back, forth = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            back, forth = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:  # the engine is gone
+            writer.close()
+            return
         self._writers.append(writer)
         await asyncio.gather(_pass_on(reader, forth), _pass_on(back, writer))
 
