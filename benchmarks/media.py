@@ -253,6 +253,8 @@ first turn is predicted as cached.
 _TAUGHT = """
 %d chats with a picture behind a system prompt of %d words, at engines with little KV memory. Predicted reuse less the
 engine's own, by the prompt's tokens. Another proxy's prompts evict the pictures and leave the system prompt.
+Three text prompts come first. Where pictures alone come to a cold start, text cannot be told from pictures without
+events or counts: so SGLang not followed was 0.208 off when new, and 0.504 the same again.
 """
 
 
