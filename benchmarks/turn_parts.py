@@ -145,6 +145,7 @@ class Part:
     what: str = ""
     policy: str = "kv_aware"
     chain: Sequence[str] = CHAIN
+    facts: bool = True
     stubs: Sequence[tuple[Any, str, Callable[..., Any]]] = ()
 
 
@@ -156,7 +157,7 @@ WHOLE = Part("everything")
 ROUND_ROBIN = Part("all that only kv_aware does", "`round_robin`, and no facts", policy="round_robin")
 PARTS = (
     ROUND_ROBIN,
-    Part("facts, insertion, feedback", "the `kvcache` filter", chain=_without("kvcache")),
+    Part("facts, insertion, feedback", "the `kvcache` filter", facts=False),
     Part("- a prompt's name", "block hashes, of the bytes that name it",
          stubs=[(PromptHashes, "hash_prompt", _constant(PromptHashes, "hash_prompt"))]),
     Part("- - of that, identity", "what engines read alike, by message",
@@ -181,7 +182,7 @@ PARTS = (
     Part("fields for the engine", "forwarded, via, trace parent, no hop-by-hop",
          stubs=[(RequestHeaders, "build_head", _constant(RequestHeaders, "build_head"))]),
     Part("body guard", "fields that are no client's business", stubs=[(BodySanitizer, "passes", lambda *_: True)]),
-    Part("body read and parsed", "and without it no facts, as above",
+    Part("body read and parsed", "and without it no facts: `least_request`", policy="least_request",
          chain=_without("inference_request", "kvcache")),
 )  # fmt: skip
 
@@ -299,7 +300,8 @@ class Clients:
 async def _serve(part: Part, load: Load, parent: Connection) -> None:
     """Run the child: each message is answered with the cost of a request, until the parent is gone."""
     endpoints = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
-    filters = [{"kvcache": {"engine_metrics_interval": 0}} if one == "kvcache" else one for one in part.chain]
+    facts = {"engine_metrics_interval": 0, "enabled": part.facts}
+    filters = [{"kvcache": facts} if one == "kvcache" else one for one in part.chain]
     raw = {"endpoints": endpoints, "policy": part.policy, "health": {"active": False}, "filters": filters}
     config, loop = load_config(raw), asyncio.get_running_loop()
     with log_to(config.log, stream=io.StringIO()):
