@@ -199,7 +199,8 @@ async def test_no_word_is_wrong(pair: Pair, saw: Saw, how: str) -> None:
     )
     saw(f"{how}: {'; '.join(each)}")
     for stream, other in zip(streams, undisturbed, strict=True):
-        assert other.words.startswith(stream.words) if stream.error else stream.words == other.words
+        fits = other.words.startswith(stream.words) if stream.error else stream.words == other.words
+        assert fits, (stream.api, stream.error, stream.words, other.words)
     assert found["chat"] == found["completion"] == (EACH, 0)
 
 
