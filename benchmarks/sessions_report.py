@@ -51,6 +51,8 @@ Figures that are missed, and why:
 - Fairness: of a batch that begins at once the last sessions wait longest, whatever their own time is. First come,
   first served is 0.85 at four times the memory where `places` is 0.59 and all at once, each as slow as the other, 0.93.
   Sessions of 200,000 tokens wait longest (`giant`: 0.83); those behind them wait, too, or they would never begin.
+- No request waits at the router for longer than `max_wait` (540 s). In waits of 541 to 577 s the rest is the engine's
+  own queue: up to 53 s.
 - Evicting a session's context at its end, which keeps residents as if they were pinned, changes nothing: `agents-4-1.5`
   391 s (389 s), `agents-4-2` 524 s (525 s).
 - Ends: if each session's last answer were known as such, `agents-4-1.5` would take 383 s (389 s), `agents-4-2` 510 s

@@ -134,10 +134,7 @@ class SpeedModel:
         """Learns that `endpoint` did `work`, and brought `lower` up for it, in `busy_s` seconds."""
         if busy_s <= 0.0 or work[0] <= 0.0:
             return
-        known = self._factors.get(endpoint)
-        factor = 1.0
-        if known is not None:  # as `slowness`, for every first token
-            factor = math.exp((known.log - self._recentred) * 0.5 ** ((now - known.at) / self._half_life_s))
+        factor = self.slowness(endpoint, now)
         requests, tokens, attention, _ = work
         request_s, token_s, attention_s, _ = self.seconds
         predicted_s = requests * request_s + tokens * token_s + attention * attention_s

@@ -76,8 +76,7 @@ class RouteMetrics(RequestObserver):
         series = self._clusters.get(outcome.cluster)
         if series is None:
             series = self._clusters[outcome.cluster] = _ClusterSeries(self.catalog, outcome.cluster)
-        served = outcome.end == "completed" and outcome.status < 400
-        series.results["ok" if served else result_of(outcome.end, outcome.status)].value += 1.0
+        series.results[result_of(outcome.end, outcome.status)].value += 1.0
         if outcome.cluster:
             cluster = self._of.get(outcome.cluster)
             model = self._model(exchange, cluster)

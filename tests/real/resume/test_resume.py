@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import psutil
@@ -27,6 +28,13 @@ pytestmark = pytest.mark.real
 CHAT = "/v1/chat/completions"
 STREAMS = int(os.environ.get("KVPROXY_RESUME_STREAMS", "100"))
 TOKENS = 96
+
+
+class HasEnd(Protocol):
+    """An answer whose end is noted: its usage, or the code of its error."""
+
+    usage: dict[str, Any]
+    error: str
 
 
 @dataclass
@@ -49,9 +57,9 @@ class Stream:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
-async def read(http: httpx.AsyncClient, body: dict[str, Any], into: Stream) -> None:
-    """Read one stream to its end."""
-    async with http.stream("POST", CHAT, json=body, timeout=300) as answer:
+async def read_chunks(http: httpx.AsyncClient, body: dict[str, Any], into: HasEnd) -> AsyncIterator[dict[str, Any]]:
+    """Yield the chunks of a stream to its end; its usage, or its error, is noted."""
+    async with http.stream("POST", CHAT, json=body, timeout=600) as answer:
         async for line in answer.aiter_lines():
             data = line.removeprefix("data: ")
             if not data or data == "[DONE]":
@@ -61,10 +69,16 @@ async def read(http: httpx.AsyncClient, body: dict[str, Any], into: Stream) -> N
                 into.error = str(chunk["error"].get("code"))
                 continue
             into.usage = chunk.get("usage") or into.usage
-            for choice in chunk["choices"]:
-                if content := choice["delta"].get("content"):
-                    into.words += content
-                    into.times.append(time.monotonic())
+            yield chunk
+
+
+async def read(http: httpx.AsyncClient, body: dict[str, Any], into: Stream) -> None:
+    """Read one stream to its end."""
+    async for chunk in read_chunks(http, body, into):
+        for choice in chunk["choices"]:
+            if content := choice["delta"].get("content"):
+                into.words += content
+                into.times.append(time.monotonic())
 
 
 def bodies(grade: str, how: str) -> list[dict[str, Any]]:

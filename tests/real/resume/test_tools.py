@@ -4,7 +4,6 @@ another engine, and clients get what they get undisturbed."""
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests.real.engines.vllm import Vllm
 from tests.real.pair import Pair, running_pair
 from tests.real.prompts import chat, text
 from tests.real.resume.conftest import FURTHER
-from tests.real.resume.test_resume import CHAT, kill
+from tests.real.resume.test_resume import kill, read_chunks
 from tests.support.proxy import running_proxy
 from tests.support.until import until
 
@@ -82,19 +81,10 @@ class Stream:
 
     async def read(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
         """Read to the end."""
-        async with http.stream("POST", CHAT, json=body, timeout=600) as answer:
-            async for line in answer.aiter_lines():
-                data = line.removeprefix("data: ")
-                if not data or data == "[DONE]":
-                    continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    self.error = str(chunk["error"].get("code"))
-                    continue
-                self.usage = chunk.get("usage") or self.usage
-                self.chunks += 1
-                for choice in chunk["choices"]:
-                    self.said.add(choice)
+        async for chunk in read_chunks(http, body, self):
+            self.chunks += 1
+            for choice in chunk["choices"]:
+                self.said.add(choice)
 
 
 async def read_all(http: httpx.AsyncClient, bodies: list[dict[str, Any]], streams: list[Stream]) -> None:
