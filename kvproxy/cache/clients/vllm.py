@@ -107,6 +107,10 @@ class _Version(msgspec.Struct):
     version: str
 
 
+class _Weights(msgspec.Struct):
+    weight_version: str
+
+
 _INVALID = frozenset({400, 422})
 _PROMPT_MISSING = re.compile(r"prompt\W.*field required", re.I | re.S)
 
@@ -249,6 +253,15 @@ class VllmClient:
     async def fetch_version(self, *, timeout_s: float | None = None) -> str:
         """Return the engine's version, such as `0.32.0`."""
         return (await self._api.get("/version", _Version, timeout_s=timeout_s or self._timeout_s)).version
+
+    async def fetch_weight_version(self) -> str:
+        """Return the name of the weights in use, as a trainer gave it: vLLM has a path for it, SGLang's model shows
+        it."""
+        try:
+            answer = await self._api.get("/weight_info", _Weights, timeout_s=self._timeout_s)
+        except NotSupported:
+            answer = await self._api.get("/model_info", _Weights, timeout_s=self._timeout_s)
+        return answer.weight_version
 
     async def call(self, method: str, path: str, body: bytes | None, *, timeout_s: float) -> bytes:
         """Return the answer to an operator's own call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvproxy.base.background_task import ask_each
 from kvproxy.base.errors import ClientError, Problem
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.feedback.trust import LossReason
@@ -36,6 +38,7 @@ class Flush(msgspec.Struct, forbid_unknown_fields=True):
 
     cluster: str | None = None  # may be left out where there is one
     engines: list[str] | None = None
+    weight_version: str | None = None  # engines that report another one keep their caches
 
 
 class Call(Flush, forbid_unknown_fields=True):
@@ -61,9 +64,10 @@ class RolloutRoutes:
     async def _flush(self, request: Request) -> Response:
         asked = await _read(request, Flush)
         service, cluster, engines = self._find(asked)
-        flushed = [name for engine in engines for name in _forget(service, cluster, engine)]
+        kept = await _find_kept(service, engines, asked.weight_version)
+        flushed = _forget(service, cluster, [one for one in engines if one.id not in kept])
         self._audit.write_line(request, "flush", cluster=cluster.name, endpoints=len(flushed))
-        return reply_json({"cluster": cluster.name, "flushed": flushed})
+        return reply_json({"cluster": cluster.name, "flushed": flushed, **({"kept": kept} if kept else {})})
 
     async def _call(self, request: Request) -> Response:
         asked = await _read(request, Call)
@@ -82,9 +86,9 @@ class RolloutRoutes:
             await asyncio.gather(*(call_one(engine) for engine in engines))
         failed = [engine.id for engine in engines if not answers.get(engine.id, {"ok": True})["ok"]]
         if asked.flush:
-            for engine in engines:
-                if engine.id not in failed:
-                    _forget(service, cluster, engine)
+            done = [engine for engine in engines if engine.id not in failed]
+            kept = await _find_kept(service, done, asked.weight_version)
+            _forget(service, cluster, [engine for engine in done if engine.id not in kept])
         path = asked.path.partition("?")[0]  # a query may hold a secret
         said = {"cluster": cluster.name, "method": asked.method, "path": path, "flush": asked.flush}
         self._audit.write_line(request, "call", **said, engines=len(engines), failed=len(failed))
@@ -150,9 +154,24 @@ def _shown(answer: bytes) -> Any:
     return answer[:MAX_ANSWER_BYTES].decode("utf-8", "replace")
 
 
-def _forget(service: KvCache, cluster: Cluster, engine: Engine) -> list[str]:
-    """Let the caches of an engine count as empty. Returns its endpoints."""
-    endpoints = cluster.members.of_engine(engine)
+async def _find_kept(service: KvCache, engines: Sequence[Engine], version: str | None) -> dict[str, str]:
+    """Return the engines that report other weights than this version, with theirs; none where no version is given."""
+    kept: dict[str, str] = {}
+
+    async def ask(engine: Engine) -> None:
+        with contextlib.suppress(ClientError):  # it reports none, and is taken to have the new ones
+            reported = await service.engines.client(engine).fetch_weight_version()
+            if reported != version:
+                kept[engine.id] = reported
+
+    if version is not None:
+        await ask_each(engines, ask, at_once=AT_ONCE)
+    return kept
+
+
+def _forget(service: KvCache, cluster: Cluster, engines: Sequence[Engine]) -> list[str]:
+    """Let the caches of these engines count as empty. Returns their endpoints."""
+    endpoints = [endpoint for engine in engines for endpoint in cluster.members.of_engine(engine)]
     for endpoint in endpoints:
         service.overlap.indexes[cluster.name].forget_cache(endpoint.id)
         service.state.losses.note_loss(cluster.name, endpoint.id, LossReason.CLEARED)

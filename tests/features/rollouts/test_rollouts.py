@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -144,6 +146,79 @@ async def test_a_flush_calls_no_engine() -> None:
         service = running.proxy.kvcache
         assert service is not None
         assert service.state.losses.latest_loss("default", EndpointId("a")) is not None
+
+
+def trained(name: str, version: str, *, path: str = "/model_info") -> FakeEngine:
+    """Return an engine that reports these weights; "": none."""
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        if call.path == path and version:
+            await reply(send, 200, json.dumps({"weight_version": version}).encode())
+        else:
+            await reply(send, 200 if call.path.startswith(("/v1/", "/weights")) else 404, b"{}")
+
+    return FakeEngine(name, behave)
+
+
+@pytest.mark.parametrize("call", [{}, {"path": "/weights", "flush": True}])
+async def test_an_engine_that_reports_other_weights_keeps_its_cache(call: dict[str, Any]) -> None:
+    """With a version in the request each engine is asked, as SGLang and vLLM each report it; one that reports none
+    counts as empty. Without a version all of them do."""
+    engines = {
+        "new": trained("new", "step-2"),
+        "vllm": trained("vllm", "step-2", path="/weight_info"),
+        "old": trained("old", "step-1"),
+        "silent": trained("silent", ""),
+    }
+    target = "/call" if call else "/flush"
+    async with contextlib.AsyncExitStack() as stack:
+        urls = {name: await stack.enter_async_context(serve(one)) for name, one in engines.items()}
+        running = await stack.enter_async_context(running_proxy(urls, policy="round_robin"))
+        client = await stack.enter_async_context(admin_of(running.proxy))
+        enter_everywhere(running)
+        answer = await client.post(target, json={**call, "weight_version": "step-2"})
+        assert answer.status_code == 200
+        assert {name for name, blocks in held(running).items() if blocks} == {"old"}
+        if not call:
+            assert answer.json() == {
+                "cluster": "default",
+                "flushed": ["new", "vllm", "silent"],
+                "kept": {"old": "step-1"},
+            }
+        await client.post(target, json=call)
+        assert not any(held(running).values())
+
+
+async def test_an_answer_of_old_weights_enters_nothing() -> None:
+    """Its request began before the flush."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        if call.path.startswith("/v1/chat"):
+            begun.set()
+            await go_on.wait()
+        await reply(send, 200, b"{}")
+
+    async with (
+        serve(FakeEngine("a", behave)) as url,
+        running_proxy({"a": url}, policy="kv_aware") as running,
+        admin_of(running.proxy) as client,
+    ):
+        asked = asyncio.create_task(running.client.post("/v1/chat/completions", json=PROMPT))
+        await begun.wait()
+        await client.post("/flush", json={})
+        go_on.set()
+        assert (await asked).status_code == 200
+        assert held(running) == {"a": 0}
+
+
+def enter_everywhere(running: RunningProxy) -> None:
+    """Have every engine hold a prompt."""
+    service = running.proxy.kvcache
+    assert service is not None
+    indexes = service.overlap.indexes["default"]
+    for one in running.proxy.clusters["default"].endpoints:
+        indexes.enter_prompt(one.id, indexes.approximate.locate(array("Q", range(1, 9))))
 
 
 async def test_only_one_of_several_processes_calls() -> None:
