@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from kvproxy.base.resilience.settings import BreakerSettings
-from kvproxy.base.settings.model import Duration, Fraction, Model, Size
+from kvproxy.base.settings.model import Duration, Fraction, HeaderName, Model, Size
 from kvproxy.cluster.settings import EventSources
 
 
@@ -201,5 +201,5 @@ class KvCacheSettings(Model):
     """Retries of background calls."""
     circuit_breaker: BreakerSettings = BreakerSettings()
     """One breaker per operation (lookup, tokenize, pin, ...): background failures never stop lookups."""
-    preference_header: str = ""
+    preference_header: HeaderName = ""
     """Request header to the engine that names the preferred endpoint; empty: none."""

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, field_validator
 
 from kvproxy.base.resilience.settings import BreakerSettings
-from kvproxy.base.settings.model import Duration, EndpointName, Fraction, Model, Port, Secret
+from kvproxy.base.settings.model import Duration, EndpointName, Fraction, HeaderName, Model, Port, Secret
 
 
 class FileDiscoverySettings(Model):
@@ -295,7 +295,7 @@ class RouterQueueSettings(Model):
     max_wait: Duration = 540.0
     """Then a request goes out, whatever is pending at the endpoints. A bound for clients that would give up, not a part
     of the order: such a request overtakes more urgent ones."""
-    priority_header: str = ""
+    priority_header: HeaderName = ""
     """Header with an integer from -100 to 100, larger first; empty: all are alike. Let clients you trust send it. One
     level is worth 3 s of prefill; in engines that take a `priority` too."""
 

@@ -56,6 +56,7 @@ class HostedRequest(msgspec.Struct, eq=False):
     pick: Pick | None = None
     learns: bool = False  # from its end, which did not come yet
     refusal: LocalReply | None = None  # by a guard: no endpoint may get it
+    finding: str = "not_running"  # what became of the search for an endpoint that holds its prompt
     _outcome: AttemptOutcome = AttemptOutcome.CANCELLED  # until an answer arrives
     _named: str = ""  # from the response's header; in the end the endpoint it was sent to
     _first: bytes = b""

@@ -25,11 +25,12 @@ from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model, parse_size_bytes
 from kvproxy.base.settings.paths import dotted_path
-from kvproxy.base.types import Clock, RequestKind
+from kvproxy.base.types import Clock, EndpointId, RequestKind
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import RouteTarget
+from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.embed.hosted import SERVED_KEY, HostedRequest
 from kvproxy.embed.paths import CoveredPaths
@@ -40,6 +41,7 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify import find_faults
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.runtime.generation import StateStore
+from kvproxy.proxy.filter_settings import InferenceRequestSettings
 from kvproxy.proxy.filters.chain import FilterContext, RequestGuard, Services
 from kvproxy.proxy.filters.kvcache import NAME, STATE_KEY, KvCacheFilter, announce
 from kvproxy.proxy.request.body import HeldBodies
@@ -59,6 +61,8 @@ HOSTED_KEY = "kvproxy_request"
 _OUTER = "kvproxy.outer"
 _CLUSTER = "default"
 _OWN_KEYS = (SERVED_KEY, STATE_KEY, HOSTED_KEY)
+#: Reasons why a request had no preferred endpoint.
+_NOT_PREFERRED = ("not_running", "unread", "short", "unknown", "down", "refused")
 #: Hooks of observers that see the answer.
 _OF_ANSWERS = frozenset({"response_started", "body_piece", "ended"})
 #: Time after a failed start in which requests pass without facts.
@@ -167,6 +171,7 @@ class KVCacheMiddleware:
         self.metrics = Metrics() if metrics is None else metrics
         rng = random.Random() if rng is None else rng
         settings, self._config = _checked(endpoints, settings, shield)
+        sessions = _decoded(InferenceRequestSettings, {"session_header": session_header})
         members = self._config.clusters[_CLUSTER]
         self._rng = rng
         self._cluster = Cluster(name, members, metrics=self.metrics, clock=clock, rng=rng)
@@ -175,7 +180,7 @@ class KVCacheMiddleware:
         self._ends = self._paths.ends
         self._held = HeldBodies(_size("limit_all_bytes", limit_all_bytes), metrics=self.metrics)
         self._limit_bytes = _size("limit_bytes", limit_bytes)
-        self._session_header = session_header
+        self._session_header = sessions.session_header
         self._clock = clock
         self._enabled = settings.enabled
         self._header = settings.preference_header.lower().encode()
@@ -184,6 +189,8 @@ class KVCacheMiddleware:
         )
         #: The service of the latest start; its learned state goes on in the next.
         self.service = self._make_service()
+        if not isinstance(filters, Sequence) or not all(callable(make) for make in filters):
+            raise ConfigError([Problem("filters", "must be a list of ASGI middlewares")])
         inner: HostApp = self._host
         for make in reversed(filters):
             inner = make(inner)
@@ -193,13 +200,16 @@ class KVCacheMiddleware:
         self._started = False  # the service above cannot be started again
         self._retry_at = float("-inf")
         self._guards: Sequence[RequestGuard] = ()
-        self._counts = dict.fromkeys(("requests", "unread", "unknown", "preferred"), 0)
+        self._counts = dict.fromkeys(("requests", "preferred", *_NOT_PREFERRED), 0)
         self._no_asyncio = False
 
     def status(self) -> dict[str, object]:
-        """Return what it does now: whether it runs, the condition of its endpoints, and how many
-        requests it covered: of those `unread` had no body that it could read, `unknown` a prompt that no endpoint is
-        known to hold, and `preferred` an endpoint that holds some. `not_covered` is a path that looked like inference.
+        """Return what it does now: whether it runs, the condition of its endpoints, and how many requests it covered.
+
+        Of those that are over, `preferred` had an endpoint that holds some of the prompt. The others had none as it was
+        `not_running`, as the body was `unread` (too long, encoded, no inference request), the prompt `short` (less than
+        a block), `unknown` to every endpoint, all that hold it `down`, or the request `refused` by the shield.
+        `not_covered` is a path that looked like inference.
         """
         now = self._clock()
         return {
@@ -214,7 +224,8 @@ class KVCacheMiddleware:
         if life is None:
             raise RuntimeError("this KVCacheMiddleware runs in another event loop; make one for each loop")
         async with life.changing:
-            await self._start(life)
+            if self._enabled:
+                await self._start(life)
             life.holders += 1
         return self
 
@@ -257,6 +268,7 @@ class KVCacheMiddleware:
                 state[SERVED_KEY] = None
                 await self._serve_with_facts(filters, kind, scope, receive, send)
         finally:
+            self._counts[hosted.finding] += 1
             hosted.release()
 
     async def _serve_with_facts(
@@ -312,16 +324,14 @@ class KVCacheMiddleware:
     def _note(self, exchange: Exchange, scope: Scope, hosted: HostedRequest) -> None:
         """Note the end of reading: follow the answer to a request with facts."""
         hosted.follow(exchange)
-        if exchange.facts is None:
-            self._counts["unread"] += 1
-            return
         best = scope["state"].get(STATE_KEY)
         usable = hosted.usable(best)
         if usable != best:
             del scope["state"][STATE_KEY]
             announce(scope, usable, header=self._header)
-        self._counts["unknown" if usable is None else "preferred"] += 1
-        exchange.body = exchange.names = None  # the app has it: one copy is enough
+        hosted.finding = _finding(hosted, exchange.facts, best, usable)
+        if exchange.facts is not None:
+            exchange.body = exchange.names = None  # the app has it: one copy is enough
 
     async def _host(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the app with the scope of its server. Its own kvproxy filters, if it has any, begin with an exchange of
@@ -523,14 +533,15 @@ def _checked(
 ) -> tuple[KvCacheSettings, Config]:
     """Return what was given as settings; raise ConfigError for what `kvproxy check` refuses, by argument."""
     if not isinstance(settings, KvCacheSettings):
-        settings = _decoded(composed(KvCacheSettings), dict(settings or {}), "settings")
+        settings = _decoded(composed(KvCacheSettings), {} if settings is None else settings, ("settings",))
     if isinstance(endpoints, Mapping):
         endpoints = [
-            _decoded(EndpointSettings, {"id": name, "url": url}, f"endpoints.{name}") for name, url in endpoints.items()
+            _decoded(EndpointSettings, {"id": name, "url": url}, ("endpoints", str(name)))
+            for name, url in endpoints.items()
         ]
     if not endpoints:
         raise ConfigError([Problem("endpoints", "there are none", "{id: url} of each engine")])
-    if not all(isinstance(one, EndpointSettings) for one in endpoints):
+    if not isinstance(endpoints, Sequence) or not all(isinstance(one, EndpointSettings) for one in endpoints):
         raise ConfigError([Problem("endpoints", "must be a mapping of ids to URLs", "{id: url} of each engine")])
     if faults := [Problem(f"endpoints.{one.id}.url", why) for one in endpoints if (why := url_fault(one.url))]:
         raise ConfigError(faults)
@@ -558,9 +569,11 @@ def _verified(settings: KvCacheSettings, members: ClusterSettings, shield: str |
     return config
 
 
-def _decoded(model: type[M], raw: Mapping[str, Any], name: str) -> M:
+def _decoded(model: type[M], raw: Any, at: tuple[str, ...] = ()) -> M:
     """Return these settings; raise ConfigError with the configuration file's words for everything wrong with them."""
-    decoded = decode_model(model, raw, lambda path: f"{name}.{dotted_path(path)}" if path else name)
+    decoded = decode_model(
+        model, dict(raw) if isinstance(raw, Mapping) else raw, lambda path: dotted_path((*at, *path))
+    )
     if decoded.problems or decoded.value is None:
         raise ConfigError(decoded.problems)
     return decoded.value
@@ -571,6 +584,21 @@ def _size(name: str, value: int | str) -> int:
         return parse_size_bytes(value)
     except ValueError as error:
         raise ConfigError([Problem(name, str(error))]) from None
+
+
+def _finding(
+    hosted: HostedRequest, facts: OverlapFacts | None, best: EndpointId | None, usable: EndpointId | None
+) -> str:
+    """Return the name under which `status` counts a request."""
+    if usable is not None:
+        return "preferred"
+    if hosted.refusal is not None:
+        return "refused"
+    if facts is None:
+        return "unread"
+    if best is not None:
+        return "down"
+    return "unknown" if facts.blocks else "short"
 
 
 class _OneCluster:

@@ -56,14 +56,16 @@ class CoveredPaths:
 
 
 def _read(paths: Mapping[str, str] | Iterable[str]) -> dict[str, RequestKind]:
-    if isinstance(paths, str):
+    if isinstance(paths, str) or not isinstance(paths, Iterable):
         raise ConfigError([Problem("paths", "must be a list of paths, or a mapping of paths to kinds", f"[{paths!r}]")])
     given = dict(paths) if isinstance(paths, Mapping) else {path: kind_of_end(path) for path in paths}
     found = {}
     problems = []
     for path, kind in given.items():
         known = _KINDS.get(kind) if isinstance(kind, str) else kind
-        if known is None:
+        if not str(path).startswith("/"):
+            problems.append(Problem(f"paths.{path}", "must begin with /", f"/{path}"))
+        elif known is None:
             problems.append(Problem(f"paths.{path}", "unknown kind", f"{{path: one of {', '.join(_KINDS)}}}"))
         else:
             found[path] = known

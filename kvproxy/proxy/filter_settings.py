@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.compose import composed
-from kvproxy.base.settings.model import Model
+from kvproxy.base.settings.model import HeaderName, Model
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.proxy.feature import ProxyFeature
 
@@ -19,7 +19,7 @@ from kvproxy.proxy.feature import ProxyFeature
 class RequestIdSettings(Model):
     """Settings of `request_id`."""
 
-    header: str = "x-request-id"
+    header: HeaderName = Field(default="x-request-id", min_length=1)
     """Header read from the client, sent upstream and answered."""
     trust_client: bool = True
     """Take the client's id if it is sane (up to 128 visible ASCII characters)."""
@@ -28,7 +28,7 @@ class RequestIdSettings(Model):
 class InferenceRequestSettings(Model):
     """Settings of `inference_request`."""
 
-    session_header: str = ""
+    session_header: HeaderName = ""
     """Header that names the session, before those that agents send by themselves (docs/sessions.md)."""
 
 
@@ -59,9 +59,9 @@ class CachedTokens(StrEnum):
 class RouterSettings(Model):
     """Settings of `router`."""
 
-    debug_header: str = "x-kvproxy-debug"
+    debug_header: HeaderName = "x-kvproxy-debug"
     """A request that carries it gets `x-kvproxy-decision`; empty: no request does."""
-    policy_header: str = Field(default="x-kvproxy-policy", min_length=1)
+    policy_header: HeaderName = Field(default="x-kvproxy-policy", min_length=1)
     """Names the balancing policy for one request, in clusters with `client_policies`. Never sent to an engine."""
     paths: PathList = ()
     """Paths clients may ask for besides inference, `/v1/models` and tokenizing; one that ends in `/` opens all below

@@ -269,6 +269,8 @@ async def test_switched_off_it_only_passes() -> None:
     under_test = KVCacheMiddleware(inner, endpoints=ENGINES, settings=KvCacheSettings(enabled=False))
     for _ in range(2):
         await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
+    async with under_test:
+        assert not tasks()
     assert under_test.service.overlap.indexes["default"].approximate.counts.entries == 0
 
 
@@ -445,7 +447,15 @@ async def test_choose_is_for_inference_requests() -> None:
         ({"endpoints": {"a": "nope"}}, "endpoints.a.url"),
         ({"endpoints": ["http://a:1"]}, "endpoints: must be a mapping of ids to URLs"),
         ({"endpoints": "http://a:1"}, "endpoints: must be a mapping of ids to URLs"),
+        ({"endpoints": 5}, "endpoints: must be a mapping of ids to URLs"),
         ({"paths": "/ask"}, "paths: must be a list of paths"),
+        ({"paths": 5}, "paths: must be a list of paths"),
+        ({"paths": {"ask": "chat"}}, "paths.ask: must begin with /"),
+        ({"filters": Inner()}, "filters: must be a list of ASGI middlewares"),
+        ({"session_header": "x session"}, "session_header: no HTTP header has such a name"),
+        ({"session_header": 5}, "session_header: must be text"),
+        ({"settings": 5}, "settings: must be a mapping"),
+        ({"settings": {"preference_header": "x\r\ny"}}, "settings.preference_header: no HTTP header has such a name"),
         ({"settings": {"lmcache_endpiont": "x"}}, "settings.lmcache_endpiont: unknown key"),
         ({"settings": {"min_matched_tokens": "many"}}, "settings.min_matched_tokens: must be a whole number"),
     ],

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import kvproxy
 from kvproxy import ConfigError, KVCacheMiddleware
 from kvproxy.base.types import Headers
+from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.embed.paths import kind_of_end
 from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.proxy.request.observer import RequestObserver
@@ -202,6 +203,25 @@ async def test_status_tells_why_nothing_was_preferred() -> None:
     assert found["running"] is True
     assert [found[name] for name in ("requests", "unread", "unknown", "preferred")] == [3, 1, 1, 1]
     assert found["endpoints"] == {"a": "up", "b": "up"}
+
+
+async def test_status_counts_each_reason_once() -> None:
+    """Also of a body that arrives while the app reads it."""
+    app = Starlette(routes=[Route(CHAT, answer, methods=["POST"])])
+    middleware = KVCacheMiddleware(app, endpoints=ENGINES)
+    async with middleware, client(middleware) as http:
+        await http.post(CHAT, json={"model": "m", "messages": [{"role": "user", "content": "short"}]})
+        await http.post(CHAT, json=TURN, headers={"expect": "100-continue"})
+        for _ in range(3):
+            middleware._cluster.verdicts.record_outcome(
+                middleware._cluster.endpoints[1].engine, AttemptOutcome.FAILURE, time.monotonic()
+            )
+        await http.post(CHAT, json=TURN)
+    await ask_twice(middleware, CHAT)
+    found = middleware.status()
+    reasons = ("short", "unknown", "down", "not_running", "unread", "preferred")
+    assert [found[name] for name in reasons] == [1, 1, 1, 2, 0, 0]
+    assert found["requests"] == 5
 
 
 # when it learns

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -34,6 +35,17 @@ EndpointName = Annotated[
 """Also a DNS name (253 characters) with an address or a rank."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]*")
+
+
+def _check_header_name(name: str) -> str:
+    if _HEADER_NAME.fullmatch(name) is None:
+        raise ValueError("no HTTP header has such a name: letters, digits and - are usual")
+    return name
+
+
+HeaderName = Annotated[str, AfterValidator(_check_header_name)]
+"""Name of an HTTP header, or none."""
 
 
 class Model(BaseModel):

@@ -162,6 +162,7 @@ async def test_the_middleware_names_no_engine_for_a_huge_n(body: bytes) -> None:
         assert answer.status_code == 400, answer.text
         assert "could harm" in answer.json()["error"]
         assert counted(middleware, Rule.HUGE_N, "refused") == 1
+        assert middleware.status()["refused"] == 1
 
 
 async def test_the_middleware_names_an_engine_without_the_fault() -> None:

@@ -68,6 +68,11 @@ def test_a_good_configuration_has_no_problem() -> None:
          "error: filters[1].router.cached_tokens: `predicted` needs the filter kvcache"),
         ("filters: {router: {health_path: up}}\n",
          "error: filters.router.health_path: must start with /"),
+        # header names
+        ("queue: {priority_header: 'x priority'}\n", "error: queue.priority_header: no HTTP header has such a name"),
+        ("filters: {request_id: {header: 'x:id'}}\n",
+         "error: filters.request_id.header: no HTTP header has such a name"),
+        ("filters: {request_id: {header: ''}}\n", "error: filters.request_id.header: must not be empty"),
         # intervals
         ("pool: {max_connections: 5}\n", "warning: pool.max_idle: more than max_connections"),
         ("timeouts: {idle: 0}\n", "error: timeouts.idle: must be longer than 0"),
