@@ -146,7 +146,7 @@ def make_pick_request(
     inference = exchange.inference
     facts = exchange.facts
     if facts is None:
-        facts = exchange.facts = estimate_length(inference)
+        facts = exchange.facts = estimate_length(inference, exchange.repeats)
     if exchange.barred:
         excluded |= exchange.barred
     preferred = instead or (None if exchange.policy else exchange.preferred)

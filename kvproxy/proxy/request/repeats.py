@@ -42,6 +42,7 @@ class Beginning(msgspec.Struct, eq=False):
     starts: array[int]  # of its messages, and of one that would follow
     key: int
     harmless: bool = False  # the guard found no name of a medium
+    plain: bool = False  # no message holds a medium
 
     @property
     def held_bytes(self) -> int:
@@ -71,11 +72,17 @@ class Repeats(msgspec.Struct, eq=False):
     rest: bytes  # the body with one short message in their place; the body itself if none came before
     fresh: bytes  # the part of the body that the guard has not passed
     beginning: Beginning | None = None  # of the body, for the next turn
+    plain_messages: int = 0  # first messages that surely hold no medium
 
     def note_harmless(self) -> None:
         """Record that no message of the body names a medium."""
         if self.beginning is not None:
             self.beginning.harmless = True
+
+    def note_plain(self) -> None:
+        """Record that no message of the body holds a medium."""
+        if self.beginning is not None:
+            self.beginning.plain = True
 
 
 class EarlierBodies:
@@ -102,7 +109,7 @@ class EarlierBodies:
             request = decode_rest(kind, rest, caller, stand_in=self._stand_in, earlier=known.parts(body, count))
             if request is not None:
                 kept = self._keep_grown(body, keys, request.prompt.parts, known, count)
-                return request, Repeats(rest, known.fresh(body, rest, count), kept)
+                return request, Repeats(rest, known.fresh(body, rest, count), kept, count if known.plain else 0)
         request = decode_body(kind, body, caller)
         if request is None:
             return None, None

@@ -15,6 +15,8 @@ from kvproxy.base.types import RequestKind
 from kvproxy.cluster.routing.policy import NO_FACTS
 from kvproxy.proxy.request.parse import parse_body
 from kvproxy.proxy.request.prompt_length import estimate_length
+from kvproxy.proxy.request.repeats import EarlierBodies
+from kvproxy.proxy.request.session import NO_CALLER
 from tests.support.fake_engine import Call, FakeEngine, event, start_stream
 from tests.support.loopback import serve
 from tests.support.proxy import chat, running_proxy
@@ -47,6 +49,22 @@ def test_a_picture_counts_as_its_tokens() -> None:
     """By the model's family, and not by the bytes of its file."""
     parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": picture(1288, 952)}}]
     assert length_of(parts, "Qwen2.5-VL-7B") == pytest.approx(46 * 34, abs=60)
+
+
+@pytest.mark.parametrize(
+    "last", ["word " * 90, [{"type": "image_url", "image_url": {"url": picture(1288, 952)}}]], ids=["text", "picture"]
+)
+def test_only_new_messages_are_searched_for_media(last: Any) -> None:
+    """A longer chat that goes on from one without media has the length of the whole all the same."""
+    said = [{"role": "user", "content": "word " * 2000} for _ in range(4)]
+    earlier = EarlierBodies()
+    for messages in (said, [*said, {"role": "user", "content": last}]):
+        body = json.dumps({"model": "m", "messages": messages}).encode()
+        request, repeats = earlier.decode(RequestKind.CHAT, body, NO_CALLER)
+        assert estimate_length(request, repeats) == estimate_length(request)
+    assert repeats is not None
+    assert repeats.plain_messages == len(said)
+    assert (repeats.beginning is not None and repeats.beginning.plain) is isinstance(last, str)
 
 
 def test_an_unread_body_has_no_length() -> None:
