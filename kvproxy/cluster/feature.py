@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -117,6 +117,10 @@ class SilentPolicy(Protocol):
 ListClusters = Callable[[], Iterable[ObservedCluster]]
 
 
+#: Starts engines, which discovery finds later. Raises ClientError or DiscoveryError.
+WakeCall = Callable[[], Awaitable[None]]
+
+
 class ClusterFeature(BaseFeature):
     """Contributions of a feature to clusters."""
 
@@ -142,6 +146,10 @@ class ClusterFeature(BaseFeature):
         """Return whether a request wakes engines that sleep in a cluster with these settings."""
         return False
 
+    def make_wake_call(self, settings: ClusterSettings) -> WakeCall | None:
+        """Return the call that starts engines of a cluster without endpoints; None: it has none."""
+        return None
+
     def make_admission(self, settings: ClusterSettings) -> Admission | None:
         """Return its rule of admission for a cluster that is replayed; None: it has none."""
         return None
@@ -157,6 +165,12 @@ class ClusterFeature(BaseFeature):
 def wakes_engines(settings: ClusterSettings) -> bool:
     """Return whether a cluster whose engines all sleep can serve nevertheless."""
     return any(feature.wakes_engines(settings) for feature in installed(ClusterFeature))
+
+
+def list_wake_calls(settings: ClusterSettings) -> Sequence[WakeCall]:
+    """Return the calls that start engines of a cluster."""
+    made = (feature.make_wake_call(settings) for feature in installed(ClusterFeature))
+    return [call for call in made if call is not None]
 
 
 def list_policies(settings: ClusterSettings) -> Sequence[PolicyName]:

@@ -39,7 +39,7 @@ def test_configurations_load(block: Block, tmp_path: Path) -> None:
     """A reader that pastes one gets a proxy that starts."""
     (tmp_path / "keys").write_text("bob: sk-b\n")
     env = {"ALICE_KEY": "sk-a", "OPERATOR_KEY": "sk-o", "KEYS_FILE": str(tmp_path / "keys"), "KVPROXY_ADMIN_TOKEN": "t"}
-    env["TLS_DIR"] = str(tmp_path)
+    env |= {"TLS_DIR": str(tmp_path), "SCALER_TOKEN": "t"}
     if "TLS_DIR" in block.text:
         made = make_certificate(tmp_path, "127.0.0.1")
         for name in ("tls", "client", "engines-ca"):

@@ -31,6 +31,9 @@ class FakeKubernetes:
         self.raw_watch: bytes | None = None
         self.hang = False
         self.page = 500  # larger pages are cut down to this
+        self.replicas: dict[str, int] = {}  # by the path of a workload
+        self.puts: list[Object] = []  # scales that were set
+        self.conflict = False  # another is faster to change a scale
         self._objects: dict[str, dict[str, Object]] = {PODS: {}, SLICES: {}}
         self._log: list[tuple[int, str, str, Object]] = []
         self._oldest = 0  # watches from before this version are gone
@@ -97,6 +100,9 @@ class FakeKubernetes:
         token = dict(scope["headers"]).get(b"authorization", b"").decode().removeprefix("Bearer ")
         self.tokens.append(token)
         query["namespace"] = scope["path"].split("/namespaces/")[1].split("/")[0]
+        if resource == "scale":
+            await self._scale(scope, receive, send, token)
+            return
         (self.watches if "watch" in query else self.lists).append(query)
         if self.hang:
             while (await receive())["type"] != "http.disconnect":
@@ -109,6 +115,26 @@ class FakeKubernetes:
             await self._watch(resource, query, receive, send)
         else:
             await _answer(send, 200, self.raw_list or self._list(resource, query))
+
+    async def _scale(self, scope: Scope, receive: Receive, send: Send, token: str) -> None:
+        workload = scope["path"].split("/namespaces/")[1].removesuffix("/scale")
+        refused = self._why_refused("scale", {}, token)
+        if refused is None and workload not in self.replicas:
+            refused = 404, f"{workload} not found"
+        if refused is None and scope["method"] == "PUT" and self.conflict:
+            refused = 409, "the object has been modified"
+        if refused is not None:
+            await _answer(send, refused[0], _status(*refused))
+            return
+        if scope["method"] == "PUT":
+            put = json.loads((await receive())["body"])
+            self.puts.append(put)
+            self.replicas[workload] = put["spec"]["replicas"]
+        replicas = self.replicas[workload]
+        metadata = {"name": workload.rsplit("/", 1)[1], "resourceVersion": str(self.version)}
+        spec = {"replicas": replicas} if replicas else {}  # zero is left out, as Go's `omitempty` has it
+        one = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": metadata, "spec": spec}
+        await _answer(send, 200, json.dumps({**one, "status": {"replicas": replicas}}).encode())
 
     def _why_refused(self, resource: str, query: dict[str, str], token: str) -> tuple[int, str] | None:
         if ("watch" if "watch" in query else "list") in self.forbid:

@@ -1,4 +1,4 @@
-"""Calls that wake engines and put them to sleep: one at a time for each engine."""
+"""Calls that wake or start engines and put them to sleep: one at a time for each engine, and for each cluster."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvproxy.base.background_task import TaskSet
-from kvproxy.base.errors import ClientError
+from kvproxy.base.errors import ClientError, DiscoveryError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
 from kvproxy.cache.feature import CacheObserver, CacheParts
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.engine import Engine
+from kvproxy.cluster.feature import list_wake_calls
 from kvproxy.features.engine_sleep.metrics import SleepMetrics
 from kvproxy.features.engine_sleep.settings import SleepPlace
 from kvproxy.proxy.request.error_reply import LocalReply
@@ -32,8 +34,18 @@ CALL_S = 600.0
 FAILED_S = 10.0
 #: Requests held at once; further ones are refused.
 MAX_HELD = 1024
+#: How often a cluster whose engines are being started is looked at.
+LOOK_S = 0.2
 #: Readings in a row that show requests waiting in all engines that are awake, before one more is woken.
 CROWDED = 2
+
+
+class _Sleeper(NamedTuple):
+    """Something that a call wakes, or starts engines of."""
+
+    key: Engine | str  # a cluster's name
+    name: str
+    wake: Callable[[], Awaitable[None]]  # until requests may go there
 
 
 class _Idle(NamedTuple):
@@ -53,9 +65,10 @@ class EngineSleep(CacheObserver):
         self._parts = parts
         self._clock = parts.clock
         self._counts = parts.metrics.group(SleepMetrics)
-        self._waking: dict[Engine, asyncio.Task[None]] = {}
+        self._calls = {name: list_wake_calls(one.settings) for name, one in parts.clusters.items()}
+        self._waking: dict[Engine | str, asyncio.Task[None]] = {}
         self._falling_asleep: dict[Engine, asyncio.Task[None]] = {}
-        self._failed_at: dict[Engine, float] = {}
+        self._failed_at: dict[Engine | str, float] = {}
         self._idle: dict[Engine, _Idle] = {}
         self._crowded: Counter[tuple[str, str]] = Counter()  # readings in a row, by cluster and model
 
@@ -69,7 +82,7 @@ class EngineSleep(CacheObserver):
         if not within_s:
             return None
         now = self._clock()
-        if cluster.screening.may_serve(model, now) or not find_sleeping(cluster, model, now):
+        if cluster.screening.may_serve(model, now) or not self._find_sleepers(cluster, model, now):
             return None
         return self._wait(cluster, model, within_s)
 
@@ -81,7 +94,7 @@ class EngineSleep(CacheObserver):
         self.held += 1
         try:
             while not cluster.screening.may_serve(model, now):
-                waking = self._wake_one(cluster, model, now)
+                waking = self._wake_one(cluster.name, self._find_sleepers(cluster, model, now))
                 if waking is None:
                     break
                 left_s = began + within_s - now
@@ -91,39 +104,61 @@ class EngineSleep(CacheObserver):
                 now = self._clock()
         finally:
             self.held -= 1
-        if find_sleeping(cluster, model, now) and not cluster.screening.may_serve(model, now):
+        if self._find_sleepers(cluster, model, now) and not cluster.screening.may_serve(model, now):
             raise _refusal("The engines of this model sleep and could not be woken.", FAILED_S)
 
-    def _wake_one(self, cluster: Cluster, model: str, now: float) -> asyncio.Task[None] | None:
-        """Return the call that wakes an engine of this model, begun if there is none; None: all of them failed."""
-        sleeping = find_sleeping(cluster, model, now)
-        for engine in sleeping:
-            if engine in self._waking:
-                return self._waking[engine]
-        for engine in sleeping:
-            if now - self._failed_at.get(engine, -math.inf) >= FAILED_S:
-                name = f"wake {cluster.name}/{engine.id}"
-                self._waking[engine] = self._tasks.start(self._wake(cluster, engine), name=name)
-                return self._waking[engine]
+    def _find_sleepers(self, cluster: Cluster, model: str, now: float) -> list[_Sleeper]:
+        """Return the engines of this model that sleep, or a cluster without endpoints that calls may start."""
+        found = [
+            _Sleeper(engine, f"{cluster.name}/{engine.id}", partial(self._wake_engine, cluster, engine))
+            for engine in find_sleeping(cluster, model, now)
+        ]
+        if self._calls[cluster.name] and not cluster.endpoints:
+            found.append(_Sleeper(cluster.name, cluster.name, partial(self._start_engines, cluster)))
+        return found
+
+    def _wake_one(self, cluster: str, sleepers: Sequence[_Sleeper]) -> asyncio.Task[None] | None:
+        """Return the call that wakes one of these, begun if there is none; None: all of them failed."""
+        for one in sleepers:
+            if one.key in self._waking:
+                return self._waking[one.key]
+        now = self._clock()
+        for one in sleepers:
+            if now - self._failed_at.get(one.key, -math.inf) >= FAILED_S:
+                self._waking[one.key] = self._tasks.start(self._wake(cluster, one), name=f"wake {one.name}")
+                return self._waking[one.key]
         return None
 
-    async def _wake(self, cluster: Cluster, engine: Engine) -> None:
+    async def _wake(self, cluster: str, sleeper: _Sleeper) -> None:
+        began = self._clock()
         try:
-            if (before := self._falling_asleep.get(engine)) is not None:
-                await asyncio.wait({before})  # or its call could overtake that one
-            began = self._clock()
-            await self._call(engine, WAKE_UP)
-        except ClientError as error:
-            self._failed_at[engine] = self._clock()
-            self._counts.wakes.labels(cluster.name, "failed").inc()
-            log.warning("[sleep] %s/%s was not woken: %s", cluster.name, engine.id, error)
+            await sleeper.wake()
+        except (ClientError, DiscoveryError) as error:
+            self._failed_at[sleeper.key] = self._clock()
+            self._counts.wakes.labels(cluster, "failed").inc()
+            log.warning("[sleep] %s was not woken: %s", sleeper.name, error)
         else:
-            _set_asleep(cluster, engine, False)
-            self._idle.pop(engine, None)
-            self._counts.wakes.labels(cluster.name, "done").inc()
-            log.info("[sleep] %s/%s woke up in %.1f s", cluster.name, engine.id, self._clock() - began)
+            self._counts.wakes.labels(cluster, "done").inc()
+            log.info("[sleep] %s woke up in %.1f s", sleeper.name, self._clock() - began)
         finally:
-            del self._waking[engine]
+            del self._waking[sleeper.key]
+
+    async def _wake_engine(self, cluster: Cluster, engine: Engine) -> None:
+        if (before := self._falling_asleep.get(engine)) is not None:
+            await asyncio.wait({before})  # or its call could overtake that one
+        await self._call(engine, WAKE_UP)
+        _set_asleep(cluster, engine, False)
+        self._idle.pop(engine, None)
+
+    async def _start_engines(self, cluster: Cluster) -> None:
+        for call in self._calls[cluster.name]:
+            await call()
+        within_s = part_of(cluster.settings, SleepPlace).wake_within
+        began = self._clock()
+        while not cluster.endpoints:
+            if self._clock() - began > within_s:
+                raise DiscoveryError(f"no endpoint was found within {within_s:g} s")
+            await asyncio.sleep(LOOK_S)
 
     def tick(self) -> None:
         """After each reading of the engines' metrics: wake one more, or put idle ones to sleep."""
@@ -138,9 +173,10 @@ class EngineSleep(CacheObserver):
                 for engine in cluster.engines:
                     if self._is_idle_for(cluster, engine, own.sleep_after, now):
                         self._begin_sleep(cluster, engine)
-        for known in (self._idle, self._failed_at):
-            for engine in known.keys() - present:
-                del known[engine]
+        for engine in self._idle.keys() - present:
+            del self._idle[engine]
+        for key in self._failed_at.keys() - present - self._calls.keys():
+            del self._failed_at[key]
 
     def _relieve(self, cluster: Cluster, now: float) -> None:
         """Wake one more engine of a model if requests wait in all that are awake."""
@@ -151,7 +187,7 @@ class EngineSleep(CacheObserver):
             self._crowded[key] = self._crowded[key] + 1 if crowded else 0
             if self._crowded[key] >= CROWDED:
                 self._crowded[key] = 0
-                self._wake_one(cluster, model, now)
+                self._wake_one(cluster.name, self._find_sleepers(cluster, model, now))
 
     def _is_idle_for(self, cluster: Cluster, engine: Engine, least_s: float, now: float) -> bool:
         endpoints = cluster.members.of_engine(engine)

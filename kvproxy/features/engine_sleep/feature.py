@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.settings.paths import Finding, error_at
 from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.feature import list_wake_calls
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.features.engine_sleep.settings import SleepPlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from kvproxy.cache.feature import CacheObserver, CacheParts
+    from kvproxy.cluster.feature import WakeCall
     from kvproxy.operate.config.schema import Config
     from kvproxy.proxy.filters.chain import FilterType
 
@@ -34,6 +37,10 @@ class EngineSleepFeature(Feature):
             where = ("clusters", name)
             if own.sleep_after and not own.wake_within:
                 yield error_at((*where, "sleep_after"), "needs wake_within, or nothing would wake the engines again")
+            if own.wake_call is not None and (fault := url_fault(own.wake_call.url)):
+                yield error_at((*where, "wake_call", "url"), fault)
+            if list_wake_calls(cluster) and not own.wake_within:
+                yield error_at((*where, "wake_within"), "needed for a call that starts engines: how long requests wait")
             if own.wake_within and not reads:
                 why = "needs the kvcache filter with engine_metrics_interval above 0, which reads that engines sleep"
                 yield error_at((*where, "wake_within"), why)
@@ -41,6 +48,15 @@ class EngineSleepFeature(Feature):
     def wakes_engines(self, settings: ClusterSettings) -> bool:
         """Return whether the cluster asks for it."""
         return part_of(settings, SleepPlace).wake_within > 0
+
+    def make_wake_call(self, settings: ClusterSettings) -> WakeCall | None:
+        """Return the HTTP call, where there is one."""
+        own = part_of(settings, SleepPlace)
+        if own.wake_call is None:
+            return None
+        from kvproxy.features.engine_sleep.call import HttpWakeCall
+
+        return HttpWakeCall(own.wake_call)
 
     def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
         """None where no cluster asks for it."""

@@ -7,13 +7,14 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.cluster.settings import DiscoverySettings
+from kvproxy.cluster.settings import ClusterSettings, DiscoverySettings
 from kvproxy.features.kubernetes.settings import KubernetesPlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from kvproxy.base.settings.paths import Finding
     from kvproxy.base.types import Clock, Sleep
+    from kvproxy.cluster.feature import WakeCall
     from kvproxy.cluster.sources.entries import WatchedDiscovery
     from kvproxy.operate.config.schema import Config
 
@@ -34,6 +35,15 @@ class KubernetesFeature(Feature):
         from kvproxy.features.kubernetes.source import KubernetesDiscovery
 
         return {"kubernetes": KubernetesDiscovery(settings, clock=clock, rng=rng, sleep=sleep)}
+
+    def make_wake_call(self, settings: ClusterSettings) -> WakeCall | None:
+        """Return the scale of the engines' workload, where the section names one."""
+        found = part_of(settings.discovery, KubernetesPlace).kubernetes
+        if found is None or not found.scale:
+            return None
+        from kvproxy.features.kubernetes.scale import WorkloadScale
+
+        return WorkloadScale(found)
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Check that files are there, and how the API is reached."""

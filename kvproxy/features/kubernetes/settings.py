@@ -45,6 +45,9 @@ class KubernetesDiscoverySettings(Model):
     """PEM file of the certificate to show https endpoints that require one, then its chain; empty: none."""
     key_file: str = ""
     """PEM file of its private key, without a pass phrase; empty: it is in `cert_file`."""
+    scale: str = Field(default="", max_length=300, pattern=r"^((deployments|statefulsets)/[a-z0-9.-]+)?$")
+    """`deployments/NAME` or `statefulsets/NAME`, which is scaled to one pod when it has none and a request comes
+    (`wake_within` of the cluster); empty: others scale it."""
     api: KubernetesApiSettings = KubernetesApiSettings()
     """Where the API is, outside of a cluster."""
 

@@ -91,8 +91,8 @@ class KubernetesDiscovery:
         """Of what the settings need."""
         if self._slices is None and self._pods is None:
             settings = self._settings
-            access = self._access()
-            namespace = settings.namespace or await TimedThread("namespace").call(_own_namespace, timeout_s=FILES_S)
+            access = find_access(settings, self._env)
+            namespace = await find_namespace(settings)
             if settings.service:
                 selector = f"{SERVICE_LABEL}={settings.service}"
                 self._slices = self._mirror(
@@ -106,14 +106,6 @@ class KubernetesDiscovery:
 
     def _mirror(self, collection: Collection[Any]) -> Mirror[Any]:
         return Mirror(collection, clock=self._clock, rng=self._rng, sleep=self._sleep)
-
-    def _access(self) -> KubernetesAccess:
-        api = self._settings.api
-        return (
-            KubernetesAccess(api.url, api.token_file, api.ca_file)
-            if api.url
-            else KubernetesAccess.in_cluster(self._env)
-        )
 
     def _found(self) -> Answer:
         unreadable: list[LeftOut] = []
@@ -138,6 +130,17 @@ class KubernetesDiscovery:
 def _readable(items: Mapping[str, ObjectT | LeftOut], unreadable: list[LeftOut]) -> dict[str, ObjectT]:
     unreadable += [one for one in items.values() if isinstance(one, LeftOut)]
     return {name: one for name, one in items.items() if not isinstance(one, LeftOut)}
+
+
+def find_access(settings: KubernetesDiscoverySettings, env: Mapping[str, str]) -> KubernetesAccess:
+    """Return how to reach the API."""
+    api = settings.api
+    return KubernetesAccess(api.url, api.token_file, api.ca_file) if api.url else KubernetesAccess.in_cluster(env)
+
+
+async def find_namespace(settings: KubernetesDiscoverySettings) -> str:
+    """Return where the engines are."""
+    return settings.namespace or await TimedThread("namespace").call(_own_namespace, timeout_s=FILES_S)
 
 
 def _own_namespace() -> str:

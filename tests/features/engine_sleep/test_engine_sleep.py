@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from kvproxy.base.errors import ConfigError
 from kvproxy.cluster.endpoint import Endpoint
@@ -321,9 +323,69 @@ async def test_a_question_for_a_place_wakes_the_engine_too() -> None:
         assert wake_calls(a) == 1
 
 
+class Starter:
+    """An engine that another program starts when it is called, and the file by which the proxy finds it."""
+
+    def __init__(self, listed: Path, engine: str) -> None:
+        self.calls: list[tuple[str, str, str]] = []
+        self.status = 200
+        self._listed = listed
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        self.calls.append((scope["method"], scope["path"], headers.get(b"x-key", b"").decode()))
+        if self.status == 200:
+            self._listed.write_text(json.dumps([{"id": "a", "url": self._engine}]))
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": headers.get(b"x-key", b"")})
+
+
+@contextlib.asynccontextmanager
+async def started_by_call(folder: Path) -> AsyncIterator[tuple[Starter, RunningProxy]]:
+    """Yield a proxy whose file lists no endpoint, and the program that its requests call."""
+    listed = folder / "endpoints.json"
+    listed.write_text("[]")
+    async with serve_app(FakeEngine("a")) as url:
+        starter = Starter(listed, url)
+        async with serve_app(starter) as call:
+            cluster = {
+                "policy": "kv_aware",
+                "wake_within": "100s",
+                "wake_call": {"url": f"{call}/start", "method": "PUT", "headers": {"x-key": "hidden"}},
+                "discovery": {"file": {"path": str(listed), "interval": "100ms"}},
+            }
+            async with running_proxy({}, filters={"kvcache": {"engine_metrics_interval": "1h"}}, **cluster) as proxy:
+                yield starter, proxy
+
+
+async def test_a_call_starts_an_engine_where_there_is_none(tmp_path: Path) -> None:
+    """Once for all requests that come meanwhile, with its headers; the effective configuration hides them."""
+    async with started_by_call(tmp_path) as (starter, proxy):
+        answers = await asyncio.gather(*(proxy.client.post(PATH, json=BODY) for _ in range(5)))
+        assert [one.status_code for one in answers] == [200] * 5
+        assert starter.calls == [("PUT", "/start", "hidden")]
+        async with admin_of(proxy.proxy) as admin:
+            shown = (await admin.get("/config")).text
+        assert "x-key" in shown
+        assert "hidden" not in shown
+
+
+async def test_a_call_that_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its answer is in no log, since it may repeat the headers."""
+    async with started_by_call(tmp_path) as (starter, proxy):
+        starter.status = 403
+        answer = await proxy.client.post(PATH, json=BODY)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
+    assert "answered with 403" in caplog.text
+    assert "hidden" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("config", "where"),
     [
+        ({"wake_call": {"url": "http://127.0.0.1:9/start"}, "filters": {"kvcache": {}}}, "wake_within"),
+        ({"wake_call": {"url": "ftp://start"}, "wake_within": 60, "filters": {"kvcache": {}}}, "url"),
         ({"sleep_after": 60, "filters": {"kvcache": {}}}, "sleep_after"),
         ({"wake_within": 60, "filters": {"kvcache": {"engine_metrics_interval": 0}}}, "wake_within"),
     ],
