@@ -26,7 +26,7 @@ from benchmarks import routing_report
 from benchmarks.routing_cells import ROOT, Cell, cells, run_cell
 
 REFERENCE_DEPENDS_ON = (
-    *(f"kvproxy/lab/replay/{name}.py" for name in ("pooled", "trace", "workloads", "catalogue", "settings", "results")),
+    *(f"kvproxy/lab/replay/{name}.py" for name in ("pooled", "trace", "scenarios", "settings", "results")),
     *(f"kvproxy/lab/simulator/{name}.py" for name in ("block_cache", "engine", "engine_io", "scheduler", "timing")),
     "benchmarks/routing_cells.py",
 )

@@ -14,10 +14,10 @@ from typing import Any
 from benchmarks.known_speeds import knowing
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.settings import ClusterSettings, KvAwareSettings, PolicyParameters
-from kvproxy.lab.replay.catalogue import SCENARIOS
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
 from kvproxy.lab.replay.pooled import Bound, measure_bound, play_on_pool
 from kvproxy.lab.replay.results import summarize_outcomes
+from kvproxy.lab.replay.scenarios import SCENARIOS
 from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
 from kvproxy.lab.replay.trace import Half, Trace, read_trace
 from kvproxy.lab.simulator.timing import TokenGaps

@@ -17,10 +17,10 @@ from statistics import fmean, geometric_mean
 
 from benchmarks.markdown import table
 from benchmarks.routing_cells import TRACES, Cell, fleet_of, trace_of
-from kvproxy.lab.replay.catalogue import SCENARIOS
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
 from kvproxy.lab.replay.pooled import measure_bound
 from kvproxy.lab.replay.results import Summary, summarize_outcomes
+from kvproxy.lab.replay.scenarios import SCENARIOS
 
 ENGINES = 8
 LOADS = (0.9, 0.7)

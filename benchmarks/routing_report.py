@@ -9,7 +9,7 @@ from benchmarks import routing_targets
 from benchmarks.routing_cells import ONLY_AT_EIGHT, OURS, REQUESTS, SCENARIO_PEERS, TRACES, VARIANTS, distinct
 from benchmarks.routing_ratios import REFERENCE, Row, cell_of, of_policy, ratio, variant_ratio
 from benchmarks.routing_targets import best_peer, worst_scenario
-from kvproxy.lab.replay.catalogue import SCENARIOS
+from kvproxy.lab.replay.scenarios import SCENARIOS
 
 #: (variant, against which other, traces or all, at most): mean TTFT of kv_aware.
 VARIANT_TARGETS = (

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import routing_defaults, routing_report, routing_targets
 from benchmarks.routing_cells import OURS, Cell, cells
 from benchmarks.routing_ratios import REFERENCE, ratio
-from kvproxy.lab.replay.catalogue import SCENARIOS
 from kvproxy.lab.replay.results import ReplayOutcome, summarize_outcomes
+from kvproxy.lab.replay.scenarios import SCENARIOS
 
 PLAIN = asdict(summarize_outcomes([ReplayOutcome(0.0, 100, 0, first_token_at=1.0, finished_at=2.0)], 1))
 

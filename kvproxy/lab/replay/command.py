@@ -14,7 +14,6 @@ import httpx
 
 from kvproxy.base.errors import KvproxyError, describe_os_error
 from kvproxy.lab.replay.batch import compare_batch
-from kvproxy.lab.replay.catalogue import find_scenarios, list_scenarios
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, compare
 from kvproxy.lab.replay.live import LiveReplay, LiveSettings
 from kvproxy.lab.replay.options import DEFAULT_LOAD, DEFAULT_POLICIES
@@ -23,6 +22,7 @@ from kvproxy.lab.replay.recorded_decisions import decide_again
 from kvproxy.lab.replay.replicas import RoutersPlan
 from kvproxy.lab.replay.report import ROW, LiveReport, report_live
 from kvproxy.lab.replay.results import GoodputLimits
+from kvproxy.lab.replay.scenarios import find_scenarios, list_scenarios
 from kvproxy.lab.replay.sessions.rules import BEST_PLACES
 from kvproxy.lab.replay.settings import ENGINES, Pace, ReplayFleet
 from kvproxy.lab.replay.tier_plan import TierPlan

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
@@ -17,6 +18,26 @@ class Command(NamedTuple):
     add_options: Callable[[argparse.ArgumentParser], None]
     run: str  # `module:function`, imported when the command is called
     description: str | None = None
+
+
+class Option(NamedTuple):
+    """A row of a table of options. `default` gives the type as well; a type alone: there is no default."""
+
+    flag: str
+    metavar: str | None
+    default: Any
+    help: str
+
+
+def add_options(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
+    """Add options that take a value, or, with the default False, none."""
+    for flag, metavar, default, text in options:
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        kind, default = (default, None) if isinstance(default, type) else (type(default), default)
+        choices = list(kind) if issubclass(kind, Enum) else None
+        parser.add_argument(flag, type=kind, default=default, metavar=metavar, choices=choices, help=text)
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvproxy.lab.replay.catalogue import SCENARIOS
 from kvproxy.lab.replay.command import run
 from kvproxy.lab.replay.options import add_arguments
 from kvproxy.lab.replay.plot import render_html
 from kvproxy.lab.replay.report import Recorded, ReplayReport, Review, Verdict
 from kvproxy.lab.replay.results import summarize_outcomes
+from kvproxy.lab.replay.scenarios import SCENARIOS
 from kvproxy.lab.replay.trace import Half
 from kvproxy.lab.simulator.retention import Eviction
 from kvproxy.operate.commands.progress import ProgressBar

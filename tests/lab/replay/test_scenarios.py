@@ -8,9 +8,8 @@ from random import Random
 
 import pytest
 
-from kvproxy.lab.replay import workloads
-from kvproxy.lab.replay.catalogue import SCENARIOS, Scenario, UnknownScenario, find_scenarios
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
+from kvproxy.lab.replay.scenarios import SCENARIOS, Scenario, UnknownScenario, find_scenarios
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Half, Trace
 
@@ -37,26 +36,26 @@ def lengths(trace: Trace) -> list[int]:
 
 def test_a_herd_comes_at_once() -> None:
     """256 requests with one beginning before any other."""
-    trace = workloads.draw_herd(Random(1))
+    trace = SCENARIOS["herd"].draw(Half.REPORT)
     assert Counter(session.start_s for session in trace.sessions)[0.0] == 256
     assert len({session.turns[0].blocks[15] for session in trace.sessions}) == 1
 
 
 def test_unique_prompts_share_nothing() -> None:
     """Not even a first block."""
-    assert workloads.draw_unique(Random(1)).hit_ceiling() == 0.0
+    assert SCENARIOS["unique"].draw(Half.REPORT).hit_ceiling() == 0.0
 
 
 def test_one_prompt_in_twenty_is_long() -> None:
     """1,000 times as long as the others."""
-    counts = Counter(lengths(workloads.draw_bimodal(Random(1))))
+    counts = Counter(lengths(SCENARIOS["bimodal"].draw(Half.REPORT)))
     assert set(counts) == {100, 100_000}
     assert counts[100_000] / counts.total() == pytest.approx(0.05, abs=0.015)
 
 
 def test_chats_ask_shortly_and_are_answered_at_length() -> None:
     """Each turn repeats what was said before it."""
-    trace = workloads.draw_chats(Random(1))
+    trace = SCENARIOS["chats"].draw(Half.REPORT)
     turns = [turn for session in trace.sessions for turn in session.turns]
     assert len(turns) / len(trace.sessions) == pytest.approx(3.5, rel=0.1)
     assert sum(turn.output_tokens for turn in turns) / len(turns) == pytest.approx(270, rel=0.1)
@@ -68,7 +67,7 @@ def test_chats_ask_shortly_and_are_answered_at_length() -> None:
 
 def test_a_hot_set_flips_in_the_middle() -> None:
     """Nothing of the second half of the run was asked for in the first."""
-    trace = workloads.draw_hot_set(Random(1), flips=True)
+    trace = SCENARIOS["hot_set_flips"].draw(Half.REPORT)
     early, late = (
         {session.turns[0].blocks[0] for session in trace.sessions if (session.start_s < 299) is first}
         for first in (True, False)
@@ -79,7 +78,7 @@ def test_a_hot_set_flips_in_the_middle() -> None:
 
 def test_a_burst_is_ten_times_the_rate() -> None:
     """For a thirtieth of the run."""
-    starts = [session.start_s for session in workloads.draw_burst(Random(1)).sessions]
+    starts = [session.start_s for session in SCENARIOS["burst"].draw(Half.REPORT).sessions]
     during = sum(200 <= at < 220 for at in starts) / 20
     outside = sum(300 <= at < 500 for at in starts) / 200
     assert during / outside == pytest.approx(10, rel=0.25)
@@ -87,14 +86,14 @@ def test_a_burst_is_ten_times_the_rate() -> None:
 
 def test_agents_fork() -> None:
     """Several sessions go on from one history."""
-    trace = workloads.draw_agents(Random(1))
+    trace = SCENARIOS["agents"].draw(Half.REPORT)
     heads = Counter(session.turns[0].blocks[12:14].tobytes() for session in trace.sessions)
     assert any(count >= 2 for head, count in heads.items() if head)
 
 
 def test_conversations_grow_by_question_and_answer() -> None:
     """Each turn repeats what was said before it, and about 11,000 tokens are asked at a time."""
-    trace = workloads.draw_conversations(Random(1))
+    trace = SCENARIOS["quarter_chats"].draw(Half.REPORT)
     for session in trace.sessions:
         for before, after in pairwise(session.turns):
             assert after.blocks[: len(before.blocks)] == before.blocks
@@ -115,7 +114,7 @@ def test_caches_of_a_quarter_hold_less_than_comes_again(name: str) -> None:
 def test_a_tenant_is_greedy() -> None:
     """Most of the prompt tokens are its own."""
     tokens: Counter[str] = Counter()
-    for session in workloads.draw_greedy(Random(1)).sessions:
+    for session in SCENARIOS["greedy_tenant"].draw(Half.REPORT).sessions:
         tokens[session.tenant] += sum(turn.prompt_tokens for turn in session.turns)
     assert len(tokens) == 4
     assert tokens["greedy"] > 0.5 * tokens.total()
