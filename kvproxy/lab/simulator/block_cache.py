@@ -2,62 +2,92 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
-from typing import Protocol
 
 from kvproxy.lab.simulator.engine_io import GROUP, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvproxy.lab.simulator.lower_tiers import LowerTiers
 from kvproxy.lab.simulator.retention import Ranking
 
 
-class PrefixCache(Protocol):
-    """Cache interface of an engine."""
+class PrefixCache(ABC):
+    """Cache of an engine, and the events that it announces."""
+
+    def __init__(self, capacity_blocks: int, *, record_events: bool = True) -> None:
+        if capacity_blocks < 1:
+            raise ValueError("a cache needs at least one block")
+        self.capacity_blocks = capacity_blocks
+        self._record = record_events
+        self._events: list[KvEvent] = []
 
     @property
+    @abstractmethod
     def free_blocks(self) -> int:
         """Blocks without a user, reusable ones among them."""
 
     @property
     def usage(self) -> float:
-        """Share of blocks held by running sequences."""
+        """Share of blocks held by running sequences: 0 when idle, however full the prefix cache is."""
+        return 1.0 - self.free_blocks / self.capacity_blocks
+
+    @abstractmethod
+    def __contains__(self, block_hash: int) -> bool:
+        """Return True if a block of this hash is held."""
 
     def match_prefix(self, block_hashes: Sequence[int], limit: int) -> int:
         """Length in blocks of the longest held prefix, at most `limit`."""
+        for index, block_hash in enumerate(block_hashes):
+            if index >= limit or block_hash not in self:
+                return index
+        return min(limit, len(block_hashes))
 
+    @abstractmethod
     def count_idle(self, block_hashes: Sequence[int], count: int) -> int:
-        """How many of the first `count` held blocks have no user."""
+        """How many of the first `count` held blocks have no user, that is, leave the free list when acquired."""
 
+    @abstractmethod
     def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
         """Take the first `count` held blocks into use."""
 
+    @abstractmethod
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, forgetting what they held."""
+        """Take `count` free blocks, forgetting what they held. The caller checked `free_blocks`."""
 
+    @abstractmethod
     def store(self, blocks: Sequence[int], event: BlockStored) -> None:
-        """Make full blocks reusable under the event's hashes, and announces it."""
+        """Make the full `blocks` reusable under the event's hashes, one for one, and announce it."""
 
     @property
     def states(self) -> Container[int]:
         """Hashes of blocks at whose end the state of a hybrid model is kept."""
+        return ()
 
     def keep_states(self, event: BlockStored) -> None:
         """Keep a state at the end of each of these blocks, as long as the block is there, and announce it."""
+        raise NotImplementedError("this cache is of no hybrid model")
+
+    @abstractmethod
+    def release(self, blocks: Sequence[int]) -> None:
+        """End one use of each of a sequence's blocks (given in order); hashes stay until the memory is wanted."""
+
+    @abstractmethod
+    def clear(self) -> bool:
+        """Forget every hash, unless a sequence is running (False: nothing happened)."""
 
     def announce(self, event: KvEvent) -> None:
-        """Queues an event."""
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """End one use of each block."""
-
-    def clear(self) -> bool:
-        """Forgets every hash, unless a sequence is running (False: nothing happened)."""
+        """Queue an event; `take_events` hands it out."""
+        if self._record:
+            self._events.append(event)
 
     def take_events(self) -> list[KvEvent]:
         """Return the events since the last call."""
+        events = self._events
+        self._events = []
+        return events
 
 
-class BlockCache:
+class BlockCache(PrefixCache):
     """Blocks are numbered; a stored block keeps its hash after its last user left, until its memory is reused.
 
     The free list is in eviction order, unless a `ranking` shows what goes: callers release a sequence's blocks through
@@ -74,19 +104,15 @@ class BlockCache:
         lower: LowerTiers | None = None,
         ranking: Ranking | None = None,
     ) -> None:
-        if capacity_blocks < 1:
-            raise ValueError("a cache needs at least one block")
-        self.capacity_blocks = capacity_blocks
+        super().__init__(capacity_blocks, record_events=record_events)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(capacity_blocks))
         self._users = [0] * capacity_blocks
         self._hash_of: list[int | None] = [None] * capacity_blocks
         self._block_of: dict[int, int] = {}
         self._copies: dict[int, list[int]] = {}
         self._states: set[int] = set()
-        self._record = record_events
         self._lower = lower
         self._ranking = ranking  # None: the free list's order
-        self._events: list[KvEvent] = []
 
     def __len__(self) -> int:
         """Distinct hashes held."""
@@ -97,16 +123,9 @@ class BlockCache:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks without a user, reusable ones among them."""
         return len(self._free)
 
-    @property
-    def usage(self) -> float:
-        """Share of blocks held by running sequences: 0 when idle, however full the prefix cache is."""
-        return 1.0 - len(self._free) / self.capacity_blocks
-
     def match_prefix(self, block_hashes: Sequence[int], limit: int) -> int:
-        """Length in blocks of the longest held prefix, at most `limit`."""
         held = self._block_of
         for index, block_hash in enumerate(block_hashes):
             if index >= limit or block_hash not in held:
@@ -114,13 +133,11 @@ class BlockCache:
         return min(limit, len(block_hashes))
 
     def count_idle(self, block_hashes: Sequence[int], count: int) -> int:
-        """How many of the first `count` held blocks have no user, that is, leave the free list when acquired."""
         users = self._users
         held = self._block_of
         return sum(1 for index in range(count) if users[held[block_hashes[index]]] == 0)
 
     def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
-        """Take the first `count` held blocks into use."""
         users = self._users
         held = self._block_of
         free = self._free
@@ -134,7 +151,6 @@ class BlockCache:
         return blocks
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks out of the free list, forgetting what they held. The caller checked `free_blocks`."""
         blocks = []
         ranked = self._ranking is not None
         for _ in range(count):
@@ -147,7 +163,6 @@ class BlockCache:
         return blocks
 
     def store(self, blocks: Sequence[int], event: BlockStored) -> None:
-        """Make the full `blocks` reusable under the event's hashes, one for one, and announces it."""
         for block, block_hash in zip(blocks, event.block_hashes, strict=True):
             self._hash_of[block] = block_hash
             if self._block_of.setdefault(block_hash, block) != block:
@@ -159,18 +174,11 @@ class BlockCache:
 
     @property
     def states(self) -> Container[int]:
-        """Hashes of blocks at whose end the state of a hybrid model is kept."""
         return self._states
 
     def keep_states(self, event: BlockStored) -> None:
-        """Keep a state at the end of each of these blocks, as long as the block is there, and announce it."""
         self._states.update(event.block_hashes)
         self.announce(event)
-
-    def announce(self, event: KvEvent) -> None:
-        """Queues an event; `take_events` hands it out."""
-        if self._record:
-            self._events.append(event)
 
     def receive(self, block_hashes: Sequence[int]) -> int:
         """Add the missing leading blocks of a prompt that were copied here, if there is room; returns their number."""
@@ -184,7 +192,6 @@ class BlockCache:
         return count
 
     def release(self, blocks: Sequence[int]) -> None:
-        """End one use of each of a sequence's blocks (given in order); hashes stay until the memory is wanted."""
         users = self._users
         hash_of = self._hash_of
         free = self._free
@@ -202,7 +209,6 @@ class BlockCache:
                 self._lower.note_prompt(hashes)
 
     def clear(self) -> bool:
-        """Forgets every hash, unless a sequence is running (False: nothing happened)."""
         if len(self._free) < self.capacity_blocks:
             return False
         self._block_of.clear()
@@ -211,12 +217,6 @@ class BlockCache:
         self._hash_of = [None] * self.capacity_blocks
         self.announce(AllBlocksCleared())
         return True
-
-    def take_events(self) -> list[KvEvent]:
-        """Return the events since the last call."""
-        events = self._events
-        self._events = []
-        return events
 
     def _take_ranked(self) -> int:
         """Return the free block that holds nothing, or else what the ranking gives up first."""

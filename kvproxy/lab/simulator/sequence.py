@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from kvproxy.lab.simulator.engine_io import GROUP, KIND, BlockStored, ExtraKeys, Scheduling, SimRequest
@@ -53,38 +53,31 @@ class LoraSlots:
         self._seen[names[0], names[1]] = now
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Progress of one request. `computed` tokens have their KV in `blocks`; `target` must be reached before the next
     token comes out of a prefill. While decoding, the newest token's KV is not computed yet."""
 
-    __slots__ = (
-        "admitted_at",
-        "blocks",
-        "cached_tokens",
-        "computed",
-        "generated",
-        "gone",
-        "hashed",
-        "parted",
-        "request",
-        "submitted_at",
-        "target",
-    )
+    request: SimRequest
+    submitted_at: float
+    admitted_at: float | None = None
+    cached_tokens: int = 0
+    generated: int = 0
+    gone: bool = False
+    blocks: list[int] = field(default_factory=list)
+    hashed: int = 0
+    parted: int = 0  # blocks found held when it was admitted, reusable or not
+    computed: int = 0
+    target: int = 0
 
-    def __init__(self, request: SimRequest, submitted_at: float) -> None:
-        self.request = request
-        self.submitted_at = submitted_at
-        self.admitted_at: float | None = None
-        self.cached_tokens = 0
-        self.generated = 0
-        self.gone = False
+    def __post_init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         """Back to the waiting line with nothing computed; what was generated is computed again with the prompt."""
-        self.blocks: list[int] = []
+        self.blocks = []
         self.hashed = 0
-        self.parted = 0  # blocks found held when it was admitted, reusable or not
+        self.parted = 0
         self.computed = 0
         self.target = self.request.prompt_tokens + self.generated
 

@@ -4,12 +4,13 @@ announces them one by one."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
 
-from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.lab.simulator.block_cache import PrefixCache
+from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 def hash_pages(token_ids: Sequence[int], page_size: int, *, paired: bool, namespace: str = "") -> list[int]:
@@ -35,15 +36,13 @@ class _Node:
     used_at: int = 0
 
 
-class RadixPages:
-    """Has the methods of `block_cache.PrefixCache`. A page belongs to the tree or to one sequence; of a page that two
+class RadixPages(PrefixCache):
+    """A page belongs to the tree or to one sequence; of a page that two
     sequences computed, the second is announced to no subscriber and spare when its sequence ends."""
 
     def __init__(self, capacity_blocks: int, *, page_size: int, record_events: bool = True) -> None:
-        self.capacity_blocks = capacity_blocks
+        super().__init__(capacity_blocks, record_events=record_events)
         self._page_size = page_size
-        self._record = record_events
-        self._events: list[KvEvent] = []
         self._spare = list(range(capacity_blocks))
         self._nodes: dict[int, _Node] = {}  # by hash
         self._hash_of: dict[int, int] = {}  # by page: of the tree's, and of seconds of them
@@ -54,40 +53,17 @@ class RadixPages:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def __contains__(self, page_hash: int) -> bool:
-        return page_hash in self._nodes
+    def __contains__(self, block_hash: int) -> bool:
+        return block_hash in self._nodes
 
     @property
     def free_blocks(self) -> int:
-        """Pages without a user, evictable ones among them."""
         return len(self._spare) + len(self._nodes) - self._in_use
 
-    @property
-    def states(self) -> Container[int]:
-        """None: hybrid models are simulated of vLLM alone."""
-        return ()
-
-    def keep_states(self, event: BlockStored) -> None:
-        """Of no effect."""
-
-    @property
-    def usage(self) -> float:
-        """Share of pages held by running sequences."""
-        return 1.0 - self.free_blocks / self.capacity_blocks
-
-    def match_prefix(self, block_hashes: Sequence[int], limit: int) -> int:
-        """Length in pages of the longest held prefix, at most `limit`."""
-        for index, page_hash in enumerate(block_hashes[:limit]):
-            if page_hash not in self._nodes:
-                return index
-        return min(limit, len(block_hashes))
-
     def count_idle(self, block_hashes: Sequence[int], count: int) -> int:
-        """How many of the first `count` pages have no user."""
         return sum(self._nodes[page_hash].users == 0 for page_hash in block_hashes[:count])
 
     def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
-        """Take the first `count` pages into use."""
         nodes = [self._nodes[page_hash] for page_hash in block_hashes[:count]]
         for node in nodes:
             self._use(node)
@@ -119,11 +95,6 @@ class RadixPages:
         if held < len(event.block_hashes):
             self.announce(self._rest_of(event, held))
 
-    def announce(self, event: KvEvent) -> None:
-        """Queues an event."""
-        if self._record:
-            self._events.append(event)
-
     def release(self, blocks: Sequence[int]) -> None:
         """End one use of each page; what never was in the tree is spare at once."""
         for page in reversed(blocks):
@@ -142,7 +113,6 @@ class RadixPages:
                 self._offer(page_hash, node)
 
     def clear(self) -> bool:
-        """Forgets everything, unless a sequence is running (False: nothing happened)."""
         if self.free_blocks < self.capacity_blocks:
             return False
         self._spare = list(range(self.capacity_blocks))
@@ -151,12 +121,6 @@ class RadixPages:
         self._leaves.clear()
         self.announce(AllBlocksCleared())
         return True
-
-    def take_events(self) -> list[KvEvent]:
-        """Return the events since the last call."""
-        events = self._events
-        self._events = []
-        return events
 
     def _use(self, node: _Node) -> None:
         self._in_use += node.users == 0
