@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class BaseFeature:
     """One optional capability. Every member has a default that adds nothing.
 
-    A feature object is light: its module imports models of settings, and what runs is imported inside methods, since
-    every command loads every feature.
+    A feature object is light: its module has its settings, and what runs is imported inside methods, since every
+    command loads every feature.
     """
 
     name: ClassVar[str]

@@ -12,7 +12,7 @@ from kvproxy.base.errors import ClientError, NotSupported, Refused
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.breaker import Breaker, BreakerState
-from kvproxy.base.resilience.settings import BreakerSettings
+from kvproxy.base.settings.model import BreakerSettings
 from kvproxy.base.types import Clock
 
 T = TypeVar("T")

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from kvproxy.base.resilience.settings import BreakerSettings
-from kvproxy.base.settings.model import Duration, Fraction, HeaderName, Model, Size
+from kvproxy.base.settings.model import BreakerSettings, Duration, Fraction, HeaderName, Model, Size
 from kvproxy.cluster.settings import EventSources
 
 

@@ -8,8 +8,16 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator
 
-from kvproxy.base.resilience.settings import BreakerSettings
-from kvproxy.base.settings.model import Duration, EndpointName, Fraction, HeaderName, Model, Port, Secret
+from kvproxy.base.settings.model import (
+    BreakerSettings,
+    Duration,
+    EndpointName,
+    Fraction,
+    HeaderName,
+    Model,
+    Port,
+    Secret,
+)
 
 
 class FileDiscoverySettings(Model):

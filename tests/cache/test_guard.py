@@ -9,7 +9,7 @@ import pytest
 
 from kvproxy.base.errors import BreakerOpen, ClientTimeout, ClientUnavailable, NotSupported, Refused, UnknownInstance
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.resilience.settings import BreakerSettings
+from kvproxy.base.settings.model import BreakerSettings
 from kvproxy.cache.breakers import OperationBreakers
 from tests.support.clock import FakeClock
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.breaker import BreakerState
-from kvproxy.base.resilience.settings import BreakerSettings
+from kvproxy.base.settings.model import BreakerSettings
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint

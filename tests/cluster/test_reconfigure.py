@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.base.resilience.settings import BreakerSettings
+from kvproxy.base.settings.model import BreakerSettings
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.discovery import Source
 from kvproxy.cluster.endpoint import Condition, Endpoint

@@ -16,7 +16,7 @@ from types import ModuleType
 import msgspec
 
 from kvproxy.base.errors import BreakerOpen
-from kvproxy.base.resilience.settings import BreakerSettings
+from kvproxy.base.settings.model import BreakerSettings
 from kvproxy.base.types import Clock
 
 

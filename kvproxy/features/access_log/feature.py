@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvproxy.features.access_log.settings import AccessLogSettings
+from kvproxy.base.settings.model import Fraction, Model
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.feature import FilterOrder, FilterPlace
 
@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from kvproxy.proxy.filters.chain import FilterContext
+
+
+class AccessLogSettings(Model):
+    """Settings of `access_log`."""
+
+    retired = {"format": "its lines have the format of the process log (log.format)"}
+
+    sample: Fraction = 1.0
+    """Share of the requests logged; those that failed (5xx, or broken off) always are."""
 
 
 class AccessLog(Feature):

@@ -16,9 +16,9 @@ from kvproxy.cache.clients.vllm import MAX_METRICS_BYTES
 from kvproxy.cluster.settings import EndpointRole
 from kvproxy.features.disaggregation.canary import Canary
 from kvproxy.features.disaggregation.connectors import CONNECTORS
+from kvproxy.features.disaggregation.feature import Connector, DisaggregationPlace
 from kvproxy.features.disaggregation.findings import FIXES
 from kvproxy.features.disaggregation.pairs import PairState
-from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace
 from kvproxy.operate.doctor.deployment import ClusterCheck
 from kvproxy.operate.doctor.engine import EngineFacts
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning

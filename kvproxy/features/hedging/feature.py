@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvproxy.base.settings.compose import part_of
+from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Finding, warning_at
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.settings import ClusterSettings
-from kvproxy.features.hedging.settings import HedgePlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
@@ -18,6 +21,42 @@ if TYPE_CHECKING:
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.receipts.receipt import Receipt
     from kvproxy.proxy.forward.engine_request import HedgesRequests
+
+
+class HedgePlace(Model):
+    """A cluster."""
+
+    hedge: bool = False
+    """Send a stream to a second endpoint once its first byte is later than expected by more than the prompt would cost
+    there; the slower one is cancelled. Takes from the retry budget."""
+
+
+#: Its name.
+NOTE = "hedge"
+
+WON = "won"
+LOST = "lost"
+FAILED = "failed"
+LEFT = "left"
+REFUSED = "refused"
+
+
+class HedgeNote(msgspec.Struct, omit_defaults=True):
+    """The second endpoint, when it got the request, and when the first one was expected to answer, both in seconds
+    since that got it."""
+
+    endpoint: EndpointId
+    after_s: float
+    expected_s: float
+    result: str = LEFT
+
+
+_RESULTS = {
+    WON: "answered first",
+    LOST: "was slower and was cancelled",
+    FAILED: "failed as well",
+    LEFT: "had not answered when the client left",
+}
 
 
 class Hedging(Feature):
@@ -51,17 +90,20 @@ class Hedging(Feature):
 
     def list_notes(self) -> Mapping[str, type]:
         """Return the second sending of a request."""
-        from kvproxy.features.hedging.note import NOTE, HedgeNote
-
         return {NOTE: HedgeNote}
 
     def explain(self, receipt: Receipt) -> Iterator[str]:
         """Yield where it was sent as well, and what came of it."""
-        from kvproxy.features.hedging.note import NOTE, HedgeNote, explain
         from kvproxy.operate.receipts.receipt import note_of
 
         if (note := note_of(receipt, NOTE, HedgeNote)) is not None:
             yield explain(note)
+
+
+def explain(note: HedgeNote) -> str:
+    """Return a sentence about the second sending."""
+    late = f"after {note.after_s:.3f} s without a first byte ({note.expected_s:.3f} s expected)"
+    return f"{late} it was sent to {note.endpoint} as well, which {_RESULTS.get(note.result, note.result)}"
 
 
 FEATURE = Hedging()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
-    from msgspec import Struct
     from starlette.routing import Route
 
     from kvproxy.cache.feature import CacheObserver, CacheParts, View
@@ -16,8 +17,21 @@ if TYPE_CHECKING:
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.receipts.receipt import Receipt
 
+
 #: Rows of the live page.
 _CAUSES = 8
+
+
+NOTE = "prefix_break"
+
+
+class PrefixBreak(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Break of a returning session's prefix: the first part that changed, the cause, and the tokens computed again."""
+
+    cause: str  # a Cause; in a receipt of a later version, maybe another one
+    part: str  # "system block 1, line 14", "tool 3", "message 5", "template", "model"; "engine": nothing changed
+    tokens: int
+    seconds: float | None = None  # of prefill, at the speeds learned; None: none were learned
 
 
 class Hygiene(Feature):
@@ -27,16 +41,13 @@ class Hygiene(Feature):
     metric_group = "PrefixBreakMetrics"
     panel = "breaks"
 
-    def list_notes(self) -> Mapping[str, type[Struct]]:
+    def list_notes(self) -> Mapping[str, type[msgspec.Struct]]:
         """Return what was computed again of the session's last prompt, and why."""
-        from kvproxy.features.hygiene.note import NOTE, PrefixBreak
-
         return {NOTE: PrefixBreak}
 
     def explain(self, receipt: Receipt) -> Iterator[str]:
         """Yield what was lost, and what helps."""
         from kvproxy.features.hygiene.causes import ADVICE
-        from kvproxy.features.hygiene.note import NOTE, PrefixBreak
         from kvproxy.operate.receipts.explain import format_seconds
         from kvproxy.operate.receipts.receipt import note_of
 

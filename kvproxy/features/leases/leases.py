@@ -14,7 +14,7 @@ from typing import TypeVar
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.features.leases.settings import LeaseSettings
+from kvproxy.features.leases.feature import LeaseSettings
 
 #: Answers whose next turns are expected; the longest waiting are dropped first.
 MAX_WAITING = 16_384

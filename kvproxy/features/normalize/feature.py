@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Finding, error_at
-from kvproxy.features.normalize.settings import NormalizeSettings
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.feature import FilterOrder, FilterPlace
 
@@ -15,6 +16,26 @@ if TYPE_CHECKING:
 
     from kvproxy.operate.config.schema import Config
     from kvproxy.proxy.filters.chain import FilterContext
+
+
+class NormalizeRule(StrEnum):
+    """Changes that `normalize` may make to a prompt."""
+
+    BILLING_HEADER = "billing_header"
+    """Takes out the header that Claude Code puts in front of its system prompt, another one in every request."""
+    SORT_TOOLS = "sort_tools"
+    """Sorts tools by name."""
+    TOKEN_COUNTERS = "token_counters"
+    """Takes `<total_tokens>N tokens left</total_tokens>` out of system prompts."""
+
+
+class NormalizeSettings(Model):
+    """Settings of `normalize`."""
+
+    retired = {"share": "all sessions are rewritten, without a trial"}
+
+    rules: tuple[NormalizeRule, ...] = ()
+    """`billing_header`, `sort_tools`, `token_counters`; none: the filter does nothing."""
 
 
 class Normalize(Feature):

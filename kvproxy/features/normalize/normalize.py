@@ -11,9 +11,9 @@ from starlette.types import ASGIApp
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, InferenceRequest
 from kvproxy.cluster.routes import RouteTarget
+from kvproxy.features.normalize.feature import NormalizeRule, NormalizeSettings
 from kvproxy.features.normalize.metrics import NormalizeMetrics
 from kvproxy.features.normalize.normalize_rules import Piece, pieces_of, put_into, replaced_prompt, rewrite
-from kvproxy.features.normalize.settings import NormalizeRule, NormalizeSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.downstream import Downstream

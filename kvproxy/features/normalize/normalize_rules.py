@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from kvproxy.base.types import Prompt
 from kvproxy.cache.prefix.shape_identity import fields_of, is_system
-from kvproxy.features.normalize.settings import NormalizeRule
+from kvproxy.features.normalize.feature import NormalizeRule
 
 _MAX_ITEMS = 1024
 #: Members of a name that are examined, at whatever depth.

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.features.picker.conversation import Conversations
+from kvproxy.features.picker.feature import PickerSettings
 from kvproxy.features.picker.grpc import GrpcServer, Method, Replies, Status
 from kvproxy.features.picker.metrics import PickerMetrics
 from kvproxy.features.picker.protocol import (
@@ -24,7 +25,6 @@ from kvproxy.features.picker.protocol import (
     HealthCheckRequest,
     HealthCheckResponse,
 )
-from kvproxy.features.picker.settings import PickerSettings
 from kvproxy.operate.placing.carried import Placer
 from kvproxy.operate.placing.external import PlacerTarget
 from kvproxy.proxy.request.body import HeldBodies

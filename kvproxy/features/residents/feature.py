@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvproxy.base.settings.compose import part_of
+from kvproxy.base.settings.model import Model
 from kvproxy.cluster.settings import ClusterSettings
-from kvproxy.features.residents.settings import SessionsPlace
-from kvproxy.operate.feature import Feature
+from kvproxy.operate.config.schema import find_kvcache_settings
+from kvproxy.operate.feature import OFF, ON, Capability, Feature
 
 if TYPE_CHECKING:
-    from msgspec import Struct
-
     from kvproxy.base.metrics.groups import Metrics
     from kvproxy.base.types import Clock
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
@@ -21,9 +22,32 @@ if TYPE_CHECKING:
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
-    from kvproxy.operate.feature import Capability, StatusPart
+    from kvproxy.operate.feature import StatusPart
     from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
+
+
+class SessionsPlace(Model):
+    """A cluster."""
+
+    admit_sessions: bool = True
+    """Begin a session of many turns, such as an agent's, only where an engine's memory has room for it beside those
+    that run there; until then its first turn waits in the router queue. No effect while all of them fit, or where the
+    engines do not report their memory."""
+
+
+NOTE = "session_turn"
+
+
+class SessionTurn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Turn of a session, and how long it waited for room in the engines' memory."""
+
+    turn: int  # from 1
+    resident: bool  # its context is kept for the next turn
+    room_wait_s: float = 0.0
+
+
+_NAME = "sessions admitted by memory"
 
 
 class Sessions(Feature):
@@ -34,15 +58,12 @@ class Sessions(Feature):
     settings = {ClusterSettings: (SessionsPlace,)}
     panel = "residents"
 
-    def list_notes(self) -> Mapping[str, type[Struct]]:
+    def list_notes(self) -> Mapping[str, type[msgspec.Struct]]:
         """Return the turn of its session, and how long it waited for room."""
-        from kvproxy.features.residents.note import NOTE, SessionTurn
-
         return {NOTE: SessionTurn}
 
     def explain(self, receipt: Receipt) -> Iterator[str]:
         """Yield the turn, its wait for room, and whether its context is kept."""
-        from kvproxy.features.residents.note import NOTE, SessionTurn
         from kvproxy.operate.receipts.explain import format_seconds
         from kvproxy.operate.receipts.receipt import note_of
 
@@ -90,13 +111,10 @@ class Sessions(Feature):
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""
-        from kvproxy.features.residents.capability import describe_capability
-
         return (describe_capability(config, None if operated is None else operated.clusters.values()),)
 
     def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
         """Return whether the engines show their memory."""
-        from kvproxy.features.residents.capability import admits_sessions
         from kvproxy.features.residents.memory_check import SessionMemoryCheck
 
         return (
@@ -108,6 +126,33 @@ class Sessions(Feature):
         from kvproxy.features.residents.advice import advise_memory
 
         return advise_memory(receipts, memory_tokens)
+
+
+def admits_sessions(cluster: ClusterSettings) -> bool:
+    """Return whether sessions of a cluster wait for room."""
+    return cluster.queues and part_of(cluster, SessionsPlace).admit_sessions
+
+
+def describe_capability(config: Config, clusters: Iterable[ObservedCluster] | None) -> Capability:
+    """Return whether sessions are admitted, and why that has no effect where the memory is not known."""
+    queued = [one for one in config.clusters.values() if one.queues]
+    if not any(map(admits_sessions, queued)):
+        if not queued:
+            return Capability(_NAME, OFF, "the router queue is off")
+        gain = "`admit_sessions: true` keeps agents beyond the engines' memory fast"
+        return Capability(_NAME, OFF, "`admit_sessions: false`", gain)
+    if clusters is None:
+        kvcache = find_kvcache_settings(config)
+        if kvcache is None or not kvcache.engine_metrics_interval:
+            return Capability(_NAME, ON, "no effect: the engines' KV memory is not read (`engine_metrics_interval`)")
+        return Capability(_NAME, ON, "the default; no effect while all sessions fit")
+    from kvproxy.features.residents.cluster_sessions import find_sessions  # `kvproxy check` needs no router
+
+    shown = [one.describe() for one in find_sessions(clusters)]
+    if not any(one["memory_known"] for one in shown):
+        return Capability(_NAME, ON, "no effect: no engine reports its KV memory (`engine_metrics_interval`)")
+    total = {key: sum(int(str(one[key])) for one in shown) for key in ("residents", "waiting")}
+    return Capability(_NAME, ON, f"{total['residents']} resident now, {total['waiting']} wait for room")
 
 
 FEATURE = Sessions()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvproxy.features.rollouts.limits import ANSWER_S, CALL_S
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
@@ -13,6 +12,14 @@ if TYPE_CHECKING:
 
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.admin.replies import Audit
+
+
+#: Time of each engine for a call, unless the request states another.
+CALL_S = 60
+#: Weights of many gigabytes take minutes to load.
+MAX_CALL_S = 3600
+#: Until an answer has come back from the process that called.
+ANSWER_S = 5
 
 
 class Rollouts(Feature):

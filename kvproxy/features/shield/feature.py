@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.features.shield.settings import ShieldMode, ShieldPlace
+from kvproxy.base.settings.model import Model
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 
@@ -15,6 +16,22 @@ if TYPE_CHECKING:
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.proxy.filters.chain import FilterType
+
+
+class ShieldMode(StrEnum):
+    """Requests that would harm an engine, by the advisories for its version."""
+
+    OFF = "off"  # engines' versions are not queried
+    WARN = "warn"  # counted and logged
+    REFUSE = "refuse"  # sent to an engine without the fault, else refused
+
+
+class ShieldPlace(Model):
+    """The top level."""
+
+    shield: ShieldMode = ShieldMode.WARN
+    """Requests that would harm an engine by a known fault of its version: `refuse` sends them to
+    an engine without the fault, or answers 400 where there is none; `warn` counts and logs them; `off` does nothing."""
 
 
 class Shield(Feature):

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from kvproxy.base.settings.compose import part_of
+from kvproxy.base.settings.model import Model, Size
 from kvproxy.base.settings.paths import Finding, warning_at
 from kvproxy.cache.feature import CacheNeeds
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.features.snapshot.settings import SnapshotPlace, SnapshotSettings
 from kvproxy.operate.feature import OFF, ON, Capability, Feature, find_filters
 
 if TYPE_CHECKING:
@@ -18,6 +20,33 @@ if TYPE_CHECKING:
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.merge import Rule
+
+
+#: An older file is not used: the engines have evicted much of its contents.
+MAX_AGE_S = 3600.0
+
+
+class SnapshotSettings(Model):
+    """State of the proxy, kept in a file over a restart: routed prompts, learned speeds and prompt lengths.
+
+    Hashes and numbers, no text and no tokens. Off without a path."""
+
+    retired = {"max_age": "a file is used for an hour", "interval": "it is written every minute"}
+
+    path: str = ""
+    """File to keep, one for each proxy, in a folder the proxy may write to; empty: no snapshot. It is written every
+    minute and at the end."""
+    max_bytes: Size = Field(default=64 * 1024 * 1024, ge=4096)
+    """Largest file (a little over 8 bytes for each 256 bytes of prompt); the least recently requested entries are left
+    out."""
+
+
+class SnapshotPlace(Model):
+    """The section that the `kvcache` filter gets."""
+
+    snapshot: SnapshotSettings = SnapshotSettings()
+    """Warm restart."""
+
 
 _GAIN = "`snapshot.path` of the kvcache filter keeps what is known of engines over a restart"
 

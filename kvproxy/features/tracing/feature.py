@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvproxy.features.tracing.settings import TracingSettings
+from kvproxy.base.settings.model import Model
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.feature import FilterOrder, FilterPlace
 
@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from kvproxy.proxy.filters.chain import FilterContext
+
+
+class TracingSettings(Model):
+    """Settings of `tracing`: OpenTelemetry has variables of its own (`OTEL_...`) for all of them."""
+
+    retired = {
+        "service_name": "set OTEL_SERVICE_NAME",
+        "provider_name": "it is the kind of the engine",
+    }
 
 
 class Tracing(Feature):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.features.transfers.settings import TransferPlace
+from kvproxy.features.transfers.feature import TransferPlace
 from kvproxy.operate.doctor.lmcache import LmcacheCheck
 from kvproxy.operate.doctor.report import Finding, ok, warning
 

@@ -8,7 +8,7 @@ from kvproxy.cache.providers import ActionKind
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.routing.selector import Decision
-from kvproxy.features.transfers.note import NOTE
+from kvproxy.features.transfers.feature import NOTE
 from kvproxy.features.transfers.on_demand import CopiedRequest, CopyDeadline, OnDemand
 from kvproxy.features.transfers.transfers import Transfers
 from kvproxy.proxy.request.exchange import Exchange

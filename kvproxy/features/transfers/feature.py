@@ -5,20 +5,70 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+from pydantic import Field
+
 from kvproxy.base.settings.compose import part_of
+from kvproxy.base.settings.model import Duration, Model
 from kvproxy.base.settings.paths import Finding, error_at, warning_at
+from kvproxy.base.types import EndpointId
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.features.transfers.settings import TransferPlace
 from kvproxy.operate.feature import Feature, find_filters
 
 if TYPE_CHECKING:
-    from msgspec import Struct
-
     from kvproxy.cache.feature import CacheObserver, CacheParts
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.lmcache import LmcacheFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.receipts.receipt import Receipt
+
+
+class TransferSettings(Model):
+    """Copying KV to where it will be needed: from a shared store into an instance's memory (LMCache's coordinator), or
+    from one instance to another (its controller, where the engines have P2P). Needs `lmcache_endpoint`."""
+
+    retired = {"ahead": "turns took 1.04 of the time without copies ahead of them; `on_demand` copies where it helps"}
+
+    on_demand: bool = False
+    """To where a request goes: while the router queue holds it or, with `max_wait`, as part of the decision. Needs a
+    cluster with `queue`."""
+    max_wait: Duration = Field(default=0.0, ge=0, le=60)
+    """On demand: upper bound of a request's wait for its copy, which is never longer than the expected saving; 0: no
+    wait."""
+    at_once: int = Field(default=2, ge=1, le=64)
+    """Transfers under way at once, over all instances; further ones are not made."""
+    tokens_per_second: int = Field(default=50_000, ge=1)
+    """Budget of all instances together; 8,192 are 1 GB/s where a token's KV is 128 KiB."""
+    timeout: Duration = 2.0
+    """A transfer that is not over by then has failed."""
+    min_tokens: int = Field(default=1024, ge=1)
+    """Fewer tokens are not worth a transfer."""
+
+
+class TransferPlace(Model):
+    """The section that the `kvcache` filter gets."""
+
+    transfers: TransferSettings = TransferSettings()
+    """KV copied to where it will be needed."""
+
+
+#: Its name.
+NOTE = "transfer"
+#: Of a transfer that is not over.
+UNDER_WAY = "under_way"
+
+
+class TransferResult(msgspec.Struct, omit_defaults=True):
+    """KV was to be copied to an endpoint for the request, before it went there."""
+
+    endpoint: EndpointId
+    source: str  # an endpoint, or `shared`
+    tokens: int  # that were expected there
+    #: done, late (the request went first), left (its client did, or its endpoint became unhealthy), no_effect, timeout,
+    #: ... as for actions
+    result: str = UNDER_WAY
+    moved: int = 0
+    waited_s: float = 0.0  # by the request, for the copy alone
 
 
 class TransfersFeature(Feature):
@@ -49,15 +99,12 @@ class TransfersFeature(Feature):
 
         return CopyObserver(parts) if part_of(parts.settings, TransferPlace).transfers.on_demand else None
 
-    def list_notes(self) -> Mapping[str, type[Struct]]:
+    def list_notes(self) -> Mapping[str, type[msgspec.Struct]]:
         """Return what became of the copy for the request."""
-        from kvproxy.features.transfers.note import NOTE, TransferResult
-
         return {NOTE: TransferResult}
 
     def explain(self, receipt: Receipt) -> Iterator[str]:
         """Yield what was to be copied, and what came of it."""
-        from kvproxy.features.transfers.note import NOTE, TransferResult
         from kvproxy.operate.receipts.explain import format_seconds
         from kvproxy.operate.receipts.receipt import note_of
 

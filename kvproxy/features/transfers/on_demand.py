@@ -39,7 +39,7 @@ from kvproxy.features.transfers.copy_planner import (
     near_tokens,
     refuse_none,
 )
-from kvproxy.features.transfers.note import UNDER_WAY, TransferResult
+from kvproxy.features.transfers.feature import UNDER_WAY, TransferResult
 from kvproxy.features.transfers.transfers import STEP_TOKENS, Transfers
 
 #: Least duration of a copy: a call to the service, and polling for its end.

@@ -54,7 +54,7 @@ class ApartTime(VirtualTime):
 
     def __init__(self, *args: Any, rule: Rule, prefillers: Sequence[SimEndpoint], policy: Policy, **more: Any) -> None:
         from kvproxy.features.disaggregation import plan
-        from kvproxy.features.disaggregation.settings import DisaggregationSettings
+        from kvproxy.features.disaggregation.feature import DisaggregationSettings
 
         super().__init__(*args, **more)
         assert isinstance(self._router, ApartRouter)

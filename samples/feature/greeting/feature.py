@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from greeting.settings import GreetingPlace, GreetingSettings
 from kvproxy.base.settings.compose import part_of
+from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Finding, error_at
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.settings import ServingSettings
@@ -16,6 +16,20 @@ if TYPE_CHECKING:
 
     from kvproxy.operate.config.schema import Config
     from kvproxy.proxy.filters.chain import FilterContext
+
+
+class GreetingSettings(Model):
+    """Settings of `greeting`."""
+
+    header: str = "x-greeting"
+    """Header of the answers."""
+
+
+class GreetingPlace(Model):
+    """The field that the root gets."""
+
+    greeting: str = "hello"
+    """Text of the header."""
 
 
 class Greeting(Feature):

@@ -11,7 +11,7 @@ import pytest
 
 from kvproxy.base.errors import BreakerOpen
 from kvproxy.base.resilience.breaker import Breaker, BreakerState
-from kvproxy.base.resilience.settings import BreakerSettings
+from kvproxy.base.settings.model import BreakerSettings
 from tests.support.clock import FakeClock
 
 SETTINGS = BreakerSettings(failure_threshold=3, recovery_timeout=10, half_open_max_calls=2)

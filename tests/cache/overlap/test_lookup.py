@@ -9,7 +9,7 @@ import pytest
 
 from kvproxy.base.errors import BreakerOpen
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.resilience.settings import BreakerSettings
+from kvproxy.base.settings.model import BreakerSettings
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.overlap.denied import DeniedPlacements

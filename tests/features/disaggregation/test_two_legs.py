@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.features.disaggregation.note import NOTE, Legs
-from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace
+from kvproxy.features.disaggregation.feature import NOTE, Connector, DisaggregationPlace, Legs
 from kvproxy.lab.simulator.nixl_links import NixlLinks
 from tests.features.disaggregation.support import Separated, prompt, separated, text_of, until_freed, words
 from tests.support.until import until

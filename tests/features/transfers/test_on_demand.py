@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from kvproxy.features.transfers.copy_watch import CopyObserver
-from kvproxy.features.transfers.note import NOTE, TransferResult
+from kvproxy.features.transfers.feature import NOTE, TransferResult
 from kvproxy.features.transfers.on_demand import OnDemand
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.receipts.explain import explain_receipt

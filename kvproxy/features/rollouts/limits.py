@@ -1,8 +1,0 @@
-"""How long calls may take, which several processes have to know before they call."""
-
-#: Time of each engine for a call, unless the request states another.
-CALL_S = 60
-#: Weights of many gigabytes take minutes to load.
-MAX_CALL_S = 3600
-#: Until an answer has come back from the process that called.
-ANSWER_S = 5
