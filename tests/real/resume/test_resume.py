@@ -148,6 +148,20 @@ async def test_an_engine_is_killed_under_many_streams(pair: Pair, saw: Saw, grad
         assert len(ended) == STREAMS or grade == "text"
 
 
+def count_resumed(proxy: RunningProxy) -> dict[str, float]:
+    """Return how many streams were resumed by grade, and how many were not by reason."""
+    return {
+        f"{metric}:{label}": value
+        for metric in ("kvproxy_streams_resumed", "kvproxy_streams_not_resumed")
+        for family in proxy.proxy.metrics.registry.collect()
+        if family.name == metric
+        for sample in family.samples
+        if (label := sample.labels.get("grade") or sample.labels.get("reason"))
+        and (value := sample.value)
+        and sample.name.endswith("_total")
+    }
+
+
 def report(saw: Saw, proxy: RunningProxy, title: str, streams: list[Stream], undisturbed: list[Stream]) -> None:
     """Print the figures."""
     same = sum(
@@ -158,18 +172,8 @@ def report(saw: Saw, proxy: RunningProxy, title: str, streams: list[Stream], und
     gaps = sorted(stream.gap_s for stream in streams if not stream.error)
     usual = sorted(stream.gap_s for stream in undisturbed)
     p50, p99 = (gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.99)]) if gaps else (0.0, 0.0)
-    counts = {
-        f"{metric}:{label}": value
-        for metric in ("kvproxy_streams_resumed", "kvproxy_streams_not_resumed")
-        for family in proxy.proxy.metrics.registry.collect()
-        if family.name == metric
-        for sample in family.samples
-        if (label := sample.labels.get("grade") or sample.labels.get("reason"))
-        and (value := sample.value)
-        and sample.name.endswith("_total")
-    }
     saw(
-        f"{title}: {same} of {len(streams)} as undisturbed, {len(errors)} kinds of errors {errors}; {counts}; "
-        f"longest time without a token p50 {p50:.2f} s, p99 {p99:.2f} s "
+        f"{title}: {same} of {len(streams)} as undisturbed, {len(errors)} kinds of errors {errors}; "
+        f"{count_resumed(proxy)}; longest time without a token p50 {p50:.2f} s, p99 {p99:.2f} s "
         f"(undisturbed p50 {usual[len(usual) // 2]:.2f} s)"
     )

@@ -20,7 +20,7 @@ from tests.real.engines.vllm import Vllm
 from tests.real.pair import Pair, running_pair
 from tests.real.prompts import chat, text
 from tests.real.resume.conftest import FURTHER
-from tests.real.resume.test_resume import kill, read_chunks
+from tests.real.resume.test_resume import count_resumed, kill, read_chunks
 from tests.support.proxy import running_proxy
 from tests.support.until import until
 
@@ -127,17 +127,17 @@ async def test_calls_and_reasoning_go_on(pair: Pair, saw: Saw, how: str) -> None
         members.drain_endpoint(EndpointId("b"))
         await Stream().read(http, bodies[0])  # the proxy finds out that the engine derenders
         done = asyncio.ensure_future(read_all(http, bodies, streams))
-        await until(lambda: streams[-1].chunks >= 8, within_s=240)
+        # By the time that all have begun, the first ones may have ended.
+        await until(lambda: sum(one.chunks >= 8 and not one.usage for one in streams) >= STREAMS // 4, within_s=240)
         members.drain_endpoint(EndpointId("b"), draining=False)
         at = sorted(stream.chunks for stream in streams)
         kill(pair.a, how)
         await done
         same = sum(one.all == other.all for one, other in zip(streams, undisturbed, strict=True))
-        resumed = {
-            grade: proxy.metric("kvproxy_streams_resumed_total", cluster="default", grade=grade)
-            for grade in ("exact", "restart")
-        }
-        saw(f"{how}: killed behind {at[0]} to {at[-1]} chunks; {same} of {STREAMS} as undisturbed; resumed {resumed}")
+        saw(
+            f"{how}: killed behind {at[0]} to {at[-1]} chunks; {same} of {STREAMS} as undisturbed; "
+            f"{count_resumed(proxy)}; errors {sorted({one.error for one in streams})}"
+        )
         wrong = [(one.all, other.all) for one, other in zip(streams, undisturbed, strict=True) if one.all != other.all]
         assert not wrong, wrong[0]
-        assert resumed["exact"] >= STREAMS // 2
+        assert proxy.metric("kvproxy_streams_resumed_total", cluster="default", grade="exact") >= STREAMS // 8
