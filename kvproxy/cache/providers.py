@@ -77,7 +77,7 @@ class Provider(Protocol):
         """True if a transfer may come from another instance."""
         ...
 
-    async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
+    async def lookup(self, prefix: Prefix) -> Sequence[Holder]:
         """Holders of the prompt, in the service's order."""
         ...
 

@@ -13,13 +13,11 @@ from kvproxy.base.errors import ClientError, NotSupported, UnknownInstance
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Tier
 from kvproxy.cache.breakers import OperationBreakers
-from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
-from kvproxy.cache.lmcache_services import ControllerProvider, CoordinatorProvider
+from kvproxy.cache.clients.lmcache_controller import LMCacheController
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.overlap.lookup_service import Connection
 from kvproxy.cache.providers import ActionKind, Effect, Holder, Prefix, TierMemory
-from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.cluster.routing.policy import FactSource
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
@@ -30,15 +28,14 @@ from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 
 PROMPT = Prefix(tokens(1024), "models/tiny-qwen")
-PLACES = CacheStrategySettings()
 
 
-def controller(http: httpx.AsyncClient, place: Place) -> ControllerProvider:
-    return ControllerProvider(LMCacheControllerClient(http, place.lmcache), PLACES)
+def controller(http: httpx.AsyncClient, place: Place) -> LMCacheController:
+    return LMCacheController(http, place.lmcache)
 
 
-def coordinator(http: httpx.AsyncClient, place: Place, model: str = "") -> CoordinatorProvider:
-    return CoordinatorProvider(LMCacheCoordinatorClient(http, place.lmcache), model=model)
+def coordinator(http: httpx.AsyncClient, place: Place, model: str = "") -> LMCacheCoordinator:
+    return LMCacheCoordinator(http, place.lmcache, model=model)
 
 
 def hold(place: Place, name: str, held: array[int] = PROMPT.tokens) -> None:
@@ -54,8 +51,8 @@ async def test_a_sole_holder_has_a_contiguous_prefix() -> None:
         hold(place, "b")
         provider = controller(http, place)
         assert provider.source is FactSource.LMCACHE_CONTROLLER
-        assert await provider.lookup(PROMPT, timeout_s=5) == [Holder("b", 1024, True)]
-        assert await provider.lookup(Prefix(tokens(100), "m"), timeout_s=5) == []
+        assert await provider.lookup(PROMPT) == [Holder("b", 1024, True)]
+        assert await provider.lookup(Prefix(tokens(100), "m")) == []
 
 
 async def test_several_holders_are_hints() -> None:
@@ -67,7 +64,7 @@ async def test_several_holders_are_hints() -> None:
         a.admit(PROMPT.tokens)
         cpu = a.stores["LocalCPUBackend"]
         cpu.remove([next(iter(cpu._chunks))])
-        found = await controller(http, place).lookup(PROMPT, timeout_s=5)
+        found = await controller(http, place).lookup(PROMPT)
         assert sorted(found, key=lambda one: one.tokens) == [Holder("b", 256, False), Holder("a", 1024, False)]
 
 
@@ -108,11 +105,11 @@ async def test_a_coordinator_names_every_holder() -> None:
         hold(place, "a")
         hold(place, "b", PROMPT.tokens[:512])
         provider = coordinator(http, place)
-        found = await provider.lookup(PROMPT, timeout_s=5)
+        found = await provider.lookup(PROMPT)
         assert {one.instance_id: (one.tokens, one.contiguous) for one in found} == {"a": (1024, True), "b": (512, True)}
-        assert await provider.lookup(Prefix(PROMPT.tokens, "another model"), timeout_s=5) == []
+        assert await provider.lookup(Prefix(PROMPT.tokens, "another model")) == []
         named = coordinator(http, place, model=PROMPT.model)
-        assert len(await named.lookup(Prefix(PROMPT.tokens, "its served name"), timeout_s=5)) == 2
+        assert len(await named.lookup(Prefix(PROMPT.tokens, "its served name"))) == 2
 
 
 async def test_abilities_of_a_coordinator() -> None:
@@ -129,7 +126,7 @@ async def test_abilities_of_a_coordinator() -> None:
         assert isinstance(await provider.act(ActionKind.UNPIN, "a", PROMPT), Effect)
         evicted = await provider.act(ActionKind.EVICT, "a", PROMPT)
         assert evicted.amount == 4
-        assert await provider.lookup(PROMPT, timeout_s=5) == []
+        assert await provider.lookup(PROMPT) == []
         for kind in (ActionKind.COMPRESS, ActionKind.CLEAR):
             assert kind not in provider.supports
             with pytest.raises(NotSupported):
@@ -149,7 +146,7 @@ async def test_a_prefetch_says_what_it_found(known: int, asked: int, found: int)
         provider = coordinator(http, place)
         prefix = Prefix(tokens(asked), PROMPT.model)
         assert await provider.act(ActionKind.TRANSFER, "b", prefix) == Effect(found)
-        held = {one.instance_id: one.tokens for one in await provider.lookup(prefix, timeout_s=5)}
+        held = {one.instance_id: one.tokens for one in await provider.lookup(prefix)}
         assert held.get("b", 0) >= found
 
 
@@ -161,7 +158,7 @@ async def test_memory_of_one_tier_is_one() -> None:
     ]
     said = {"instances": [{"instance_id": "a", "registered": True, "declared_capacity": True, "modules": disks}]}
     async with serve(Fake({"/instances/usage": lambda _: said})) as url, httpx.AsyncClient() as http:
-        provider = CoordinatorProvider(LMCacheCoordinatorClient(http, url))
+        provider = LMCacheCoordinator(http, url)
         assert await provider.memory() == (TierMemory("a", Tier.DISK, 10, 20, 0.9),)
 
 
@@ -172,7 +169,7 @@ async def test_a_prefetch_finds_no_more_than_there_is(keys: int, found: int) -> 
     over = {"request_id": "r", "status": "completed", "found_keys": keys}
     app = Fake({"/cache/prefetches": lambda _: asked, "/cache/prefetches/b/r": lambda _: over})
     async with serve(app) as url, httpx.AsyncClient() as http:
-        provider = CoordinatorProvider(LMCacheCoordinatorClient(http, url))
+        provider = LMCacheCoordinator(http, url)
         assert await provider.act(ActionKind.TRANSFER, "b", PROMPT) == Effect(found)
 
 
@@ -209,7 +206,7 @@ async def test_controllers_before_0_3_5_say_success_instead_of_a_number() -> Non
     async def answered(body: dict[str, Any]) -> Effect:
         transport = httpx.MockTransport(lambda _: httpx.Response(200, json=body))
         async with httpx.AsyncClient(transport=transport) as http:
-            provider = ControllerProvider(LMCacheControllerClient(http, "http://c"), PLACES)
+            provider = LMCacheController(http, "http://c")
             return await provider.act(ActionKind.PIN, "a", PROMPT)
 
     assert await answered({"success": True}) == Effect(1)
@@ -304,6 +301,6 @@ async def test_a_stand_in_without_listings_is_no_error(clock: FakeClock, caplog:
 async def test_lookups_raise_client_errors_only() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=b"no json"))
     async with httpx.AsyncClient(transport=transport) as http:
-        provider = ControllerProvider(LMCacheControllerClient(http, "http://c"), PLACES)
+        provider = LMCacheController(http, "http://c")
         with pytest.raises(ClientError):
-            await provider.lookup(PROMPT, timeout_s=1)
+            await provider.lookup(PROMPT)

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
+from kvproxy.cache.clients.lmcache_controller import LMCacheController
+from kvproxy.cache.providers import Prefix
 from kvproxy.cache.service import KvCache
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until, until_says
@@ -91,10 +92,10 @@ async def chat_tokens(server_url: str, body: dict[str, Any]) -> list[int]:
         return tokens
 
 
-async def found(directory: LMCacheControllerClient, tokens: Sequence[int], wanted: dict[str, int]) -> None:
+async def found(directory: LMCacheController, tokens: Sequence[int], wanted: dict[str, int]) -> None:
     """Return once a lookup names exactly these instances with these tokens; engines report in batches of 10 ms."""
 
     async def ask() -> dict[str, int]:
-        return {holder.instance_id: holder.matched_tokens for holder in await directory.lookup(array("I", tokens))}
+        return {holder.instance_id: holder.tokens for holder in await directory.lookup(Prefix(array("I", tokens), ""))}
 
     await until_says(wanted, ask)

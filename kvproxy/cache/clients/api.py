@@ -6,7 +6,7 @@ import asyncio
 import copy
 import re
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -191,25 +191,6 @@ _CREDENTIAL = re.compile(r"(?i)\b(bearer|basic)\s+[^\s`\"']+")
 #: vLLM's validation errors quote the offending value: `'input': '...'` up to the end of that error.
 _INPUT_ECHO = re.compile(r"""(['"]input['"]\s*:\s*).*""", re.DOTALL)
 _SPACE = re.compile(r"[\s\x00-\x1f\x7f]+")
-
-
-class ServiceClient:
-    """The client of a service that answers lookups at once and takes its time to act: a bound on the wait for each."""
-
-    service: ClassVar[str]
-
-    def __init__(
-        self,
-        http: httpx.AsyncClient,
-        base_url: str,
-        *,
-        authorization: str | None = None,
-        lookup_timeout_s: float = 2.0,
-        action_timeout_s: float = 10.0,
-    ) -> None:
-        self._api = Api(http, base_url, service=self.service, authorization=authorization)
-        self._lookup_timeout_s = lookup_timeout_s
-        self._action_timeout_s = action_timeout_s
 
 
 class _OpenAIError(msgspec.Struct):

@@ -64,9 +64,7 @@ class LookupClient:
         """Actions the service supports at present; empty without one."""
         return frozenset() if self.provider is None else self.provider.supports
 
-    async def find_holders(
-        self, tokens: TokenIds, *, model: str, cache_salt: str | None, timeout_s: float
-    ) -> Sequence[Holder]:
+    async def find_holders(self, tokens: TokenIds, *, model: str, cache_salt: str | None) -> Sequence[Holder]:
         """Holders by the service's own word; raises ClientError or BreakerOpen."""
         provider = self.provider
         if provider is None:
@@ -74,7 +72,7 @@ class LookupClient:
         prefix = Prefix(tokens, model, cache_salt or "")
         started = self._clock()
         try:
-            holders = await self._breakers.call(OPERATION, lambda: provider.lookup(prefix, timeout_s=timeout_s))
+            holders = await self._breakers.call(OPERATION, lambda: provider.lookup(prefix))
         except ClientError as error:
             log.debug("[kvcache] lookup: %s", error)
             raise

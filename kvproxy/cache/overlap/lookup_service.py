@@ -12,9 +12,8 @@ import httpx
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache import settings as schema
-from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS, LMCacheControllerClient
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
-from kvproxy.cache.lmcache_services import ControllerProvider, CoordinatorProvider, is_coordinator
+from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS, LMCacheController
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.providers import Provider
 from kvproxy.cache.settings import KvCacheSettings
@@ -40,12 +39,9 @@ class Connection:
     ) -> None:
         timeout_s = settings.request_timeout
         url = settings.lmcache_endpoint
-        coordinator = LMCacheCoordinatorClient(http, url, lookup_timeout_s=timeout_s, action_timeout_s=timeout_s)
-        controller = LMCacheControllerClient(http, url, lookup_timeout_s=timeout_s, action_timeout_s=timeout_s)
         self._kind = settings.provider
-        self._coordinator_client = coordinator
-        self._coordinator: Provider = CoordinatorProvider(coordinator, model=settings.directory_model)
-        self._controller: Provider = ControllerProvider(controller, settings.cache_strategy)
+        self._coordinator = LMCacheCoordinator(http, url, model=settings.directory_model, timeout_s=timeout_s)
+        self._controller = LMCacheController(http, url, places=settings.cache_strategy, timeout_s=timeout_s)
         self._lookups = lookups
         self._known_instances = known_instances
         self._sleep = sleep
@@ -66,7 +62,7 @@ class Connection:
     async def _answering(self) -> Provider | None:
         """Return the kind of service that answers; None if none does."""
         try:
-            coordinator = await is_coordinator(self._coordinator_client)
+            coordinator = await self._coordinator.answers()
         except ClientError:
             return None
         if self._kind is schema.Provider.AUTO:

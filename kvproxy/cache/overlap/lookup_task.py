@@ -146,12 +146,8 @@ class LookupTask:
                 known = None if fresh is None else fresh.ids
             if known is None or len(known) < self._settings.lookup_min_tokens:
                 return _Answer("no_tokens", fresh)
-            holders = await self._lookups.find_holders(
-                known,
-                model=facts.model,
-                cache_salt=facts.request.cache_salt,
-                timeout_s=self._settings.request_timeout,
-            )
+            salt = facts.request.cache_salt
+            holders = await self._lookups.find_holders(known, model=facts.model, cache_salt=salt)
         except BreakerOpen:
             return _Answer("breaker_open", fresh)
         except ClientError:

@@ -15,11 +15,11 @@ import httpx
 from kvproxy.base.errors import ClientError, ConfigError, Problem
 from kvproxy.base.settings.addresses import API_PATHS, url_fault
 from kvproxy.base.settings.yaml_text import parse_yaml_with_places
-from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.clients.lmcache_controller import LMCacheController
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
 from kvproxy.cache.clients.tokens import token_array
 from kvproxy.cache.clients.vllm import VllmClient
-from kvproxy.cache.lmcache_services import is_coordinator
+from kvproxy.cache.providers import Prefix
 from kvproxy.operate.config.load import load_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.shorthand import parse_endpoint, split_address
@@ -159,9 +159,9 @@ async def _answers(http: httpx.AsyncClient, url: str) -> bool:
 
 async def _lmcache(http: httpx.AsyncClient, url: str) -> SeenLmCache:
     try:
-        if await is_coordinator(LMCacheCoordinatorClient(http, url, lookup_timeout_s=_TIMEOUT_S)):
+        if await LMCacheCoordinator(http, url, timeout_s=_TIMEOUT_S).answers():
             return SeenLmCache(url, "coordinator")
-        await LMCacheControllerClient(http, url, lookup_timeout_s=_TIMEOUT_S).lookup(token_array([]))
+        await LMCacheController(http, url, timeout_s=_TIMEOUT_S).lookup(Prefix(token_array([]), ""))
     except ClientError as error:
         return SeenLmCache(url, trouble=f"no answer as LMCache's ({_short(error)})")
     return SeenLmCache(url, "controller")

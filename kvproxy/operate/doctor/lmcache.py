@@ -11,13 +11,10 @@ import msgspec
 from kvproxy.base.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.cache.clients.api import Api
-from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS, LMCacheControllerClient
-from kvproxy.cache.clients.lmcache_controller_wire import WireLookup
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
-from kvproxy.cache.clients.lmcache_coordinator_wire import CacheScope
+from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS, LMCacheController, WireLookup
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
 from kvproxy.cache.clients.tokens import TokenIds, body_with_tokens, token_array
-from kvproxy.cache.lmcache_services import MEMORY, ControllerProvider, CoordinatorProvider, is_coordinator
-from kvproxy.cache.providers import Prefix, Provider
+from kvproxy.cache.providers import EVERY_INSTANCE, ActionKind, Prefix, Provider
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.settings import Provider as ProviderName
 from kvproxy.operate.doctor.engine import EngineFacts
@@ -55,8 +52,8 @@ class LmcacheFacts:
         url = str(self.origin)
         timeout_s = tools.timeouts.exchange_s
         self.api = Api(http, url, service="lmcache")
-        self._controller = LMCacheControllerClient(http, url, lookup_timeout_s=timeout_s)
-        self._coordinator = LMCacheCoordinatorClient(http, url, lookup_timeout_s=timeout_s)
+        self._controller = LMCacheController(http, url, places=settings.cache_strategy, timeout_s=timeout_s)
+        self._coordinator = LMCacheCoordinator(http, url, model=settings.directory_model, timeout_s=timeout_s)
 
     async def try_link(self) -> ConnectResult:
         """Try to connect to LMCache."""
@@ -74,8 +71,8 @@ class LmcacheFacts:
     async def make_provider(self) -> Provider:
         """Return the service as the proxy speaks to it."""
         if await self.find_kind() is ProviderName.COORDINATOR:
-            return CoordinatorProvider(self._coordinator, model=self.settings.directory_model)
-        return ControllerProvider(self._controller, self.settings.cache_strategy)
+            return self._coordinator
+        return self._controller
 
     async def list_instances(self) -> frozenset[str]:
         """Return the registered instances; NotSupported if the service cannot list them."""
@@ -94,11 +91,10 @@ class LmcacheFacts:
         provider = await self.make_provider()
         clock = self.tools.clock
         prefix = Prefix(token_array(list(trial.tokens)), trial.model)
-        timeout_s = self.tools.timeouts.exchange_s
         took = []
         for _ in range(times + 1):  # the first may have to open a connection
             started = clock()
-            await provider.lookup(prefix, timeout_s=timeout_s)
+            await provider.lookup(prefix)
             took.append(clock() - started)
         return took[1:]
 
@@ -132,17 +128,17 @@ class LmcacheFacts:
         if len(instances) < 2:
             return ""
         try:
-            one, other = ((name, MEMORY) for name in instances[:2])
-            await self._controller.move(one, other, token_array([]), copy=True)
+            source, target = instances[:2]
+            await self._controller.act(ActionKind.TRANSFER, target, Prefix(token_array([]), ""), source=source)
         except NotSupported:
             return ""
         return "/move copies between engines"
 
     async def _recognise(self) -> ProviderName:
         try:
-            if await is_coordinator(self._coordinator):
+            if await self._coordinator.answers():
                 return ProviderName.COORDINATOR
-            await self._controller.lookup(token_array([]))
+            await self._controller.lookup(Prefix(token_array([]), ""))
         except (ClientTimeout, ClientUnavailable):
             raise
         except ClientError as error:
@@ -174,7 +170,7 @@ class LmcacheFacts:
         holders = self.api.decode(raw, WireLookup, "/lookup").read_holders()
         places = list(self.api.decode(raw, _Layout, "/lookup").layout_info.values())
         shape = "" if not places else "objects" if isinstance(places[0], dict) else "arrays"
-        named = tuple(holder.instance_id for holder in holders if holder.matched_tokens > 0)
+        named = tuple(holder.instance_id for holder in holders if holder.tokens > 0)
         return LookupAnswer(named, "", CHUNK_TOKENS, len(tokens) // CHUNK_TOKENS, shape)
 
     async def _ask_coordinator(self, tokens: TokenIds, expected: str, root: str) -> LookupAnswer:
@@ -186,8 +182,9 @@ class LmcacheFacts:
         return found
 
     async def _in_directory(self, tokens: TokenIds, model: str) -> LookupAnswer:
-        answer = await self._coordinator.directory_lookup(CacheScope(model), tokens)
-        return LookupAnswer(tuple(answer.by_instance), model, answer.chunk_tokens, answer.chunks)
+        answer = await self._coordinator.read_directory(Prefix(tokens, model), model=model)
+        holders = tuple([one.instance_id for one in answer.holders if one.instance_id != EVERY_INSTANCE])
+        return LookupAnswer(holders, model, answer.chunk_tokens, answer.chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproxy.cache.clients.lmcache_coordinator_wire import DirectoryLookup, HeldPrefix, WireDirectory, directory_lookup
+from kvproxy.base.types import Tier
+from kvproxy.cache.clients.lmcache_coordinator import Directory, WireDirectory, directory_of
+from kvproxy.cache.providers import EVERY_INSTANCE, Holder
 from tests.support.examples import examples
 
 Place = tuple[str, str, bool]  # instance, tier, shared
@@ -30,9 +32,16 @@ def answer(
     return {"chunks": len(chunks), "results": results}
 
 
-def looked_up(wire: dict[str, Any], *, prompt_tokens: int | None = None) -> DirectoryLookup:
+def looked_up(wire: dict[str, Any], *, prompt_tokens: int | None = None) -> Directory:
     decoded = msgspec.json.decode(msgspec.json.encode(wire), type=WireDirectory)
-    return directory_lookup(decoded, prompt_tokens=prompt_tokens or wire["chunks"] * 256 + 10)
+    return directory_of(decoded, prompt_tokens=prompt_tokens or wire["chunks"] * 256 + 10)
+
+
+def held(name: str, host: int, *, disk: int = 0, shared: int = 0) -> Holder:
+    """Return a holder of so many tokens by tier."""
+    by_tier = ((Tier.HOST, host), (Tier.DISK, disk), (Tier.SHARED, shared))
+    lower = tuple([(tier, tokens) for tier, tokens in by_tier if tokens]) if disk or shared else ()
+    return Holder(name, host + disk + shared, True, lower)
 
 
 def l1(name: str) -> Place:
@@ -43,42 +52,39 @@ def test_all_holders_and_their_contiguous_prefixes() -> None:
     """The run recorded with two real servers: A on mp-1, its beginning on mp-2 as well."""
     both = [l1("mp-1"), l1("mp-2")]
     found = looked_up(answer(both, both, [l1("mp-1")], [l1("mp-1")]))
-    assert found.by_instance == {"mp-1": HeldPrefix(1024), "mp-2": HeldPrefix(512)}
-    assert found.holders[1] == {"mp-1", "mp-2"}
-    assert (found.chunks, found.chunk_tokens, found.shared_tokens) == (4, 256, 0)
+    assert set(found.holders) == {held("mp-1", 1024), held("mp-2", 512)}
+    assert (found.chunks, found.chunk_tokens) == (4, 256)
 
 
 def test_a_hole_ends_the_prefix() -> None:
     """Chunks after a missing one are of no use; an instance without the first has nothing."""
     found = looked_up(answer([l1("a")], [l1("b")], [l1("a"), l1("b")]))
-    assert found.by_instance == {"a": HeldPrefix(256)}
+    assert found.holders == [held("a", 256)]
 
 
 def test_lower_tiers_extend_the_prefix() -> None:
     """L1 counts alone and with the instance's own L2."""
     found = looked_up(answer([l1("a")], [("a", "l2", False)], [l1("a")]))
-    assert found.by_instance == {"a": HeldPrefix(tokens=768, disk_tokens=256)}
+    assert found.holders == [held("a", 512, disk=256)]
 
 
 def test_a_shared_pool_serves_everyone() -> None:
     """Whichever instance reported it: any instance can load from it."""
     pool: Place = ("b", "l2", True)
     found = looked_up(answer([l1("a"), pool], [pool], [l1("a")]))
-    assert found.shared_tokens == 512
-    assert found.by_instance == {"a": HeldPrefix(tokens=768, shared_tokens=256)}
+    assert found.holders == [held("a", 512, shared=256), held(EVERY_INSTANCE, 0, shared=512)]
 
 
 def test_every_rank_must_hold_the_chunk() -> None:
     """Half a tensor-parallel chunk cannot be loaded."""
     found = looked_up(answer([[l1("a")], [l1("a")]], [[l1("a")], [l1("b")]], ranks=2))
-    assert found.by_instance == {"a": HeldPrefix(256)}
-    assert found.holders == (frozenset({"a"}), frozenset())
+    assert found.holders == [held("a", 256)]
 
 
 def test_nothing_known() -> None:
     """Unknown keys come back with no placements; a prompt under one chunk with no result."""
-    assert looked_up(answer([], [])).by_instance == {}
-    assert looked_up(answer(), prompt_tokens=10) == DirectoryLookup(0, 256, (), {}, 0)
+    assert looked_up(answer([], [])).holders == []
+    assert looked_up(answer(), prompt_tokens=10) == Directory(0, 256, [])
 
 
 def test_the_chunk_size_is_read_off_the_answer() -> None:
@@ -96,13 +102,14 @@ def test_the_chunk_size_is_read_off_the_answer() -> None:
 def test_prefixes_agree_with_a_naive_walk(chunks: list[set[Place]]) -> None:
     """For any placements: walk each instance's chunks from the start until one is missing."""
     found = looked_up(answer(*[sorted(chunk) for chunk in chunks]))
+    by_name = {one.instance_id: one for one in found.holders}
     for name in "abc":
-        held = [any(shared or who == name for who, _, shared in chunk) for chunk in chunks]
-        count = [*held, False].index(False)
+        there = [any(shared or who == name for who, _, shared in chunk) for chunk in chunks]
+        count = [*there, False].index(False)
         owns = any(who == name and not shared for chunk in chunks for who, _, shared in chunk)
         leading = chunks[:count]
         far = [chunk for chunk in leading if (name, "l1", False) not in chunk]
         disk = sum((name, "l2", False) in chunk for chunk in far)
-        parts = (disk * 256, (len(far) - disk) * 256)
-        expected = HeldPrefix(count * 256, *parts) if owns and count else None
-        assert found.by_instance.get(name) == expected
+        near = count - len(far)
+        expected = held(name, near * 256, disk=disk * 256, shared=(len(far) - disk) * 256) if owns and count else None
+        assert by_name.get(name) == expected

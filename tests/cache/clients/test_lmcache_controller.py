@@ -18,24 +18,25 @@ from kvproxy.base.errors import (
     Refused,
     UnknownInstance,
 )
-from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
-from kvproxy.cache.clients.lmcache_controller_wire import ActionResult, Holder, InstanceKeys
+from kvproxy.cache.clients.lmcache_controller import LMCacheController
+from kvproxy.cache.providers import ActionKind, Effect, Holder, Prefix
 from tests.cache.clients.support import Handler, Upstream
 from tests.support.loopback import serve
 
 TOKENS = array("I", range(1024))
+PROMPT = Prefix(TOKENS, "m")
 BUSY = "Operation cannot be accomplished in current state"
 UNKNOWN = "The number of tokens pinned should be the same across all workers."
 
-Action = Callable[[LMCacheControllerClient], Awaitable[object]]
+Action = Callable[[LMCacheController], Awaitable[object]]
 
 
-def controller(handler: Handler | httpx.Response) -> tuple[LMCacheControllerClient, Upstream]:
+def controller(handler: Handler | httpx.Response) -> tuple[LMCacheController, Upstream]:
     upstream = Upstream(handler)
-    return LMCacheControllerClient(upstream.http, "http://127.0.0.1:9000"), upstream
+    return LMCacheController(upstream.http, "http://127.0.0.1:9000"), upstream
 
 
-def answering(body: object, *, status: int = 200) -> tuple[LMCacheControllerClient, Upstream]:
+def answering(body: object, *, status: int = 200) -> tuple[LMCacheController, Upstream]:
     return controller(httpx.Response(status, json=body))
 
 
@@ -43,20 +44,20 @@ def answering(body: object, *, status: int = 200) -> tuple[LMCacheControllerClie
 async def test_lookup_reads_the_array_and_pixius_object(place: object) -> None:
     """The real controller sends an array, Pixiu's stand-in an object: both are one holder."""
     client, upstream = answering({"event_id": "Lookup1", "layout_info": {"vllm-a": place}})
-    assert await client.lookup(TOKENS) == (Holder("vllm-a", "LocalCPUBackend", 1024),)
+    assert await client.lookup(PROMPT) == [Holder("vllm-a", 1024, True)]
     assert upstream.body == {"tokens": list(TOKENS)}
 
 
 @pytest.mark.parametrize("body", [{"event_id": "x", "layout_info": {}}, {"layout_info": {}}])
 async def test_a_miss_is_nobody(body: object) -> None:
     """Also from controllers before 0.3.5, which send no event id."""
-    assert await answering(body)[0].lookup(TOKENS) == ()
+    assert await answering(body)[0].lookup(PROMPT) == []
 
 
 async def test_holders_keep_the_order_of_chunks() -> None:
     """The first one holds the first chunk: often the shortest match."""
     client, _ = answering({"layout_info": {"b": ["LocalDiskBackend", 256], "a": ["LocalCPUBackend", 1024]}})
-    assert [holder.instance_id for holder in await client.lookup(TOKENS)] == ["b", "a"]
+    assert [holder.instance_id for holder in await client.lookup(PROMPT)] == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -66,24 +67,22 @@ async def test_holders_keep_the_order_of_chunks() -> None:
 async def test_a_layout_of_another_shape_is_a_bad_response(layout: object) -> None:
     """Nothing is guessed into a match."""
     with pytest.raises(BadResponse):
-        await answering({"layout_info": layout})[0].lookup(TOKENS)
+        await answering({"layout_info": layout})[0].lookup(PROMPT)
 
 
 @pytest.mark.parametrize(
-    ("body", "result", "effect"),
+    ("body", "effect"),
     [
-        ({"event_id": "Pin1", "num_tokens": 1024}, ActionResult(1024, None, "Pin1"), True),
-        ({"event_id": "Pin1", "num_tokens": 0}, ActionResult(0, None, "Pin1"), False),
-        ({"success": True}, ActionResult(None, True), True),
-        ({"success": False}, ActionResult(None, False), False),
-        ({"event_id": "Pin1"}, ActionResult(None, None, "Pin1"), None),
+        ({"event_id": "Pin1", "num_tokens": 1024}, Effect(1024)),
+        ({"event_id": "Pin1", "num_tokens": 0}, Effect(0)),
+        ({"success": True}, Effect(1)),
+        ({"success": False}, Effect(0)),
+        ({"event_id": "Pin1"}, Effect(None)),
     ],
 )
-async def test_success_is_an_effect_not_a_status(body: object, result: ActionResult, effect: bool | None) -> None:
+async def test_success_is_an_effect_not_a_status(body: object, effect: Effect) -> None:
     """A wrong location answers 200 with 0 tokens; controllers before 0.3.5 may not say at all."""
-    answer = await answering(body)[0].pin("vllm-a", TOKENS, location="LocalCPUBackend")
-    assert answer == result
-    assert answer.had_effect is effect
+    assert await answering(body)[0].act(ActionKind.PIN, "vllm-a", PROMPT) == effect
 
 
 async def test_bodies_of_actions() -> None:
@@ -91,21 +90,21 @@ async def test_bodies_of_actions() -> None:
     client, upstream = answering({"event_id": "x", "num_tokens": 1})
     at = {"location": "LocalCPUBackend", "locations": ["LocalCPUBackend"]}
     tokens = list(TOKENS)
-    await client.pin("a", TOKENS, location="LocalCPUBackend")
+    await client.act(ActionKind.PIN, "a", PROMPT)
     assert upstream.body == {"tokens": tokens, "instance_id": "a", **at}
-    await client.compress("a", TOKENS, location="LocalCPUBackend")
+    await client.act(ActionKind.COMPRESS, "a", PROMPT)
     assert upstream.body == {"tokens": tokens, "instance_id": "a", "method": "cachegen", **at}
-    await client.decompress("a", TOKENS, location="LocalCPUBackend")
+    await client.act(ActionKind.DECOMPRESS, "a", PROMPT)
     assert upstream.body == {"tokens": tokens, "instance_id": "a", "method": "cachegen", **at}
-    await client.clear("a", location="LocalCPUBackend")
+    await client.act(ActionKind.CLEAR, "a", PROMPT)
     assert upstream.body == {"instance_id": "a", **at}
-    await client.evict("a", TOKENS)
+    await client.act(ActionKind.EVICT, "a", PROMPT)
     assert upstream.body == {"tokens": tokens, "instance_id": "a"}
-    await client.move(("a", "x"), ("b", "y"), TOKENS)
+    await client.act(ActionKind.TRANSFER, "b", PROMPT, source="a")
     assert upstream.body == {
         "tokens": tokens,
-        "old_position": ["a", "x"],
-        "new_position": ["b", "y"],
+        "old_position": ["a", "LocalCPUBackend"],
+        "new_position": ["b", "LocalCPUBackend"],
         "should_copy": True,
         "copy": True,
     }
@@ -128,7 +127,7 @@ async def test_bodies_of_actions() -> None:
 async def test_a_500_is_classified_by_its_text(detail: str, kind: type[Refused]) -> None:
     """A busy socket may be tried again, an unknown instance may not."""
     with pytest.raises(Refused) as refused:
-        await answering({"detail": detail}, status=500)[0].pin("a", TOKENS, location="x")
+        await answering({"detail": detail}, status=500)[0].act(ActionKind.PIN, "a", PROMPT)
     assert type(refused.value) is kind
     assert refused.value.status == 500
 
@@ -137,7 +136,7 @@ async def test_a_422_does_not_show_the_tokens() -> None:
     """The controller echoes the whole request."""
     detail = [{"type": "x", "loc": ["body", "tokens", 0], "msg": "bad", "input": list(TOKENS)}]
     with pytest.raises(Refused) as refused:
-        await answering({"detail": detail}, status=422)[0].lookup(TOKENS)
+        await answering({"detail": detail}, status=422)[0].lookup(PROMPT)
     assert str(refused.value) == "lmcache controller /lookup: 422 body.tokens.0: bad"
 
 
@@ -147,7 +146,7 @@ async def test_no_evict_is_found_out_once() -> None:
     assert client.evicts is None
     for _ in range(3):
         with pytest.raises(NotSupported):
-            await client.evict("a", TOKENS)
+            await client.act(ActionKind.EVICT, "a", PROMPT)
     assert client.evicts is False
     assert len(upstream.requests) == 1
 
@@ -155,7 +154,7 @@ async def test_no_evict_is_found_out_once() -> None:
 async def test_evict_where_there_is_one() -> None:
     """Pixiu's stand-in has it."""
     client, _ = answering({"event_id": "Evict1", "num_tokens": 512})
-    assert (await client.evict("a", TOKENS)).had_effect
+    assert (await client.act(ActionKind.EVICT, "a", PROMPT)).amount
     assert client.evicts is True
 
 
@@ -163,7 +162,7 @@ async def test_a_worker_that_cannot_evict_says_nothing_about_the_controller() ->
     """Only a missing route switches the capability off."""
     client, _ = answering({"detail": "Operation 'evict' is not supported."}, status=500)
     with pytest.raises(NotSupported):
-        await client.evict("a", TOKENS)
+        await client.act(ActionKind.EVICT, "a", PROMPT)
     assert client.evicts is None
 
 
@@ -171,8 +170,8 @@ async def test_key_stats() -> None:
     """Live numbers of the index."""
     rows = [{"instance_id": "vllm-a", "key_count": 4, "worker_count": 1}]
     body = {"total_key_count": 4, "total_instance_count": 1, "total_worker_count": 1, "instances": rows}
-    stats = await answering(body)[0].key_stats()
-    assert (stats.total_key_count, stats.instances) == (4, (InstanceKeys("vllm-a", 4, 1),))
+    client = answering(body)[0]
+    assert (await client.indexed_chunks(), await client.instances()) == (4, {"vllm-a"})
 
 
 class Worker:
@@ -211,11 +210,11 @@ async def test_one_action_at_a_time_per_instance() -> None:
     """Ten actions at once on two instances: the controller, which breaks on parallel ones, sees none."""
     worker = Worker()
     async with serve(worker) as url, httpx.AsyncClient(trust_env=False) as http:
-        client = LMCacheControllerClient(http, url)
+        client = LMCacheController(http, url)
         names = ["a", "b"] * 5
         async with asyncio.TaskGroup() as group:
-            results = [group.create_task(client.pin(name, TOKENS, location="x")) for name in names]
-    assert all(result.result().had_effect for result in results)
+            results = [group.create_task(client.act(ActionKind.PIN, name, PROMPT)) for name in names]
+    assert all(result.result().amount for result in results)
     assert sorted(worker.served) == sorted(names)
 
 
@@ -223,9 +222,9 @@ async def test_one_action_at_a_time_per_instance() -> None:
 async def test_a_dead_worker_costs_one_timeout(action: str) -> None:
     """The controller hangs for ever on it; the call ends at its own timeout and other instances go on."""
     actions: dict[str, Action] = {
-        "pin": lambda client: client.pin("dead", TOKENS, location="x"),
-        "clear": lambda client: client.clear("dead", location="x"),
-        "move": lambda client: client.move(("dead", "x"), ("a", "x"), TOKENS),
+        "pin": lambda client: client.act(ActionKind.PIN, "dead", PROMPT),
+        "clear": lambda client: client.act(ActionKind.CLEAR, "dead", PROMPT),
+        "move": lambda client: client.act(ActionKind.TRANSFER, "a", PROMPT, source="dead"),
     }
 
     async def never(request: httpx.Request) -> httpx.Response:
@@ -234,10 +233,10 @@ async def test_a_dead_worker_costs_one_timeout(action: str) -> None:
         return httpx.Response(200, json={"event_id": "x", "num_tokens": 1})
 
     http = httpx.AsyncClient(transport=httpx.MockTransport(never))
-    client = LMCacheControllerClient(http, "http://127.0.0.1:9000", action_timeout_s=0.02)
+    client = LMCacheController(http, "http://127.0.0.1:9000", timeout_s=0.02)
     with pytest.raises(ClientTimeout):
         await actions[action](client)
-    assert (await client.pin("a", TOKENS, location="x")).had_effect
+    assert (await client.act(ActionKind.PIN, "a", PROMPT)).amount
 
 
 @pytest.mark.parametrize(("holders", "readable"), [(1024, True), (1025, False)])
@@ -245,7 +244,7 @@ async def test_an_answer_names_a_bounded_number_of_instances(holders: int, reada
     """No fleet has more, and each costs something."""
     client, _ = answering({"event_id": "x", "layout_info": {f"i{n}": ["LocalCPUBackend", 256] for n in range(holders)}})
     if readable:
-        assert len(await client.lookup(TOKENS)) == holders
+        assert len(await client.lookup(PROMPT)) == holders
     else:
         with pytest.raises(BadResponse):
-            await client.lookup(TOKENS)
+            await client.lookup(PROMPT)

@@ -32,7 +32,7 @@ class Answering:
     def __init__(self, *holders: Holder) -> None:
         self.holders = holders
 
-    async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
+    async def lookup(self, prefix: Prefix) -> Sequence[Holder]:
         return self.holders
 
     async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix, *, source: str = "") -> Effect:
@@ -181,10 +181,10 @@ async def test_hits_are_remembered(clock: FakeClock) -> None:
     """Whether lookups ever named a holder decides what an empty one means."""
     under_test = lookups(clock)
     under_test.provider = Answering(Holder("a", 0, True))
-    await under_test.find_holders(tokens(10), model="m", cache_salt=None, timeout_s=1)
+    await under_test.find_holders(tokens(10), model="m", cache_salt=None)
     assert under_test.hits == 0
     under_test.provider = Answering(Holder("a", 256, True))
-    await under_test.find_holders(tokens(10), model="m", cache_salt=None, timeout_s=1)
+    await under_test.find_holders(tokens(10), model="m", cache_salt=None)
     assert under_test.hits == 1
 
 
@@ -193,7 +193,7 @@ async def test_without_a_service_nobody_is_asked(clock: FakeClock) -> None:
     under_test.provider = None
     assert not under_test.possible
     with pytest.raises(BreakerOpen):
-        await under_test.find_holders(tokens(10), model="m", cache_salt=None, timeout_s=1)
+        await under_test.find_holders(tokens(10), model="m", cache_salt=None)
 
 
 def test_a_shared_store_counts_for_every_engine_that_reads_it(clock: FakeClock) -> None:

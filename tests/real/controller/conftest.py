@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
+from kvproxy.cache.clients.lmcache_controller import LMCacheController
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import lmcache
 from tests.real.engines.lmcache import Controller, Worker
@@ -60,7 +60,7 @@ def lmcache_services(saw: Saw) -> Iterator[Lmcache]:
 
 
 @pytest.fixture
-async def directory(lmcache_services: Lmcache) -> AsyncIterator[LMCacheControllerClient]:
+async def directory(lmcache_services: Lmcache) -> AsyncIterator[LMCacheController]:
     """kvproxy's client of the controller."""
     async with httpx.AsyncClient() as http:
-        yield LMCacheControllerClient(http, lmcache_services.url)
+        yield LMCacheController(http, lmcache_services.url)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from array import array
 
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
+from kvproxy.cache.clients.lmcache_controller import LMCacheController
+from kvproxy.cache.providers import ActionKind, Prefix
 from tests.real.conftest import Saw
 from tests.real.controller.conftest import Lmcache
-from tests.real.engines.lmcache import LOCATION
 from tests.real.kvcache import Asked, ask, chat_tokens, found, with_kvcache
 from tests.real.pair import Pair
 from tests.real.prompts import chat, text
@@ -114,7 +115,7 @@ async def test_kv_events_outweigh_what_was_routed(pair: Pair, saw: Saw) -> None:
 
 
 async def test_the_controllers_lookup_decides(
-    pair: Pair, lmcache_services: Lmcache, directory: LMCacheControllerClient, saw: Saw
+    pair: Pair, lmcache_services: Lmcache, directory: LMCacheController, saw: Saw
 ) -> None:
     """Prompts never routed before go to the instance the controller names, whatever the policy's turn. LMCache is not
     the cache of these vLLMs, so its word about each of them is believed less from the second time on."""
@@ -143,7 +144,7 @@ async def test_the_controllers_lookup_decides(
 async def test_a_hot_prefix_is_pinned(
     pair: Pair,
     lmcache_services: Lmcache,
-    directory: LMCacheControllerClient,
+    directory: LMCacheController,
     saw: Saw,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -165,7 +166,7 @@ async def test_a_hot_prefix_is_pinned(
             await ask(proxy.client, hot)
         await until(lambda: proxy.metric("kvproxy_kvcache_actions_total", action="pin", result="done"))
     (line,) = [record.getMessage() for record in caplog.records if record.name == "kvproxy.audit"]
-    await directory.clear("a", location=LOCATION)
+    await directory.act(ActionKind.CLEAR, "a", Prefix(array("I"), ""))
     kept = {name: worker.holds(each) for name, each in tokens.items()}
     assert kept == {"hot": len(tokens["hot"]) // 256 * 256, "cold": 0}
     saw(f"after a clear: hot {kept['hot']} tokens, cold {kept['cold']}; audit: {line}")

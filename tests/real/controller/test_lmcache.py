@@ -6,13 +6,15 @@ import asyncio
 import random
 from array import array
 
+import httpx
 import pytest
 
 from kvproxy.base.errors import ClientError, NotSupported, UnknownInstance
-from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS, LMCacheControllerClient
+from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS, LMCacheController
+from kvproxy.cache.providers import ActionKind, Effect, Prefix
+from kvproxy.cache.settings import CacheStrategySettings
 from tests.real.conftest import Saw
 from tests.real.controller.conftest import Lmcache
-from tests.real.engines.lmcache import LOCATION
 from tests.real.kvcache import found
 
 pytestmark = pytest.mark.real
@@ -25,7 +27,7 @@ def prompt(chunks: int, *, seed: str) -> array[int]:
 
 
 async def test_lookup_tells_two_instances_apart(
-    lmcache_services: Lmcache, directory: LMCacheControllerClient, saw: Saw
+    lmcache_services: Lmcache, directory: LMCacheController, saw: Saw
 ) -> None:
     """Different prompts stored by different engines, each found where it is; no engine has a third."""
     here, there, nowhere = (prompt(chunks, seed=f"apart {chunks}") for chunks in (4, 3, 2))
@@ -35,80 +37,78 @@ async def test_lookup_tells_two_instances_apart(
     await found(directory, there, {"b": 768})
     await found(directory, nowhere, {})
     await found(directory, here[: CHUNK_TOKENS - 1], {})
-    (holder,) = await directory.lookup(here)
-    assert holder.location == LOCATION
     saw("lookup: first prompt {a: 1024}, second {b: 768}, unknown prompt {}, shorter than a chunk {}")
 
 
-async def test_the_instances_are_known(directory: LMCacheControllerClient, saw: Saw) -> None:
+async def test_the_instances_are_known(directory: LMCacheController, saw: Saw) -> None:
     """Instances and index size, as kvproxy's readiness checks read them."""
-    stats = await directory.key_stats()
-    assert {each.instance_id for each in stats.instances} == {"a", "b"}
-    saw(f"instances a and b known, {stats.total_key_count} chunks in the index")
+    assert await directory.instances() == {"a", "b"}
+    saw(f"instances a and b known, {await directory.indexed_chunks()} chunks in the index")
 
 
-async def test_a_pin_outlives_a_clear(lmcache_services: Lmcache, directory: LMCacheControllerClient, saw: Saw) -> None:
+async def test_a_pin_outlives_a_clear(lmcache_services: Lmcache, directory: LMCacheController, saw: Saw) -> None:
     """A pin takes effect on the held chunks, survives a real clear, and what was not pinned is gone."""
     worker = lmcache_services.workers["a"]
     pinned, loose = prompt(2, seed="pinned"), prompt(3, seed="loose")
     worker.store(pinned)
     worker.store(loose)
     await found(directory, loose, {"a": 768})
-    pin = await directory.pin("a", pinned, location=LOCATION)
-    cleared = await directory.clear("a", location=LOCATION)
-    assert pin.num_tokens == 2 * CHUNK_TOKENS
-    assert cleared.num_tokens is not None
-    assert cleared.num_tokens >= 3 * CHUNK_TOKENS
+    pin = await directory.act(ActionKind.PIN, "a", Prefix(pinned, ""))
+    cleared = await directory.act(ActionKind.CLEAR, "a", Prefix(loose, ""))
+    assert pin.amount == 2 * CHUNK_TOKENS
+    assert cleared.amount is not None
+    assert cleared.amount >= 3 * CHUNK_TOKENS
     await found(directory, pinned, {"a": 512})
     await found(directory, loose, {})
     assert (worker.holds(pinned), worker.holds(loose)) == (512, 0)
-    saw(f"pin: {pin.num_tokens} tokens; clear: {cleared.num_tokens} tokens gone; the pinned prompt is still there")
+    saw(f"pin: {pin.amount} tokens; clear: {cleared.amount} tokens gone; the pinned prompt is still there")
 
 
-async def test_no_effect_is_no_success(directory: LMCacheControllerClient, saw: Saw) -> None:
+async def test_no_effect_is_no_success(lmcache_services: Lmcache, directory: LMCacheController, saw: Saw) -> None:
     """A pin of what is not there, or in a wrong place, answers 200 and does nothing: `num_tokens` says so."""
-    absent = await directory.pin("a", prompt(2, seed="absent"), location=LOCATION)
-    wrong_place = await directory.pin("a", prompt(2, seed="pinned"), location="lmcache")
-    assert (absent.had_effect, wrong_place.had_effect) == (False, False)
+    absent = Prefix(prompt(2, seed="absent"), "")
+    assert await directory.act(ActionKind.PIN, "a", absent) == Effect(0)
+    async with httpx.AsyncClient() as http:
+        places = CacheStrategySettings(pin_location="lmcache")
+        elsewhere = LMCacheController(http, lmcache_services.url, places=places)
+        assert await elsewhere.act(ActionKind.PIN, "a", Prefix(prompt(2, seed="pinned"), "")) == Effect(0)
     with pytest.raises(UnknownInstance):
-        await directory.pin("nobody", prompt(2, seed="absent"), location=LOCATION)
+        await directory.act(ActionKind.PIN, "nobody", absent)
     saw("pin of an absent prompt: 0 tokens; in a wrong place: 0 tokens; at an unknown instance: refused as such")
 
 
 async def test_compression_of_an_unknown_model_is_refused(
-    lmcache_services: Lmcache, directory: LMCacheControllerClient, saw: Saw
+    lmcache_services: Lmcache, directory: LMCacheController, saw: Saw
 ) -> None:
-    """CacheGen knows five models; for others it is not supported, and a method LMCache ignores has no effect."""
+    """CacheGen knows five models; for others it is not supported."""
     tokens = prompt(2, seed="compress")
     lmcache_services.workers["b"].store(tokens)
     await found(directory, tokens, {"b": 512})
     with pytest.raises(NotSupported) as refused:
-        await directory.compress("b", tokens, location=LOCATION)
-    ignored = await directory.compress("b", tokens, location=LOCATION, method="zstd")
-    assert ignored.had_effect is False
+        await directory.act(ActionKind.COMPRESS, "b", Prefix(tokens, ""))
     assert lmcache_services.workers["b"].holds(tokens) == 512
-    saw(f"compress: {refused.value}; by zstd: {ignored.num_tokens} tokens; nothing lost")
+    saw(f"compress: {refused.value}; nothing lost")
 
 
-async def test_there_is_no_evict(directory: LMCacheControllerClient, saw: Saw) -> None:
+async def test_there_is_no_evict(directory: LMCacheController, saw: Saw) -> None:
     """The route is missing; the client learns it with the first call and asks no second time."""
     assert directory.evicts is None
     with pytest.raises(NotSupported) as first:
-        await directory.evict("a", prompt(1, seed="evict"))
+        await directory.act(ActionKind.EVICT, "a", Prefix(prompt(1, seed="evict"), ""))
     assert directory.evicts is False
     with pytest.raises(NotSupported, match="not offered"):
-        await directory.evict("a", prompt(1, seed="evict"))
+        await directory.act(ActionKind.EVICT, "a", Prefix(prompt(1, seed="evict"), ""))
     saw(f"evict: {first.value}; known as absent from then on")
 
 
 async def test_actions_on_one_instance_do_not_break_each_other(
-    lmcache_services: Lmcache, directory: LMCacheControllerClient, saw: Saw
+    lmcache_services: Lmcache, directory: LMCacheController, saw: Saw
 ) -> None:
     """The controller breaks parallel calls to one worker; the client lines them up, so that all of eight succeed."""
     tokens = prompt(2, seed="parallel")
     lmcache_services.workers["b"].store(tokens)
     await found(directory, tokens, {"b": 512})
-    calls = (directory.pin("b", tokens, location=LOCATION) for _ in range(8))
+    calls = (directory.act(ActionKind.PIN, "b", Prefix(tokens, "")) for _ in range(8))
     results = await asyncio.gather(*calls, return_exceptions=True)
     failed = [result for result in results if isinstance(result, BaseException)]
     assert not failed, f"not one {ClientError.__name__}"

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import lmcache
 from tests.real.engines.lmcache import Coordinator, Server
@@ -53,7 +53,7 @@ def endpoints(pair: Pair) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-async def directory(coordinator: Coordinator) -> AsyncIterator[LMCacheCoordinatorClient]:
+async def directory(coordinator: Coordinator) -> AsyncIterator[LMCacheCoordinator]:
     """kvproxy's client of the coordinator."""
     async with httpx.AsyncClient() as http:
-        yield LMCacheCoordinatorClient(http, coordinator.url)
+        yield LMCacheCoordinator(http, coordinator.url)

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
-from kvproxy.cache.clients.lmcache_coordinator_wire import CacheScope
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
+from kvproxy.cache.providers import ActionKind, Prefix
 from tests.real.conftest import Saw
 from tests.real.engines.lmcache import Coordinator
 from tests.real.engines.place import TINY
@@ -23,7 +23,7 @@ from tests.support.until import until_says
 pytestmark = pytest.mark.real
 
 #: The directory knows vLLM's `--model`, not the name it serves it under.
-SCOPE = CacheScope(str(TINY.folder))
+MODEL = str(TINY.folder)
 CHUNK_TOKENS = 256
 
 
@@ -35,17 +35,17 @@ async def asked_directly(url: str, body: dict[str, Any]) -> int:
         return cached
 
 
-async def held(directory: LMCacheCoordinatorClient, tokens: list[int], wanted: Mapping[str, int]) -> None:
+async def held(directory: LMCacheCoordinator, tokens: list[int], wanted: Mapping[str, int]) -> None:
     """Return once the directory has these tokens; the servers report within a second or two."""
 
     async def ask() -> Mapping[str, int]:
-        found = await directory.directory_lookup(SCOPE, array("I", tokens))
-        return {name: prefix.tokens for name, prefix in found.by_instance.items()}
+        found = await directory.lookup(Prefix(array("I", tokens), MODEL))
+        return {one.instance_id: one.tokens for one in found}
 
     await until_says(wanted, ask)
 
 
-async def test_all_holders_are_known(pair: Pair, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
+async def test_all_holders_are_known(pair: Pair, directory: LMCacheCoordinator, saw: Saw) -> None:
     """One prompt computed by one engine, a longer one begun like it by the other: each instance's exact prefix."""
     words = text(500, seed="shared beginning")
     short, long = (chat(TINY.name, words[:size]) for size in (1800, len(words)))
@@ -63,12 +63,12 @@ async def test_all_holders_are_known(pair: Pair, directory: LMCacheCoordinatorCl
 
 
 async def test_a_request_follows_the_directory(
-    pair: Pair, endpoints: list[dict[str, Any]], coordinator: Coordinator, directory: LMCacheCoordinatorClient, saw: Saw
+    pair: Pair, endpoints: list[dict[str, Any]], coordinator: Coordinator, directory: LMCacheCoordinator, saw: Saw
 ) -> None:
     """Prompts only one instance has, in LMCache and not in the engine any more: the request goes there and hits."""
     settings = {
         "lmcache_endpoint": coordinator.url,
-        "directory_model": SCOPE.model,
+        "directory_model": MODEL,
         "lookup_routing_timeout": "5s",  # two busy cores do not keep 50 ms
     }
     seen = []
@@ -86,7 +86,7 @@ async def test_a_request_follows_the_directory(
     saw("; ".join(seen))
 
 
-async def test_a_prefix_is_evicted_at_one_instance(pair: Pair, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
+async def test_a_prefix_is_evicted_at_one_instance(pair: Pair, directory: LMCacheCoordinator, saw: Saw) -> None:
     """`delete` drops one prompt at one instance and leaves the other's copy; a second one has no effect."""
     body = chat(TINY.name, text(300, seed="evict here"))
     tokens = await chat_tokens(pair.a.url, body)
@@ -94,15 +94,15 @@ async def test_a_prefix_is_evicted_at_one_instance(pair: Pair, directory: LMCach
     for url in pair.urls.values():
         await asked_directly(url, body)
     await held(directory, tokens, {"mp-a": whole, "mp-b": whole})
-    gone = await directory.delete("mp-a", SCOPE, array("I", tokens))
+    gone = await directory.act(ActionKind.EVICT, "mp-a", Prefix(array("I", tokens), MODEL))
     await held(directory, tokens, {"mp-b": whole})
-    again = await directory.delete("mp-a", SCOPE, array("I", tokens))
-    assert gone.affected == whole // CHUNK_TOKENS
-    assert again.affected == 0
-    saw(f"evicted at mp-a: {gone.affected} chunks; mp-b still holds {whole} tokens")
+    again = await directory.act(ActionKind.EVICT, "mp-a", Prefix(array("I", tokens), MODEL))
+    assert gone.amount == whole // CHUNK_TOKENS
+    assert again.amount == 0
+    saw(f"evicted at mp-a: {gone.amount} chunks; mp-b still holds {whole} tokens")
 
 
-async def test_memory_by_instance(pair: Pair, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
+async def test_memory_by_instance(pair: Pair, directory: LMCacheCoordinator, saw: Saw) -> None:
     """Every instance's use of its memory is told: the signal that eviction goes by."""
     body = chat(TINY.name, text(300, seed="memory"))
     await asked_directly(pair.a.url, body)
@@ -110,6 +110,6 @@ async def test_memory_by_instance(pair: Pair, directory: LMCacheCoordinatorClien
     usage = {one.instance_id: one.modules for one in (await directory.fetch_usage()).instances}
     assert set(usage) == {"mp-a", "mp-b"}
     assert usage["mp-a"][0].used_bytes > 0
-    stats = await directory.fetch_stats()
-    assert stats.num_keys > 0
-    saw(f"mp-a uses {usage['mp-a'][0].used_bytes >> 10} KiB; {stats.num_keys} keys, {stats.num_placements} placements")
+    chunks = await directory.indexed_chunks()
+    assert chunks > 0
+    saw(f"mp-a uses {usage['mp-a'][0].used_bytes >> 10} KiB; {chunks} keys")

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import lmcache
 from tests.real.engines.lmcache import Coordinator, Server
@@ -73,7 +73,7 @@ def tiers(saw: Saw, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiers]
 
 
 @pytest.fixture
-async def directory(tiers: Tiers) -> AsyncIterator[LMCacheCoordinatorClient]:
+async def directory(tiers: Tiers) -> AsyncIterator[LMCacheCoordinator]:
     """kvproxy's client of the coordinator."""
     async with httpx.AsyncClient() as http:
-        yield LMCacheCoordinatorClient(http, tiers.coordinator.url)
+        yield LMCacheCoordinator(http, tiers.coordinator.url)

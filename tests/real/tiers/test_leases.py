@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
 from kvproxy.features.leases.leasing import Leasing
 from tests.real.conftest import Saw
 from tests.real.engines.place import MID
@@ -46,7 +46,7 @@ async def set_quota(tiers: Tiers, gb: float | None) -> None:
 
 
 async def test_a_prompt_under_lease_survives_the_eviction_of_the_disk(
-    tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw
+    tiers: Tiers, directory: LMCacheCoordinator, saw: Saw
 ) -> None:
     """Promised, pinned, found again by the engine once its conversation goes on, and given back; a prompt that came
     before it without a lease is computed again."""

@@ -13,10 +13,7 @@ import pytest
 
 from kvproxy.base.errors import ClientError, UnknownInstance
 from kvproxy.base.types import Tier
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
-from kvproxy.cache.clients.lmcache_coordinator_wire import CacheScope, Prefetch
-from kvproxy.cache.clients.tokens import TokenIds
-from kvproxy.cache.lmcache_services import CoordinatorProvider
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator, Prefetch
 from kvproxy.cache.providers import ActionKind, Effect, Prefix
 from kvproxy.cluster.routing.onboarding import TIER_WEIGHTS
 from tests.real.conftest import Saw
@@ -30,7 +27,7 @@ from tests.support.until import until, until_says
 pytestmark = pytest.mark.real
 
 #: The directory knows vLLM's `--model`, not the name it serves it under.
-SCOPE = CacheScope(str(MID.folder))
+MODEL = str(MID.folder)
 CHUNK = 256
 
 Places = set[tuple[str, str]]
@@ -42,7 +39,7 @@ def whole_chunks(tokens: list[int] | array[int]) -> int:
 
 async def places(tiers: Tiers, tokens: list[int]) -> list[Places]:
     """Instance and tier of every placement, chunk by chunk, as the directory has them."""
-    body = {"model_name": SCOPE.model, "world_size": 1, "token_ids": tokens}
+    body = {"model_name": MODEL, "world_size": 1, "token_ids": tokens}
     async with httpx.AsyncClient() as http:
         answer = (await http.post(f"{tiers.coordinator.url}/directory/lookup", json=body)).json()
     return [{(one["instance_id"], one["tier"]) for one in result["placements"]} for result in answer["results"]]
@@ -62,10 +59,10 @@ async def asked(url: str, tokens: list[int]) -> int:
         return cached
 
 
-async def drop_memory(tiers: Tiers, directory: LMCacheCoordinatorClient, tokens: list[int], *instances: str) -> None:
+async def drop_memory(tiers: Tiers, directory: LMCacheCoordinator, tokens: list[int], *instances: str) -> None:
     """Drop the prompt from the memory of these servers, and both engines' own."""
     for name in instances:
-        await directory.delete(name, SCOPE, array("I", tokens), tier="l1")
+        await directory.act(ActionKind.EVICT, name, Prefix(array("I", tokens), MODEL))
     await forget(tiers)
 
 
@@ -81,9 +78,7 @@ def prompt(count: int, seed: str) -> list[int]:
     return [rng.randrange(1000, 30_000) for _ in range(count)]
 
 
-async def test_every_tier_is_predicted_as_it_is_reused(
-    tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw
-) -> None:
+async def test_every_tier_is_predicted_as_it_is_reused(tiers: Tiers, directory: LMCacheCoordinator, saw: Saw) -> None:
     """Unknown, in the engine, in its server's memory, on the disk alone, and there asked at the other engine."""
     body = chat(MID.name, text(600, seed="walk"))
     tokens = await chat_tokens(tiers.pair.a.url, body)
@@ -117,7 +112,7 @@ async def test_every_tier_is_predicted_as_it_is_reused(
     ids=["whole", "absent", "half", "short"],
 )
 async def test_a_transfer_says_what_it_found(
-    tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw, known: int, wanted: int, found: int
+    tiers: Tiers, directory: LMCacheCoordinator, saw: Saw, known: int, wanted: int, found: int
 ) -> None:
     """Into the other server's memory; what was found is there afterwards, and its engine reuses that."""
     tokens = prompt(wanted, f"transfer {known} {wanted}")
@@ -125,10 +120,9 @@ async def test_a_transfer_says_what_it_found(
         stored = tokens[:known] if known <= wanted else prompt(known, f"transfer {known} {wanted}")
         await asked(tiers.pair.a.url, stored)
         await until_placed(tiers, stored, {("mp-a", "l1"), ("mp-a", "l2")})
-    provider = CoordinatorProvider(directory, model=SCOPE.model)
     loop = asyncio.get_running_loop()
     began = loop.time()
-    effect = await provider.act(ActionKind.TRANSFER, "mp-b", Prefix(array("I", tokens), MID.name))
+    effect = await directory.act(ActionKind.TRANSFER, "mp-b", Prefix(array("I", tokens), MODEL))
     took_ms = 1000 * (loop.time() - began)
     assert effect == Effect(found)
     if found:
@@ -139,13 +133,12 @@ async def test_a_transfer_says_what_it_found(
         saw(f"{found} of {wanted} tokens in {took_ms:.0f} ms; b reuses {reused}")
 
 
-async def test_a_transfer_into_nothing(directory: LMCacheCoordinatorClient) -> None:
-    provider = CoordinatorProvider(directory, model=SCOPE.model)
+async def test_a_transfer_into_nothing(directory: LMCacheCoordinator) -> None:
     with pytest.raises(UnknownInstance):
-        await provider.act(ActionKind.TRANSFER, "mp-9", Prefix(array("I", prompt(1024, "nothing")), MID.name))
+        await directory.act(ActionKind.TRANSFER, "mp-9", Prefix(array("I", prompt(1024, "nothing")), MODEL))
 
 
-async def test_a_stale_placement_costs_once(tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
+async def test_a_stale_placement_costs_once(tiers: Tiers, directory: LMCacheCoordinator, saw: Saw) -> None:
     """The files are gone and the directory does not know: a transfer finds nothing, a request is answered all the same,
     and what its engine denied is believed of no endpoint the next time."""
     assert tiers.shared is not None
@@ -158,8 +151,7 @@ async def test_a_stale_placement_costs_once(tiers: Tiers, directory: LMCacheCoor
         path.unlink()
     await drop_memory(tiers, directory, tokens, "mp-a")
     await until_placed(tiers, tokens, {("mp-a", "l2")})
-    provider = CoordinatorProvider(directory, model=SCOPE.model)
-    assert await provider.act(ActionKind.TRANSFER, "mp-b", Prefix(array("I", tokens), MID.name)) == Effect(0)
+    assert await directory.act(ActionKind.TRANSFER, "mp-b", Prefix(array("I", tokens), MODEL)) == Effect(0)
     settings = with_kvcache(**{**tiers.kvcache, "kv_events": False})
     async with running_proxy(tiers.endpoints, filters=settings, policy="kv_aware") as proxy:
         wrong = await ask(proxy.client, body)
@@ -172,7 +164,7 @@ async def test_a_stale_placement_costs_once(tiers: Tiers, directory: LMCacheCoor
     assert [name for name in "ab" if f"{name}:" in matched] == [wrong.endpoint]  # which has computed it since
 
 
-async def left_on_disk(tiers: Tiers, directory: LMCacheCoordinatorClient, body: dict[str, Any]) -> list[int]:
+async def left_on_disk(tiers: Tiers, directory: LMCacheCoordinator, body: dict[str, Any]) -> list[int]:
     """Return the tokens of a prompt that a computed and that nothing but the shared disk holds."""
     tokens = await chat_tokens(tiers.pair.a.url, body)
     async with httpx.AsyncClient(timeout=120) as http:
@@ -183,7 +175,7 @@ async def left_on_disk(tiers: Tiers, directory: LMCacheCoordinatorClient, body: 
     return tokens
 
 
-async def test_kv_is_copied_while_a_request_waits(tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
+async def test_kv_is_copied_while_a_request_waits(tiers: Tiers, directory: LMCacheCoordinator, saw: Saw) -> None:
     """From the disk into the memory of b's server, while b is at work on another prompt: the request is placed by that,
     and its engine reuses what was predicted."""
     body = chat(MID.name, text(600, seed="queued"))
@@ -206,7 +198,7 @@ async def test_kv_is_copied_while_a_request_waits(tiers: Tiers, directory: LMCac
     assert answer.predicted <= answer.cached_tokens + 32
 
 
-async def test_a_request_waits_for_its_copy(tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
+async def test_a_request_waits_for_its_copy(tiers: Tiers, directory: LMCacheCoordinator, saw: Saw) -> None:
     """No engine is busy: the request has its place, and goes when the copy is in the memory of b's server. Unless
     a store is said to be dear, nothing is copied: b's engine reads it as cheaply as it reads memory."""
     long, cheap = (chat(MID.name, text(2500, seed=seed)) for seed in ("awaited", "not awaited"))
@@ -232,13 +224,13 @@ async def test_a_request_waits_for_its_copy(tiers: Tiers, directory: LMCacheCoor
     assert answer.predicted <= answer.cached_tokens + 32
 
 
-class Killing(LMCacheCoordinatorClient):
+class Killing(LMCacheCoordinator):
     """Its coordinator dies once it has taken a prefetch."""
 
     tiers: Tiers
 
-    async def prefetch(self, instance_id: str, scope: CacheScope, tokens: TokenIds) -> Prefetch:
-        taken = await super().prefetch(instance_id, scope, tokens)
+    async def prefetch(self, instance_id: str, prefix: Prefix) -> Prefetch:
+        taken = await super().prefetch(instance_id, prefix)
         self.tiers.coordinator.program.kill()
         return taken
 
@@ -252,13 +244,12 @@ async def test_a_coordinator_killed_in_the_middle_of_a_prefetch(tiers: Tiers, sa
     async with httpx.AsyncClient() as http:
         client = Killing(http, tiers.coordinator.url)
         client.tiers = tiers
-        provider = CoordinatorProvider(client, model=SCOPE.model)
         with pytest.raises(ClientError) as failure:
-            await provider.act(ActionKind.TRANSFER, "mp-b", Prefix(array("I", tokens), MID.name))
+            await client.act(ActionKind.TRANSFER, "mp-b", Prefix(array("I", tokens), MODEL))
         tiers.pair.forget()
         reused = await asked(tiers.pair.b.url, tokens)
         tiers.coordinator.program.start()
         tiers.coordinator.program.await_ready(within_s=120)
-        await until_says(frozenset({"mp-a", "mp-b"}), provider.instances)
+        await until_says(frozenset({"mp-a", "mp-b"}), client.instances)
     saw(f"{failure.value.reason}; b reuses {reused} of {len(tokens)} from the disk; both are registered again")
     assert reused >= whole_chunks(tokens) - 1
