@@ -51,17 +51,15 @@ class HeldRuns:
             lru.end_flight(path, flight)
         for run in path:
             if not run.held_by & lru.bit:
-                if (
-                    asked_for and not run.held_by and not run.in_flight_at
-                ):  # evicted or contradicted since it was routed
-                    self.heat.begin_run(run)
+                if asked_for and not run.held_by and not run.in_flight_at:
+                    self.heat.begin_run(run)  # evicted or contradicted since it was routed
                 lru.add_run(run)
             elif lru.unconfirmed:
                 lru.unconfirmed.pop(run, None)
         while len(path) > 1 and path[-2].held_by == lru.bit and self._is_mergeable(path[-2], path[-1], lru):
             leaf = path.pop()
             lru.merge_leaf(path[-1], leaf)
-            self.heat.absorb_leaf(path[-1], leaf)
+            path[-1].take_heat(leaf)
             self.tree.absorb(path[-1], leaf)
         lru.touch_path(path)
         if self.retired or lru.blocks > lru.capacity:
@@ -103,7 +101,7 @@ class HeldRuns:
         head = self.tree.split(run, at)
         head.held_by = run.held_by
         head.in_flight_at = run.in_flight_at
-        self.heat.split_run(head, run, at)
+        head.take_heat(run)
         for slot in slots_of(run.held_by):
             self.lrus[slot].split_run(head, run)
         for slot in slots_of(run.in_flight_at):
@@ -143,7 +141,6 @@ class HeldRuns:
                 self.drop(lru, run)
             elif run.held_by == lru.bit and not run.in_flight_at:
                 self.tree.cut(run, len(run.hashes) - surplus)
-                self.heat.cut_run(run, len(run.hashes))
                 lru.shorten_run(run, surplus)
             else:
                 self.split(run, len(run.hashes) - surplus)
