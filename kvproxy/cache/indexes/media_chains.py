@@ -10,8 +10,7 @@ from typing import NamedTuple
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.tokens import TokenIds
-from kvproxy.cache.indexes.block_table import ReportedBlocks
-from kvproxy.cache.kv_events.events import FOLDED, BlockExtra
+from kvproxy.cache.kv_events.events import FOLDED, BlockExtra, BlockStored
 
 _MAX_ENDS = 4096
 _MAX_BYTES = 16 * 1024 * 1024
@@ -25,7 +24,7 @@ Identifier = str | int
 
 
 class PlacedMedium(NamedTuple):
-    """A medium of a chain: its name, its first token, and how many it has; 0: not all were reported."""
+    """A medium of a chain: its name, its first token, and how many it has; 0: not all were event."""
 
     identifier: Identifier
     start: int
@@ -57,7 +56,7 @@ class MediaChains:
     def note_stored(
         self,
         endpoint: EndpointId,
-        reported: ReportedBlocks,
+        event: BlockStored,
         blocks: array[int],
         *,
         parent: int,
@@ -66,8 +65,8 @@ class MediaChains:
         """Note blocks below `parent` (our hash of it), if they have media or come behind such. `find_front` returns the
         chain down to the parent."""
         before = self._ends.get(parent) if parent in self._ends else None
-        named = reported.extra is not None and any(map(_has_media, reported.extra))
-        if before is None and not named and not reported.wide:
+        named = event.extra is not None and any(map(_has_media, event.extra))
+        if before is None and not named and not event.wide:
             return
         if before is None:
             front = find_front()
@@ -75,15 +74,15 @@ class MediaChains:
                 return
         else:
             front = before.hashes if len(before.hashes) == before.depth else before.hashes[: before.depth]
-        size = len(reported.token_ids) // len(blocks)
+        size = len(event.token_ids) // len(blocks)
         cost_bytes = _ENTRY_BYTES + 8 * len(blocks)
         if before is None or front is not before.hashes:
             cost_bytes += 8 * len(front)
         opened = None if before is None else before.opened
-        if reported.extra is not None:
-            self._note_named(reported.extra, reported.token_ids, blocks, size)
-        if reported.wide or opened is not None:
-            opened = self._note_wide(reported.token_ids, blocks, size, opened)
+        if event.extra is not None:
+            self._note_named(event.extra, event.token_ids, blocks, size)
+        if event.wide or opened is not None:
+            opened = self._note_wide(event.token_ids, blocks, size, opened)
         self.noted += 1
         front.extend(blocks)
         depth = len(front)

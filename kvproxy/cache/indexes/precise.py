@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from math import lcm
-from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.types import EndpointId, LowerTokens, Tier, skip_lower
 from kvproxy.cache.indexes.beginnings import Beginnings, PreciseMatch
-from kvproxy.cache.indexes.block_table import BlockTable, PendingBlocks, ReportedBlocks
+from kvproxy.cache.indexes.block_table import BlockTable
 from kvproxy.cache.indexes.layer_groups import LayerGroup, LayerGroups, LayerKind
 from kvproxy.cache.indexes.media_chains import MediaChains
 from kvproxy.cache.indexes.runs import KEY_BITS, MAX_TIERS
@@ -52,9 +51,7 @@ class PreciseCounts:
     stored: int = 0
     removed: int = 0
     removed_unknown: int = 0
-    buffered: int = 0  # before their parent
-    attached: int = 0  # once it came
-    buffer_dropped: int = 0
+    orphaned: int = 0  # below a block that was not reported, whose prefix is unknown
     over_bound: int = 0
     malformed: int = 0
     other_groups: int = 0
@@ -64,14 +61,6 @@ class PreciseCounts:
 _Rank = tuple[EndpointId, int]
 _Source = tuple[EndpointId, int, int]  # endpoint, data-parallel rank, KV cache group (or _STORE)
 _STORE = -1  # blocks of another size than the engine's, on lower tiers only
-
-
-class _Followed(NamedTuple):
-    """Index data of one source."""
-
-    endpoint: EndpointId
-    table: BlockTable
-    pending: PendingBlocks
 
 
 _Match = Callable[["array[int]", int], tuple[int, int, int]]
@@ -86,20 +75,18 @@ class PreciseIndex:
         self,
         *,
         max_blocks: int = 4_000_000,
-        max_pending_blocks: int = 16_384,
         max_ghosts: int = 16_384,
         max_sources: int = 4096,
         many_sources: int = MANY_SOURCES,
     ) -> None:
         self.counts = PreciseCounts()
         self._max_blocks = max_blocks
-        self._max_pending_blocks = max_pending_blocks
         self._max_ghosts = max_ghosts
         self._max_sources = max_sources
         self._many_sources = many_sources
         self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
         self._kinds = [Tier.DEVICE]  # in the same order
-        self._followed: dict[_Source, _Followed] = {}
+        self._tables: dict[_Source, BlockTable] = {}
         self._layers: dict[_Rank, LayerGroups] = {}  # of hybrid models
         self._sizes: Counter[int] = Counter()  # sources by block size
         self._asked: list[_Asked] | None = None  # None: to be worked out again
@@ -122,14 +109,14 @@ class PreciseIndex:
     def clear_rank(self, endpoint: EndpointId, dp_rank: int, *, spare_store: bool = False) -> None:
         """Clear the engine's rank on every tier; with `spare_store` the store behind it is kept: it is not the engine's
         to clear, and does not announce its entries again."""
-        for source in [each for each in self._followed if each[:2] == (endpoint, dp_rank)]:
+        for source in [each for each in self._tables if each[:2] == (endpoint, dp_rank)]:
             if source[2] != _STORE or not spare_store:
                 self._retire(source)
         self._retire_layers((endpoint, dp_rank))
 
     def remove_endpoint(self, endpoint: EndpointId) -> None:
         """Remove an endpoint that left, or whose event stream cannot be trusted any more."""
-        for source in [each for each in self._followed if each[0] == endpoint]:
+        for source in [each for each in self._tables if each[0] == endpoint]:
             self._retire(source)
         for rank in [each for each in self._layers if each[0] == endpoint]:
             self._retire_layers(rank)
@@ -147,18 +134,13 @@ class PreciseIndex:
         """Block sizes in use; a lookup needs the prompt hashed in each."""
         return frozenset(self._sizes)
 
-    @property
-    def pending_blocks(self) -> int:
-        """Blocks buffered until their parent comes."""
-        return sum(len(each.pending) for each in self._followed.values())
-
     def count_rows(self, endpoint: EndpointId) -> int:
         """Blocks kept for the endpoint, over ranks and groups."""
-        return sum(len(each.table) for source, each in self._followed.items() if source[0] == endpoint)
+        return sum(len(table) for source, table in self._tables.items() if source[0] == endpoint)
 
     def walk_tiers(self, endpoint: EndpointId) -> Iterator[tuple[Tier, int, int]]:
         """Tier, blocks and tokens of what the endpoint holds, in pieces."""
-        for table in [each.table for source, each in self._followed.items() if source[0] == endpoint]:
+        for table in [table for source, table in self._tables.items() if source[0] == endpoint]:
             for bits, blocks in table.walk_tiers() if len(self._kinds) > 1 else [(1, len(table))]:
                 on = [tier for number, tier in enumerate(self._kinds) if bits >> number & 1]
                 yield from ((tier, blocks, blocks * table.block_size) for tier in on)
@@ -166,9 +148,9 @@ class PreciseIndex:
     def step_tokens(self, endpoint: EndpointId) -> int:
         """Return the step in tokens in which the endpoint reuses, by the blocks of all its groups; 1 if unknown."""
         sizes = [1]
-        for (name, dp_rank, group), each in self._followed.items():
+        for (name, dp_rank, group), table in self._tables.items():
             if name == endpoint and group != _STORE:
-                size = each.table.block_size
+                size = table.block_size
                 layers = self._layers.get((name, dp_rank))
                 sizes.append(size if layers is None else layers.step_tokens(size))
         return lcm(*sizes)
@@ -177,7 +159,7 @@ class PreciseIndex:
         """Return True if the rank announces only blocks that make no prefix, so that its events do not describe its
         cache."""
         rank = endpoint, dp_rank
-        return rank in self._layers and not any(source[:2] == rank and source[2] != _STORE for source in self._followed)
+        return rank in self._layers and not any(source[:2] == rank and source[2] != _STORE for source in self._tables)
 
     def match_prompt(self, hashes_at: Callable[[int], array[int]]) -> dict[EndpointId, PreciseMatch]:
         """Return the match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token
@@ -225,7 +207,7 @@ class PreciseIndex:
         """Leading tokens that an engine reported in a store which several of them read."""
         bits = sum([1 << bit for bit, kind in enumerate(self._kinds) if kind is Tier.SHARED])
         hashes_at = cache(hashes_at)
-        tables = [followed.table for followed in self._followed.values()] if bits else []
+        tables = self._tables.values() if bits else ()
         return max([one.block_size * one.leading_on(hashes_at(one.block_size), bits) for one in tables], default=0)
 
     def _stored(self, endpoint: EndpointId, dp_rank: int, event: BlockStored) -> None:
@@ -240,25 +222,23 @@ class PreciseIndex:
             self.counts.malformed += 1
             return
         source = endpoint, dp_rank, event.group or 0
-        followed = self._followed.get(source)
-        if tier and followed is not None and followed.table.block_size != event.block_tokens:
+        table = self._tables.get(source)
+        if tier and table is not None and table.block_size != event.block_tokens:
             source = endpoint, dp_rank, _STORE
-            followed = self._followed.get(source)
-        if followed is None or followed.table.block_size != event.block_tokens:
-            if followed is not None and (
-                event.blocks == 1 and event.parent is not None and event.block_tokens < followed.table.block_size
+            table = self._tables.get(source)
+        if table is None or table.block_size != event.block_tokens:
+            if table is not None and (
+                event.blocks == 1 and event.parent is not None and event.block_tokens < table.block_size
             ):  # the rest of a node, and not the first block of an engine that uses other blocks now
                 self.counts.short_pages += 1
                 return
-            followed = self._begin(source, event.block_tokens)
-            if followed is None:
+            table = self._begin(source, event.block_tokens)
+            if table is None:
                 self.counts.over_bound += event.blocks
                 return
-        reported = reported_blocks(event, tier)
         if self._beginnings is not None:
             self._beginnings.note_change(endpoint)
-        if self._place(followed, reported) and followed.pending:
-            self._attach_pending(followed, reported)
+        self._place(endpoint, table, event, tier)
         if self._swept:
             self.sweep_rows()
 
@@ -291,89 +271,73 @@ class PreciseIndex:
         if layers is not None and (group := layers.find(source[2])) is not None:
             self._removed_layers(group, event)
             return
-        followed = self._followed.get(source)
+        table = self._tables.get(source)
         tier = self._tier(event.medium)
-        if followed is None or tier is None:
+        if table is None or tier is None:
             self.counts.removed_unknown += event.blocks
             return
-        _, table, pending = followed
         if self._beginnings is not None:
             self._beginnings.note_change(source[0])
-        store = self._followed.get((*source[:2], _STORE)) if tier else None
+        store = self._tables.get((*source[:2], _STORE)) if tier else None
         for key in keys_of(event.block_hashes):
-            if (
-                table.remove_block(key, tier)
-                or (pending and pending.remove(key, tier))
-                or (store is not None and (store.table.remove_block(key, tier) or store.pending.remove(key, tier)))
-            ):
+            if table.remove_block(key, tier) or (store is not None and store.remove_block(key, tier)):
                 self.counts.removed += 1
             else:
                 self.counts.removed_unknown += 1
 
-    def _place(self, followed: _Followed, reported: ReportedBlocks) -> bool:
-        """Store the blocks, or buffer them; False when they are malformed or were buffered."""
-        _, table, pending = followed
-        size = table.block_size
-        above = None
+    def _place(self, endpoint: EndpointId, table: BlockTable, event: BlockStored, tier: int) -> None:
+        """Store the blocks. What comes below a block that was not reported is left out: no prompt is known to lead
+        there."""
+        keys = keys_of(event.block_hashes)
+        above = parent = None
         seed: int | None
-        if reported.parent is None:
-            seed = self._root(size, lora=reported.lora)
+        lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
+        if event.parent is None:
+            seed = self._root(table.block_size, lora=lora)
         else:
-            above = table.find_place(reported.parent)
-            seed = table.removed_block(reported.parent) if above is None else above[0].blocks[above[1]]
-        keys = reported.keys
-        blocks = None if seed is None else blocks_of(reported, size, seed)
-        placed = reported.parent is None or above is not None
-        if blocks is not None and placed and table.store_new(keys, blocks, above, reported.tier):
+            parent = key_of(event.parent)
+            above = table.find_place(parent)
+            seed = table.removed_block(parent) if above is None else above[0].blocks[above[1]]
+        if seed is None:
+            self.counts.orphaned += len(keys)
+            return
+        blocks = blocks_of(event, lora, seed)
+        if (parent is None or above is not None) and table.store_new(keys, blocks, above, tier):
             self.counts.stored += len(blocks)
-            if reported.extra is not None or reported.wide or self.media.noted:
-                self._note_media(followed, reported, blocks, seed)
-            return True
+            if event.extra is not None or event.wide or self.media.noted:
+                self._note_media(endpoint, table, event, tier, blocks, seed)
+            return
         different = set(keys)
-        if len(different) != len(keys) or reported.parent in different:  # a block twice, or below itself
+        if len(different) != len(keys) or parent in different:  # a block twice, or below itself
             self.counts.malformed += 1
-            return False
-        if blocks is None:
-            self.counts.buffered += len(keys)
-            self.counts.buffer_dropped += pending.buffer(reported)
-            return False
-        stored = table.store_blocks(keys, blocks, reported.parent, reported.tier)
+            return
+        stored = table.store_blocks(keys, blocks, parent, tier)
         self.counts.stored += stored
         self.counts.over_bound += len(keys) - stored
         if stored == len(keys):
-            self._note_media(followed, reported, blocks, seed)
-        return True
+            self._note_media(endpoint, table, event, tier, blocks, seed)
 
     def _note_media(
-        self, followed: _Followed, reported: ReportedBlocks, blocks: array[int], parent: int | None
+        self, endpoint: EndpointId, table: BlockTable, event: BlockStored, tier: int, blocks: array[int], above: int
     ) -> None:
-        """Note the media in an event of an engine's own memory."""
-        if reported.tier or parent is None:
+        """Note the media in an event of an engine's own memory, below this block."""
+        if tier:
             return
 
         def find_front() -> array[int] | None:
-            if reported.parent is None:
+            if event.parent is None:
                 return array("Q")
-            place = followed.table.find_place(reported.parent)
-            return None if place is None else followed.table.walk_up(place)
+            place = table.find_place(key_of(event.parent))
+            return None if place is None else table.walk_up(place)
 
-        self.media.note_stored(followed.endpoint, reported, blocks, parent=parent, find_front=find_front)
-
-    def _attach_pending(self, followed: _Followed, reported: ReportedBlocks) -> None:
-        """Store what waited for one of these blocks, and what waited for that."""
-        todo = followed.pending.take(reported.keys)
-        while todo:
-            reported = todo.pop()
-            self.counts.attached += len(reported.keys)
-            if self._place(followed, reported):
-                todo += followed.pending.take(reported.keys)
+        self.media.note_stored(endpoint, event, blocks, parent=above, find_front=find_front)
 
     def _to_ask(self) -> list[_Asked]:
         """Return what a lookup needs of each source, worked out when one came or left."""
-        sources = Counter(endpoint for endpoint, _, _ in self._followed)
+        sources = Counter(endpoint for endpoint, _, _ in self._tables)
         return [
             (source, table, table.block_size, self._match_of(source, table), sources[source[0]] == 1)
-            for source, (_, table, _) in self._followed.items()
+            for source, table in self._tables.items()
         ]
 
     def _follow_beginnings(self, asked: Sequence[_Asked]) -> Beginnings | None:
@@ -396,21 +360,20 @@ class PreciseIndex:
         layers = None if source[2] == _STORE else self._layers.get(source[:2])
         return table.match if layers is None else partial(_match_layers, table, layers)
 
-    def _begin(self, source: _Source, block_size: int) -> _Followed | None:
+    def _begin(self, source: _Source, block_size: int) -> BlockTable | None:
         """Follow a source from nothing; None when there are too many."""
-        if source in self._followed:  # the engine was restarted with another block size
+        if source in self._tables:  # the engine was restarted with another block size
             self._retire(source)
-        if len(self._followed) + len(self._swept) >= self._max_sources:
+        if len(self._tables) + len(self._swept) >= self._max_sources:
             return None
         table = BlockTable(block_size, max_rows=self._max_blocks, max_ghosts=self._max_ghosts)
-        followed = _Followed(source[0], table, PendingBlocks(max_blocks=self._max_pending_blocks))
-        self._followed[source] = followed
+        self._tables[source] = table
         self._asked = None
         self._sizes[block_size] += 1
-        return followed
+        return table
 
     def _retire(self, source: _Source) -> None:
-        table = self._followed.pop(source).table
+        table = self._tables.pop(source)
         self._asked = None
         self._sizes[table.block_size] -= 1
         if not self._sizes[table.block_size]:
@@ -469,31 +432,28 @@ def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = No
     return root_seed(block_size=block_size, lora=lora, cache_salt=cache_salt)
 
 
-def reported_blocks(event: BlockStored, tier: int) -> ReportedBlocks:
-    """Return the event's contents, in keys."""
-    parent = event.parent
-    if parent is not None:
-        parent = (parent if isinstance(parent, int) else xxh3_64_intdigest(parent)) & _KEY
-    lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
-    return ReportedBlocks(parent, keys_of(event.block_hashes), event.token_ids, event.extra, lora, tier, event.wide)
-
-
 def keys_of(engine_hashes: Sequence[EngineHash]) -> array[int]:
     """Engines publish 64-bit integers (old ones signed) or whole digests."""
     try:
         return array("Q", [each & _KEY for each in engine_hashes])
     except TypeError:
-        return keys_of([each if isinstance(each, int) else xxh3_64_intdigest(each) for each in engine_hashes])
+        return array("Q", map(key_of, engine_hashes))
 
 
-def blocks_of(reported: ReportedBlocks, block_size: int, seed: int) -> array[int]:
-    """Our hashes of the reported blocks."""
-    if reported.extra is None:
-        return token_blocks(reported.token_ids, block_size, seed)
+def key_of(engine_hash: EngineHash) -> int:
+    key: int = (engine_hash if isinstance(engine_hash, int) else xxh3_64_intdigest(engine_hash)) & _KEY
+    return key
+
+
+def blocks_of(event: BlockStored, lora: str, seed: int) -> array[int]:
+    """Our hashes of the reported blocks, below the one with the hash `seed`."""
+    size = event.block_tokens
+    if event.extra is None:
+        return token_blocks(event.token_ids, size, seed)
     blocks = array("Q")
-    for index, keys in enumerate(reported.extra):
+    for index, keys in enumerate(event.extra):
         if keys:  # the LoRA's name is in the root already, and older engines do not list it here
-            seed = mix_keys(seed, (key for key in keys if key != reported.lora))
-        seed = token_blocks(reported.token_ids[index * block_size : (index + 1) * block_size], block_size, seed)[0]
+            seed = mix_keys(seed, (key for key in keys if key != lora))
+        seed = token_blocks(event.token_ids[index * size : (index + 1) * size], size, seed)[0]
         blocks.append(seed)
     return blocks

@@ -64,7 +64,7 @@ def test_a_conversation_of_a_real_server(source: str, size: int) -> None:
     salted = known["salt"]
     assert lookup(index, salted, salt="tenant-a") == {A: PreciseMatch(len(salted), (), 0)}
     assert lookup(index, cold, salt="tenant-a") == {}
-    assert index.counts.buffered == index.counts.malformed == 0
+    assert index.counts.orphaned == index.counts.malformed == 0
 
 
 def test_a_real_eviction() -> None:
@@ -102,7 +102,7 @@ def test_data_parallel_ranks_of_a_real_server() -> None:
 
 @pytest.mark.parametrize("version", ["0.11.0", "0.22.1", "0.24.0"])
 def test_older_encodings(version: str) -> None:
-    """Three blocks filled one by one are found whatever the version leaves out; a run without its parent waits."""
+    """Three blocks filled one by one are found whatever the version leaves out; one without its parent is not."""
     index = PreciseIndex()
     grown = array("I")
     for message in captured(f"oldfmt_{version}.jsonl"):
@@ -110,4 +110,4 @@ def test_older_encodings(version: str) -> None:
         if message["scenario"] == "decode_growth":
             grown += tokens_stored(message)
     assert lookup(index, grown) == {A: PreciseMatch(96, (), 0)}
-    assert (index.pending_blocks, index.counts.malformed) == (1, 0)
+    assert (index.counts.orphaned, index.counts.malformed) == (1, 0)

@@ -77,67 +77,23 @@ def test_a_child_of_a_removed_block_is_placed() -> None:
     assert device(index) == {A: 4}
     index.apply_events(A, 0, [stored(PATH[:3])])
     assert device(index) == {A: 8}
-    assert index.counts.buffered == 0
+    assert index.counts.orphaned == 0
 
 
 def test_a_removed_parent_is_forgotten_in_the_end() -> None:
     """The names of removed blocks are kept for a bounded number of them."""
     index = PreciseIndex(max_ghosts=1)
     index.apply_events(A, 0, [stored(PATH[:3]), removed(PATH[:3]), stored((8,)), removed((8,)), stored(PATH, 3)])
-    assert index.counts.buffered == 1
+    assert index.counts.orphaned == 1
 
 
-def test_an_orphan_waits_for_its_parent() -> None:
-    """Events lost and replayed out of order come together again, over several generations."""
+def test_an_orphan_is_left_out() -> None:
+    """Below a block that was never reported nothing is found, until the engine reports it again."""
     index = PreciseIndex()
-    index.apply_events(A, 0, [stored(PATH, 3), stored(PATH[:3], 2)])
-    assert (device(index), index.pending_blocks) == ({}, 2)
-    index.apply_events(A, 0, [stored(PATH[:2])])
-    assert (device(index), index.pending_blocks) == ({A: 8}, 0)
-    assert (index.counts.buffered, index.counts.attached) == (2, 2)
-
-
-def test_a_parked_block_can_be_removed() -> None:
-    """It must not come back with its parent; what follows it cannot be reached."""
-    index = PreciseIndex()
-    index.apply_events(A, 0, [stored(PATH, 1), removed(PATH[:3]), stored(PATH[:1])])
-    assert (device(index), index.count_rows(A)) == ({A: 4}, 2)
-    assert index.counts.removed_unknown == 0
-    index = PreciseIndex()
-    index.apply_events(A, 0, [stored(PATH, 1), stored((1, 7), 1), removed(PATH[:2]), stored(PATH[:1])])
-    assert index.count_rows(A) == 2
-
-
-def test_an_orphan_told_again_is_parked_once() -> None:
-    """A replay repeats what is parked already."""
-    index = PreciseIndex()
-    index.apply_events(A, 0, [stored(PATH, 1), stored(PATH, 1), stored(PATH, 1, medium="CPU")])
-    assert index.pending_blocks == 6
-    index.apply_events(A, 0, [stored(PATH[:1])])
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(8, (), 0)}
-
-
-def test_parking_is_bounded() -> None:
-    """The longest parked go first and are counted, and so is a run too large to park."""
-    index = PreciseIndex(max_pending_blocks=4)
-    index.apply_events(
-        A, 0, [stored((9, 1, 2), 1), stored((8, 1, 2), 1), stored((7, 1, 2), 1), stored((6, 1, 2, 3, 4, 5), 1)]
-    )
-    assert (index.pending_blocks, index.counts.buffer_dropped) == (4, 7)
-    index.apply_events(A, 0, [stored((9,)), stored((8,))])
-    assert device(index, (9, 1, 2)) == {A: 2}
-    assert device(index, (8, 1, 2)) == {A: 6}
-
-
-def test_a_long_run_is_parked_in_place_of_several() -> None:
-    """As many go as it takes, and no more."""
-    index = PreciseIndex(max_pending_blocks=4)
-    index.apply_events(A, 0, [stored((first, 1), 1) for first in (9, 8, 7, 6)])
-    assert (index.pending_blocks, index.counts.buffer_dropped) == (4, 0)
-    index.apply_events(A, 0, [stored((5, 1, 2, 3), 1)])
-    assert (index.pending_blocks, index.counts.buffer_dropped) == (4, 3)
-    index.apply_events(A, 0, [stored((7,)), stored((6,))])
-    assert (device(index, (7, 1)), device(index, (6, 1))) == ({A: 2}, {A: 4})
+    index.apply_events(A, 0, [stored(PATH, 3), stored(PATH[:3], 2), stored(PATH[:2])])
+    assert (device(index), index.counts.orphaned) == ({A: 4}, 2)
+    index.apply_events(A, 0, [stored(PATH, 2)])
+    assert device(index) == {A: 8}
 
 
 def test_lora_and_salt_are_part_of_the_key() -> None:
@@ -190,11 +146,11 @@ def test_all_full_attention_groups_must_hold_a_block() -> None:
 
 
 def test_all_blocks_cleared_clears_one_rank() -> None:
-    """Its orphans go too; other endpoints stay."""
+    """Other endpoints stay."""
     index = PreciseIndex()
     index.apply_events(A, 0, [stored(PATH), stored(PATH, medium="CPU"), stored((9, 9), 1), AllBlocksCleared()])
     index.apply_events(B, 0, [stored(PATH)])
-    assert (device(index), index.count_rows(A), index.pending_blocks) == ({B: 8}, 0, 0)
+    assert (device(index), index.count_rows(A)) == ({B: 8}, 0)
     index.apply_events(A, 0, [stored(PATH[:1])])
     assert device(index) == {A: 2, B: 8}
 
@@ -242,7 +198,8 @@ def test_malformed_events_are_counted_not_believed(wrong: str) -> None:
         "below itself": replace(stored(PATH), block_hashes=(1, 2, 3, 4), parent=3),
     }[wrong]
     index.apply_events(A, 0, [event, removed(PATH, medium="M8")])
-    assert (device(index), index.counts.malformed, index.counts.removed_unknown) == ({}, 1, 1)
+    unusable = index.counts.malformed + bool(index.counts.orphaned)
+    assert (device(index), unusable, index.counts.removed_unknown) == ({}, 1, 1)
 
 
 def test_rows_are_bounded() -> None:

@@ -23,37 +23,20 @@ MEDIA = st.sampled_from(["GPU", "GPU", "CPU", "DISK"])
 
 @dataclass
 class NaiveRank:
-    """Every block by medium; runs that wait for a block, as (medium, name, blocks)."""
+    """Every block by medium."""
 
     on: dict[str, set[Block]] = field(default_factory=lambda: {"GPU": set(), "CPU": set(), "DISK": set()})
     told: set[Block] = field(default_factory=set)
-    parked: list[tuple[str, list[Block]]] = field(default_factory=list)
 
     def store(self, medium: str, run: list[Block]) -> None:
         name, first = run[0]
         if len(first) > 1 and (name, first[:-1]) not in self.told:
-            for block in run:
-                self.cut(medium, block)
-            self.parked.append((medium, run))
             return
         self.on[medium] |= set(run)
         self.told |= set(run)
-        ready = [each for each in self.parked if (each[1][0][0], each[1][0][1][:-1]) in self.told]
-        self.parked = [each for each in self.parked if each not in ready]
-        for each in ready:
-            self.store(*each)
 
     def remove(self, medium: str, block: Block) -> None:
-        if block in self.on[medium]:
-            self.on[medium].discard(block)
-        else:
-            self.cut(medium, block)
-
-    def cut(self, medium: str, block: Block) -> None:
-        for at, (parked_on, run) in enumerate(self.parked):
-            if parked_on == medium and block in run:
-                self.parked[at] = (medium, run[: run.index(block)])
-        self.parked = [each for each in self.parked if each[1]]
+        self.on[medium].discard(block)
 
     def match(self, path: Path) -> tuple[int, LowerTokens]:
         device = self.reach(path, 0, {"GPU"})
@@ -110,7 +93,6 @@ class PreciseAgainstNaive(RuleBasedStateMachine):
                 if (match.tokens, match.device_tokens) > (old.tokens, old.device_tokens):
                     best[endpoint] = match
             assert self.index.match_prompt(prompt_of(path)) == best
-        assert self.index.pending_blocks == sum(len(run) for known in self.naive.values() for _, run in known.parked)
 
 
 PreciseAgainstNaive.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
