@@ -44,6 +44,8 @@ class Admission(Protocol):
 
     #: The policy's, which its router sets; None: it learns none.
     speeds: SpeedModel | None
+    #: Endpoints whose room another router keeps for a session that waits there; the exchange changes it.
+    kept_elsewhere: set[EndpointId]
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         """Return the request without the endpoints that have no room for it; if none has, it `waits_for_room`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -202,6 +203,9 @@ def _show_load(origin: Origin, part: ClusterPart, endpoint: EndpointId, one: End
     before = load.in_flight
     row = None if one is None else one.row
     earlier = load.remote_load.tell(origin, row, now)
+    if part.admission is not None:
+        kept = part.admission.kept_elsewhere
+        (kept.add if load.remote_load.kept_since < math.inf else kept.discard)(endpoint)
     part.receive_load(endpoint, before)
     if row is not None and earlier is not None and row.routed > earlier.routed:
         routed_s = row.routed_s - earlier.routed_s

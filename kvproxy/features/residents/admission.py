@@ -103,6 +103,7 @@ class SessionAdmission:
         self._idle: OrderedDict[Session, None] = OrderedDict()  # residents between turns, the longest idle first
         self._known: OrderedDict[Session, None] = OrderedDict()  # all between turns, likewise
         self._reserved: dict[EndpointId, tuple[SessionWait, EndpointLoad]] = {}
+        self.kept_elsewhere = set[EndpointId]()
         self._found: tuple[Sequence[int], Session | None] = (), None  # by the latest question
         self._turns_elsewhere: dict[Hashable, tuple[Session, int]] = {}  # and which turns of their sessions they are
         self._asked = 0  # questions whether there is room
@@ -315,6 +316,7 @@ class SessionAdmission:
 
     def forget(self, endpoint: EndpointId) -> None:
         """As of Admission."""
+        self.kept_elsewhere.discard(endpoint)
         residents = self.sets.pop(endpoint, None)
         for session in list(residents or ()):
             assert residents is not None
@@ -337,13 +339,7 @@ class SessionAdmission:
 
     def _is_crowded(self) -> bool:
         """Return whether sessions wait for room, here or at another router."""
-        if self.waits:
-            return True
-        for one in self.sets.values():
-            load = one.load
-            if load is not None and load.remote_load is not None and _kept_elsewhere(load, math.inf):
-                return True
-        return False
+        return bool(self.waits or self.kept_elsewhere)
 
     def _release_passed(self, wait: SessionWait) -> None:
         """Keep no room any more for those that were not asked while this one was twice: another went ahead of them."""
@@ -412,7 +408,6 @@ class SessionAdmission:
         if engine is None or not engine.capacity_tokens or not residents or not self._is_worth(engine.capacity_tokens):
             return 0.0
         residents.capacity_tokens = engine.capacity_tokens
-        residents.load = load
         if session is not None and session.endpoint == one.id:
             return 0.0
         if (self._reserved or load.remote_load is not None) and self._is_kept(one, holder):

@@ -9,7 +9,6 @@ import msgspec
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.radix import Node, RadixTree
-from kvproxy.cluster.routing.load import EndpointLoad
 
 
 class ContextNode(Node):
@@ -51,7 +50,6 @@ class ResidentSet:
         self._blocks = 0  # likewise
         self.running_tokens = 0  # of those whose turn is running
         self.capacity_tokens = 0  # of the engine's memory; 0: unknown
-        self.load: EndpointLoad | None = None  # of the engine
 
     def __len__(self) -> int:
         return len(self._residents)

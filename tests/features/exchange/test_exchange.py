@@ -631,6 +631,7 @@ class Turns:
     def __init__(self) -> None:
         self.running: dict[object, tuple[EndpointId, int, int]] = {}
         self.ended: list[bool] = []
+        self.kept_elsewhere = set[EndpointId]()
 
     def placed_elsewhere(self, turn: object, facts: OverlapFacts, endpoint: EndpointId, now: float) -> None:
         assert (facts.session, facts.parent) == (7, 8)
@@ -687,21 +688,26 @@ def test_sessions_of_a_proxy_that_died_may_go_on_elsewhere() -> None:
 
 
 def test_room_that_one_proxy_keeps_is_known_to_the_others() -> None:
-    """Since when, by each one's own clock, until it is kept no more or its proxy is gone."""
+    """Since when, by each one's own clock, until it is kept no more or its proxy is gone; the rule of admission is
+    told."""
     bus, one, two = pair(skew_s=50.0)
+    two.cluster.admission = Turns()
     one.cluster.ledgers[A].keep_room(one.now - 7.0)
     one.flush()
     bus.deliver()
     remote = two.cluster.ledgers[A].remote_load
     assert remote is not None
     assert remote.kept_since == pytest.approx(two.now - 7.0)
+    assert two.cluster.admission.kept_elsewhere == {A}
     one.cluster.ledgers[A].keep_room(None)
     one.flush()
     bus.deliver()
     assert remote.kept_since == math.inf
+    assert two.cluster.admission.kept_elsewhere == set()
     one.cluster.ledgers[A].keep_room(one.now)
     one.flush()
     bus.deliver()
     bus.nodes.remove(one)
     bus.heal(4)
     assert remote.kept_since == math.inf
+    assert two.cluster.admission.kept_elsewhere == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 from functools import partial
@@ -669,9 +670,10 @@ class TwoRouters:
     def tell_rooms(self, now: float = 0.0) -> None:
         """Exchange the rows of the ledgers."""
         rows = [one.load.row(now) for one in self.engines]
-        for one, row in zip(self.engines, reversed(rows), strict=True):
+        for rule_, one, row in zip(self.rules, self.engines, reversed(rows), strict=True):
             one.load.remote_load = one.load.remote_load or RemoteLoad(one.load)
             one.load.remote_load.tell("other", row, now)
+            rule_.kept_elsewhere = {one.id} if one.load.remote_load.kept_since < math.inf else set()
 
 
 def test_two_routers_fill_an_engine_once() -> None:
