@@ -148,9 +148,9 @@ def measure(shape: Shape) -> str:
     time.sleep(3.0 + 0.01 * shape.engines)  # until all have subscribed
     sent = publish(sockets, shape)
     time.sleep(1.0)
-    for one in lines:
-        one.send("end")
-    answers = [one.recv() for one in lines]
+    for line in lines:
+        line.send("end")
+    answers = [one.recv() for line in lines]
     for process in processes:
         process.join()
     context.destroy(linger=0)
