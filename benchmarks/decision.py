@@ -46,7 +46,7 @@ prompt is kept and merged at once.
 
 An order of endpoints that lasts from one decision to the next was looked for again. Within the 20 ms for which speeds
 and usual waits stand in a large pool, the cost of an endpoint whose ledger is unchanged moves by the progress of its
-prefill and by the request's own work alone, so that a list sorted at their beginning, with bounds for both, would decide
+prefill and by the own work of the request alone: a list sorted at their beginning, with bounds for both, would decide
 the same to the digit. Counted in this benchmark's traffic, such a list still has to weigh 25 of 128 and 129 of 512
 endpoints on average (a median of 65): those whose ledger has changed, since every placement, first token and end
 changes one, and those that cannot be told from the cheapest by a bound. Once every 20 ms it is sorted anew, over all

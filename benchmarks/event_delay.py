@@ -150,7 +150,7 @@ def measure(shape: Shape) -> str:
     time.sleep(1.0)
     for line in lines:
         line.send("end")
-    answers = [one.recv() for line in lines]
+    answers: list[tuple[bytes, float]] = [line.recv() for line in lines]
     for process in processes:
         process.join()
     context.destroy(linger=0)
