@@ -30,7 +30,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.precise import PreciseIndex
 from kvproxy.cache.kv_events.events import BlockStored, KvEvent
 from kvproxy.cache.kv_events.source import KvEventSource
-from kvproxy.cache.kv_events.status import StreamStatus
+from kvproxy.cache.kv_events.status import StreamReason, StreamStatus
 from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
 
 #: At the start, while subscriptions come to be and caches are cold.
@@ -56,8 +56,11 @@ class Shape(NamedTuple):
 class Counted:
     """An index that notes when each numbered event was in it."""
 
-    def __init__(self, events: int) -> None:
+    def __init__(self, events: int, engines: int) -> None:
         self.at = array("d", bytes(8 * events))
+        self.ready = asyncio.Event()  # all engines are followed
+        self._engines = engines
+        self._followed = set[EndpointId]()
         self._index = PreciseIndex()
 
     def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
@@ -73,11 +76,15 @@ class Counted:
 
     def state_changed(self, endpoint: EndpointId, dp_rank: int, status: StreamStatus) -> None:
         """As of KvEventConsumer."""
+        if status.reason is StreamReason.NO_REPLAY:  # the first words after the connection
+            self._followed.add(endpoint)
+            if len(self._followed) == self._engines:
+                self.ready.set()
 
 
 async def follow(ports: Sequence[int], shape: Shape, line: Connection) -> None:
     """Follow every engine until the other end sends a word; send back when each event was counted, and the CPU."""
-    counted = Counted(shape.events)
+    counted = Counted(shape.events, len(ports))
     async with AsyncExitStack() as stack:
         for number, port in enumerate(ports):
             subscriber = KvEventSubscriber(
@@ -89,6 +96,8 @@ async def follow(ports: Sequence[int], shape: Shape, line: Connection) -> None:
                 wall_clock=time.monotonic,
             )
             await stack.enter_async_context(subscriber)
+        await counted.ready.wait()
+        line.send("ready")
         before_s = time.process_time()
         loop = asyncio.get_running_loop()
         word = asyncio.Event()
@@ -145,7 +154,9 @@ def measure(shape: Shape) -> str:
         process.start()
         lines.append(here)
         processes.append(process)
-    time.sleep(3.0 + 0.01 * shape.engines)  # until all have subscribed
+    for line in lines:
+        line.recv()
+    time.sleep(0.5)  # for their subscriptions on the way
     sent = publish(sockets, shape)
     time.sleep(1.0)
     for line in lines:
