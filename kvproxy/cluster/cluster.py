@@ -87,6 +87,8 @@ class Cluster:
         self.adapters = KnownAdapters(name, on_change=self._follow)
         #: Data-parallel ranks of its engines.
         self.ranks = KnownRanks(name, self.members, on_change=self._follow)
+        #: Kinds and versions of its engines, as they were asked last.
+        self.software: frozenset[str | None] = frozenset()
         self._sleep = sleep
         self._tasks = TaskSet()
         self._prober = self._make_prober(probe)

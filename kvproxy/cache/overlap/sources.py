@@ -318,8 +318,7 @@ def _recall_reported(facts: RequestFacts) -> None:
 
 def _call_media_alike(facts: RequestFacts) -> bool:
     """Return whether the cluster's engines are of one version, as far as is known."""
-    engines = (endpoint.engine.software for endpoint in facts.cluster.endpoints)
-    return facts.indexes.followed.reported.follow_software(engines)
+    return facts.indexes.followed.reported.follow_software(facts.cluster.software)
 
 
 def _store_readers(cluster: Cluster) -> list[EndpointId]:

@@ -68,6 +68,8 @@ class EngineVersions(BackgroundTask):
         for outcome in outcomes:
             if isinstance(outcome, Exception):  # the others are queried all the same
                 log.error("[shield] the question for a version is broken", exc_info=outcome)
+        for cluster in self._clusters.values():
+            cluster.software = frozenset(one.software for one in cluster.engines)
         self.rules = self._collect_rules()
 
     async def _run(self) -> None:

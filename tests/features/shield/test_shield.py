@@ -166,6 +166,15 @@ async def versions_of(proxy: RunningProxy) -> None:
     await shield._versions.ask()
 
 
+async def test_a_cluster_has_the_versions_of_its_engines_once() -> None:
+    """Prompts with media go by them, without a look at every engine."""
+    async with shielded("0.28.0", "0.32.0", "0.32.0") as (proxy, _):
+        cluster = proxy.proxy.clusters["default"]
+        assert cluster.software == frozenset()
+        await versions_of(proxy)
+        assert cluster.software == {"vLLM 0.28.0", "vLLM 0.32.0"}
+
+
 @pytest.mark.parametrize("path", ["/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"])
 async def test_scoring_gets_an_id_of_our_own(path: str) -> None:
     """Two clients of one id get two upstream; each gets its own back, also where the engine sends ours."""
