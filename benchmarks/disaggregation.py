@@ -2,11 +2,11 @@
 
     python -m benchmarks.disaggregation [--requests N] [--jobs N] [--seeds N] [--traces T,T...]
 
-Eight engines, routed by kv_aware: all alike, or 2 that prefill for 6, or 4 for 4. A pull goes over a link of 12.5 GB/s;
-a token's KV is 128 KiB. The prompt is computed where the plan of kvproxy/features/disaggregation expects the first
-token earlier, always elsewhere, or by Dynamo's rule (local below 2,048 uncached tokens that are less than 0.7 of the
-prompt) or llm-d's threshold (elsewhere from 512 uncached tokens on). Writes disaggregation.md and disaggregation.json
-of benchmarks/reports.
+Eight engines, routed by kv_aware: all alike, or 2 that prefill for 6, or 4 for 4. A pull goes over a link of 12.5 GB/s,
+or over one that takes 50 times as long; a token's KV is 128 KiB. The prompt is computed where the plan of
+kvproxy/features/disaggregation expects the first token earlier, always elsewhere, or by Dynamo's rule (local below
+2,048 uncached tokens that are less than 0.7 of the prompt) or llm-d's threshold (elsewhere from 512 uncached tokens
+on). Writes disaggregation.md and disaggregation.json of benchmarks/reports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.by_trace import Rows, measure_traces
 from benchmarks.markdown import table
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
-from kvproxy.lab.replay.apart import LATENCY_S, TOKENS_PER_S
+from kvproxy.features.disaggregation.plan import LATENCY_S
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
 from kvproxy.lab.replay.pooled import measure_bound
 from kvproxy.lab.replay.results import GoodputLimits, summarize_outcomes
@@ -29,11 +29,13 @@ from kvproxy.lab.simulator.timing import TokenGaps
 ENGINES = 8
 LOADS = (0.7, 0.9)
 LIMITS = GoodputLimits(ttft_s=2.0, tpot_s=0.05)
+PULLS_PER_S = 1 / ReplayFleet().pull_s_per_token
+SLOWNESS = 50  # of the slow link
 #: Engines that prefill alone, of eight, and the rule.
 CELLS = tuple(
     (prefill, rule)
     for prefill in (0, 2, 4)
-    for rule in ("never", "chosen", "always", "dynamo", "llm_d")
+    for rule in ("never", "chosen", "always", "dynamo", "llm_d", "chosen, slow", "always, slow")
     if prefill or rule in ("never", "chosen")
 )
 NOTES = """Why not always within 5 %: the plan weighs first tokens, and the answers that a prefill delays as `kv_aware`
@@ -45,14 +47,15 @@ decoder while a prompt is computed elsewhere: the decode leg queues behind it. E
 def play(trace: Any, pace: Any, fleet: ReplayFleet, prefill: int, rule: str, seed: int) -> dict[str, Any]:
     """Return the figures of one run with so many engines that prefill alone."""
     gaps = TokenGaps()
+    name, _, link = rule.partition(", ")
     outcomes = play_policy(
         trace,
         pace,
-        replace(fleet, prefill=prefill),
+        replace(fleet, prefill=prefill, pull_s_per_token=fleet.pull_s_per_token * (SLOWNESS if link else 1)),
         PolicySpec.parse("kv_aware").make(rng=Random(seed)),
         queue=True,
         no_admission=True,
-        apart=rule,
+        apart=name,
         seed=seed,
         token_gaps=gaps,
     )
@@ -103,9 +106,10 @@ def as_markdown(rows: Rows, command: str) -> str:
 
     lines = [
         "# Prefill apart from decode", "",
-        f"`{command}`. {ENGINES} simulated engines behind the router queue; a pull at {TOKENS_PER_S:,.0f} tokens/s and "
-        f"{1000 * LATENCY_S:g} ms. `8` are engines that do both, `2+6` two that prefill for six. Within limits: the "
-        f"first token in {LIMITS.ttft_s:g} s, and {1000 * LIMITS.tpot_s:g} ms a token.",
+        f"`{command}`. {ENGINES} simulated engines behind the router queue; a pull at {PULLS_PER_S:,.0f} tokens/s and "
+        f"{1000 * LATENCY_S:g} ms, at a {SLOWNESS}th of that where it says `slow`. `8` are engines that do both, `2+6` "
+        f"two that prefill for six. Within limits: the first token in {LIMITS.ttft_s:g} s, and "
+        f"{1000 * LIMITS.tpot_s:g} ms a token.",
     ]  # fmt: skip
     figures = (
         ("ttft_mean_s", "mean TTFT, ms", 1000),
@@ -136,12 +140,12 @@ def as_markdown(rows: Rows, command: str) -> str:
     for figure, name, _ in figures[:2]:
         ratios = []
         for load in LOADS:
-            for prefill in (0, 2, 4):
-                row = [f"{_name(prefill, 'chosen')}, load {load}"]
+            for prefill, link in ((0, ""), (2, ""), (4, ""), (2, ", slow"), (4, ", slow")):
+                row = [f"{_name(prefill, 'chosen')}{link}, load {load}"]
                 for trace in traces:
-                    rules = ("never", "always") if prefill else ("never",)
+                    rules = ("never", f"always{link}") if prefill else ("never",)
                     best = min(value(trace, load, (prefill, rule), figure) for rule in rules)
-                    ratio = value(trace, load, (prefill, "chosen"), figure) / best
+                    ratio = value(trace, load, (prefill, f"chosen{link}"), figure) / best
                     row.append(f"**{ratio:.2f}**" if ratio <= 1.05 else f"{ratio:.2f}")
                 ratios.append(row)
         lines += table([name.partition(",")[0], *traces], ratios)

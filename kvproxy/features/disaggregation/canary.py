@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvproxy.base.errors import ClientError, UpstreamError
-from kvproxy.base.types import Headers, RequestKind
+from kvproxy.base.types import Clock, Headers, RequestKind
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.cache.clients.vllm import VllmClient
@@ -28,6 +28,7 @@ _LARGEST = 10_000
 _PATH = b"/v1/completions"
 #: Share of the prompt that must have been pulled.
 _PULLED = 0.5
+_LEAST_S = 0.000_001  # of a token's pull
 _JSON: Headers = [(b"content-type", b"application/json")]
 
 
@@ -36,6 +37,7 @@ class Verdict(NamedTuple):
 
     state: PairState | None
     why: str = ""
+    s_per_token: float | None = None  # of a pull, where a pair is good and its legs go one after the other
 
 
 class _Choice(msgspec.Struct):
@@ -58,11 +60,14 @@ class CanaryFailed(Exception):
 class Canary:
     """Examines pairs with one connector. `timeout_s` bounds each request."""
 
-    def __init__(self, connector: KvConnector, *, pool: UpstreamPool, rng: Random, timeout_s: float) -> None:
+    def __init__(
+        self, connector: KvConnector, *, pool: UpstreamPool, rng: Random, timeout_s: float, clock: Clock
+    ) -> None:
         self._connector = connector
         self._pool = pool
         self._rng = rng
         self._timeout_s = timeout_s
+        self._clock = clock
 
     async def examine(
         self, prefill: Engine, decode: Engine, clients: tuple[VllmClient, VllmClient], model: str
@@ -75,6 +80,8 @@ class Canary:
             different = ""
             for _ in range(2):  # greedy answers may part by the size of a batch, seldom twice
                 verdict = await self._compare(prefill, decode, clients[1], model)
+                if verdict.state is PairState.GOOD:
+                    return verdict._replace(s_per_token=await self._measure_pull(prefill, decode, model))
                 if verdict.state is not PairState.WRONG:
                     return verdict
                 different = verdict.why
@@ -83,9 +90,7 @@ class Canary:
             return Verdict(None, f"{type(error).__name__}: {error}")
 
     async def _compare(self, prefill: Engine, decode: Engine, client: VllmClient, model: str) -> Verdict:
-        prompt = " ".join(str(self._rng.randrange(_LARGEST)) for _ in range(_NUMBERS))
-        asked = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        body = msgspec.json.encode({"model": model, **asked} if model else asked)
+        body = self._make_body(model, tokens=TOKENS)
         before = await self._count_pulled(client)
         separated = await self._ask_separated(prefill, decode, body)
         after = await self._count_pulled(client)
@@ -103,6 +108,26 @@ class Canary:
             return Verdict(PairState.NO_EFFECT, why)
         return Verdict(PairState.GOOD)
 
+    async def _measure_pull(self, prefill: Engine, decode: Engine, model: str) -> float | None:
+        """Return the time to pull a token: a first token with a pull, less one of the same prompt that the decoder then
+        holds. The pair has pulled before, so its handshake is over."""
+        if self._connector.at_once or not self._connector.sends_prefill:
+            return None
+        body = self._make_body(model, tokens=1)
+        terms = await self._prefill(prefill, body)
+        began = self._clock()
+        pulled = await self._ask(decode, body, terms)
+        held_at = self._clock()
+        await self._ask(decode, body)
+        pull_s = (held_at - began) - (self._clock() - held_at)
+        return max(_LEAST_S, pull_s / max(1, pulled.usage.prompt_tokens))
+
+    def _make_body(self, model: str, *, tokens: int) -> bytes:
+        """Return a request with a prompt of its own."""
+        prompt = " ".join(str(self._rng.randrange(_LARGEST)) for _ in range(_NUMBERS))
+        asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return msgspec.json.encode({"model": model, **asked} if model else asked)
+
     async def _block_tokens(self, client: VllmClient) -> int:
         """Return the tokens of the engine's KV blocks; 0: not reported."""
         if not self._connector.counts_pulls:
@@ -117,17 +142,26 @@ class Canary:
 
     async def _ask_separated(self, prefill: Engine, decode: Engine, body: bytes) -> _Completion:
         connector = self._connector
-        names = read_body(body, RequestKind.COMPLETION)
-        assert names is not None
+        if connector.sends_prefill and not connector.at_once:
+            return await self._ask(decode, body, await self._prefill(prefill, body))
         terms = connector.begin(prefill)
         if not connector.sends_prefill:
             return await self._ask(decode, body, terms)
-        first = encode({**_short(connector, names), **terms.prefill})
-        if connector.at_once:
-            _, answer = await asyncio.gather(self._send(prefill, first), self._ask(decode, body, terms))
-            return answer
-        member = connector.read_member(await self._send(prefill, first), prefill)
-        return await self._ask(decode, body, terms._replace(decode=member))
+        first = self._make_first(body, terms)
+        _, answer = await asyncio.gather(self._send(prefill, first), self._ask(decode, body, terms))
+        return answer
+
+    async def _prefill(self, prefill: Engine, body: bytes) -> LegTerms:
+        """Return the terms of the decode leg, once the prompt is prefilled."""
+        terms = self._connector.begin(prefill)
+        answer = await self._send(prefill, self._make_first(body, terms))
+        return terms._replace(decode=self._connector.read_member(answer, prefill))
+
+    def _make_first(self, body: bytes, terms: LegTerms) -> bytes:
+        """Return the body of the prefill leg."""
+        names = read_body(body, RequestKind.COMPLETION)
+        assert names is not None
+        return encode({**_short(self._connector, names), **terms.prefill})
 
     async def _ask(self, engine: Engine, body: bytes, terms: LegTerms = LegTerms({})) -> _Completion:
         answer = await self._send(engine, b"{" + terms.decode + body[1:], *terms.fields)

@@ -43,7 +43,7 @@ class PairsCheck(ClusterCheck):
     """16 greedy tokens, separated and at the decoder alone."""
 
     name = "disaggregation"
-    calls = 8 * MAX_PAIRS
+    calls = 11 * MAX_PAIRS
 
     async def collect_findings(self) -> Sequence[Finding]:
         engines = self.engines
@@ -58,14 +58,16 @@ class PairsCheck(ClusterCheck):
 
     async def _examine(self, pool: UpstreamPool, prefill: EngineFacts, decode: EngineFacts) -> Finding:
         settings = part_of(self.deployment.config.clusters[self.cluster], DisaggregationPlace).disaggregation
-        connector = CONNECTORS[settings.connector](settings.bootstrap_port, self.deployment.tools.rng)
-        canary = Canary(connector, pool=pool, rng=self.deployment.tools.rng, timeout_s=_TIMEOUT_S)
+        tools = self.deployment.tools
+        connector = CONNECTORS[settings.connector](settings.bootstrap_port, tools.rng)
+        canary = Canary(connector, pool=pool, rng=tools.rng, timeout_s=_TIMEOUT_S, clock=tools.clock)
         models = await decode.list_models()
         model = models[0].id if models else ""
         verdict = await canary.examine(_visit(prefill), _visit(decode), (prefill.vllm, decode.vllm), model)
         what = f"prefill at {prefill.endpoint.id} for {decode.endpoint.id}"
         if verdict.state is PairState.GOOD:
-            return ok(self.where, f"{what} gives the same tokens as {decode.endpoint.id} alone")
+            link = f"; {1000 * verdict.s_per_token:.3g} ms to pull a token" if verdict.s_per_token else ""
+            return ok(self.where, f"{what} gives the same tokens as {decode.endpoint.id} alone{link}")
         found = await find_connector(prefill)
         if found not in (None, settings.connector):
             what = f"{what} does not work by {settings.connector.value}: the engine's connector is {found.value}"

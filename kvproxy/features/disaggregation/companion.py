@@ -93,7 +93,7 @@ class CanaryService(Companion):
         connector = state.connector
         if connector is None:
             return
-        canary = Canary(connector, pool=self._pool, rng=state.tools.rng, timeout_s=TIMEOUT_S)
+        canary = Canary(connector, pool=self._pool, rng=state.tools.rng, timeout_s=TIMEOUT_S, clock=self._clock)
         clients = self._engines.client(pair.prefill.engine), self._engines.client(pair.decode.engine)
         verdict = await canary.examine(pair.prefill, pair.decode, clients, pair.model)
         state.metrics.canaries.labels(state.cluster.name, _RESULTS[verdict.state]).inc()
@@ -105,6 +105,7 @@ class CanaryService(Companion):
             settle(pair, PairState.UNPROVEN, verdict.why, next_at=now + RETRY_S)
         else:
             settle(pair, verdict.state, verdict.why, next_at=now + state.settings.canary)
+            pair.s_per_token = verdict.s_per_token or pair.s_per_token
 
 
 def _meet(state: Disaggregated, now: float) -> None:

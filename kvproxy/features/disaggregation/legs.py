@@ -25,7 +25,7 @@ from kvproxy.features.disaggregation.feature import ERROR, FAILED, LOCAL, PULLED
 from kvproxy.features.disaggregation.handle import Handle, HandleRefused
 from kvproxy.features.disaggregation.metrics import DisaggregationMetrics
 from kvproxy.features.disaggregation.pairs import Pairs
-from kvproxy.features.disaggregation.plan import PullPrice, split_of_pulled, wait_before
+from kvproxy.features.disaggregation.plan import Plan, split_of_pulled
 from kvproxy.proxy.forward.answer import read_short
 from kvproxy.proxy.forward.engine_request import Answer, EngineRequest
 
@@ -48,7 +48,6 @@ class Splitting:
     connector: KvConnector
     settings: DisaggregationSettings
     pairs: Pairs
-    price: PullPrice
     metrics: DisaggregationMetrics
     tasks: TaskSet
     clock: Clock
@@ -65,7 +64,14 @@ class TwoLegs:
     request."""
 
     def __init__(
-        self, shared: Splitting, request: EngineRequest, pick: Pick, *, names: Names, legs: Legs, others: list[Endpoint]
+        self,
+        shared: Splitting,
+        request: EngineRequest,
+        pick: Pick,
+        *,
+        names: Names,
+        legs: Legs,
+        others: list[Plan[Endpoint]],
     ) -> None:
         """`others` prefill if the first endpoint fails, the cheapest first."""
         self._shared = shared
@@ -78,12 +84,14 @@ class TwoLegs:
         own = pick.reservation
         self._local = PromptSplit(own.uncached_tokens, own.cached_tokens, own.lower, own.features[3])
         self._prefill: Pick | None = None
+        self._pull_s = 0.0
         self._beside: asyncio.Task[None] | None = None  # the prefill leg of a connector that needs both at once
         self._sent: asyncio.Task[Answer] | None = None  # the decode leg
         self._elsewhere = False  # after the failure of a prefill beside it another endpoint may prefill
 
-    def reserve(self, endpoint: Endpoint) -> None:
+    def reserve(self, plan: Plan[Endpoint]) -> None:
         """Count the prefill in at its endpoint, and out at the decoder."""
+        endpoint = plan.prefill
         now = self._shared.clock()
         made = self._pick.decision
         cluster = self._shared.cluster
@@ -95,6 +103,7 @@ class TwoLegs:
             cluster.screening.invalidate(endpoint)
         self._legs.prefill = endpoint.id
         self._legs.prefills += 1
+        self._pull_s = plan.pull_s
         self._count_as_pulled()
 
     async def run(self) -> Answer:
@@ -245,10 +254,6 @@ class TwoLegs:
         except HandleRefused:
             return await self._compute_here(LOCAL)
         self._count_as_pulled()
-        began = shared.clock()
-        speeds = shared.cluster.speeds
-        if speeds is not None:  # the decoder is free then
-            began += wait_before(self._pick.reservation, self._pick.endpoint, speeds, began)
         self._sent = sent = asyncio.ensure_future(self._request.ask_whole(self._pick, member))
         answer = await self._await_decode(sent)
         if answer is None:
@@ -267,19 +272,16 @@ class TwoLegs:
                 return await self._compute_here(REFUSED)
             self._legs.result = FAILED
         elif status < 400:
-            self._note_pulled(shared.clock() - began)
+            self._note_pulled()
         else:
             self._legs.result = ERROR
         return response, status, first
 
-    def _note_pulled(self, took_s: float) -> None:
+    def _note_pulled(self) -> None:
         shared = self._shared
-        tokens = self._legs.tokens
         self._legs.result = PULLED
         self._request.exchange.outcome.prefill_endpoint = self._legs.prefill
-        shared.metrics.tokens.labels(shared.cluster.name).inc(tokens)
-        if not self._pick.reservation.hidden:  # else the first byte is that of the whole answer
-            shared.price.observe(tokens, took_s)
+        shared.metrics.tokens.labels(shared.cluster.name).inc(self._legs.tokens)
 
     async def _await_decode(self, sent: asyncio.Task[Answer]) -> Answer | None:
         """Wait for the decode leg within its limit; None: its prefill failed beside it."""
@@ -324,7 +326,7 @@ class TwoLegs:
         """Count the prompt at the decoder as one that it pulls; no speed of prefills is learned from that."""
         facts = self._pick.decision.request.facts
         self._pick.reservation.known = False
-        self._count_at_decoder(split_of_pulled(facts, self._pick.endpoint, self._shared.price))
+        self._count_at_decoder(split_of_pulled(facts, self._pull_s))
 
     def _count_at_decoder(self, split: PromptSplit) -> None:
         self._pick.endpoint.load.begin(self._pick.reservation, split, self._shared.clock())

@@ -16,6 +16,8 @@ log = logging.getLogger("kvproxy.disaggregation")
 #: Pause before a pair whose canary could not be sent is tried again.
 RETRY_S = 5.0
 MAX_PAIRS = 4096
+#: Seconds to pull a token by a pair that was not measured: 6 GB/s where a token's KV is 128 KiB.
+_PULL_S = 0.000_02
 
 
 class PairState(StrEnum):
@@ -42,6 +44,7 @@ class Pair:
     state: PairState = PairState.UNPROVEN
     why: str = ""
     due_at: float = -math.inf  # of its next canary
+    s_per_token: float = _PULL_S  # of a pull, as its canary measures it
 
 
 class Pairs:
@@ -66,6 +69,11 @@ class Pairs:
         """Return whether the pair was found bad."""
         pair = self._known.get((prefill, decode))
         return pair is not None and pair.state in OUT
+
+    def s_per_token(self, prefill: Endpoint, decode: Endpoint) -> float:
+        """Return the time of a pull by the pair."""
+        pair = self._known.get((prefill, decode))
+        return _PULL_S if pair is None else pair.s_per_token
 
     def find_due(self, now: float) -> Pair | None:
         """Return the pair whose canary is due for longest."""

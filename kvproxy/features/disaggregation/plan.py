@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -16,29 +16,11 @@ from kvproxy.cluster.settings import EndpointRole
 
 #: Latency of a second request and of the handshake between the engines.
 LATENCY_S = 0.005
-#: Seconds to pull a token before the first pull: 6 GB/s where a token's KV is 128 KiB; and the least that is learned.
-_PRIOR_S = 0.000_02
-_LEAST_S = 0.000_001
-#: Steps of the price after a pull that took longer than expected, or not: a quarter of all pulls are faster than it.
-_UP = 1.1
-_DOWN = 0.7
 
 
-class PullPrice:
-    """Seconds to pull a token's KV, learned from the first tokens of decoders: of the fast ones, since what came to a
-    decoder meanwhile makes others late."""
-
-    def __init__(self) -> None:
-        self.s_per_token = _PRIOR_S
-
-    def observe(self, tokens: int, took_s: float) -> None:
-        """Learn from a decoder's first token, `took_s` after the decoder was to be free."""
-        late = took_s > self.pull_s(tokens)
-        self.s_per_token = max(_LEAST_S, self.s_per_token * (_UP if late else _DOWN))
-
-    def pull_s(self, tokens: int) -> float:
-        """Return the expected time to pull so many."""
-        return tokens * self.s_per_token + LATENCY_S
+def pull_s(tokens: int, s_per_token: float) -> float:
+    """Return the expected time to pull so many."""
+    return tokens * s_per_token + LATENCY_S
 
 
 class RoledEndpoint(Candidate, Protocol):
@@ -57,6 +39,7 @@ class Plan(Generic[EndpointT]):
 
     prefill: EndpointT
     pulled_tokens: int
+    pull_s: float
     expected_s: float
     local_s: float
 
@@ -70,27 +53,28 @@ def choose_plan(
     *,
     stall: float,
     decode_wait_s: float,
-    price: PullPrice,
+    s_per_token: Callable[[EndpointT], float],
     all_requests: bool = False,
 ) -> Sequence[Plan[EndpointT]]:
     """Return the prefills elsewhere that give the first token earlier than the decoder alone, the earliest first; with
     `all_requests` those that give it later, too.
 
     `stall` is the policy's price of a prefill that delays what decodes beside it, `decode_wait_s` the wait for the
-    decoder without this request. Without learned speeds the least busy endpoint prefills.
+    decoder without this request, `s_per_token` the time of a pull from each. Without learned speeds the least busy
+    endpoint prefills.
     """
     missing = facts.prompt_tokens - facts.matched_tokens(decode.id)
     if speeds is None:
         idlest = sorted(prefillers, key=lambda one: one.load.in_flight)
-        return [Plan(one, missing, 0.0, 0.0) for one in idlest]
+        return [Plan(one, missing, 0.0, 0.0, 0.0) for one in idlest]
     local_s = decode_wait_s + compute_s(facts, decode, speeds, now, stall=stall)
-    transfer_s = price.pull_s(missing)
     plans = []
     for one in prefillers:
         prefilled_s = wait_s(one, speeds, now) + compute_s(facts, one, speeds, now, stall=stall)
+        transfer_s = pull_s(missing, s_per_token(one))
         expected_s = max(prefilled_s, decode_wait_s) + transfer_s
         if all_requests or expected_s < local_s:
-            plans.append(Plan(one, missing, expected_s, local_s))
+            plans.append(Plan(one, missing, transfer_s, expected_s, local_s))
     return sorted(plans, key=lambda plan: plan.expected_s)
 
 
@@ -107,7 +91,6 @@ def compute_s(facts: OverlapFacts, endpoint: RoledEndpoint, speeds: SpeedModel, 
     return own * (speeds.slowness(endpoint.id, now) + stall * max(0, min(MAX_STALLED, decoding)))
 
 
-def split_of_pulled(facts: OverlapFacts, decode: Candidate, price: PullPrice) -> PromptSplit:
-    """Return the work that the decoder has with a prompt that it pulls."""
-    missing = facts.prompt_tokens - facts.matched_tokens(decode.id)
-    return PromptSplit(0, facts.prompt_tokens, onboarding_s=price.pull_s(missing))
+def split_of_pulled(facts: OverlapFacts, pulled_s: float) -> PromptSplit:
+    """Return the work that the decoder has with a prompt that it pulls in this time."""
+    return PromptSplit(0, facts.prompt_tokens, onboarding_s=pulled_s)

@@ -56,14 +56,12 @@ class Splitter:
             connector,
             state.settings,
             state.pairs,
-            state.price,
             state.metrics,
             state.tasks,
             state.tools.clock,
         )
-        others = [plan.prefill for plan in plans[1:]]
-        two = TwoLegs(shared, request, pick, names=names, legs=legs, others=others)
-        two.reserve(best.prefill)
+        two = TwoLegs(shared, request, pick, names=names, legs=legs, others=list(plans[1:]))
+        two.reserve(best)
         return two.run()
 
     def list_plans(
@@ -103,7 +101,7 @@ class Splitter:
             now,
             stall=stall,
             decode_wait_s=waits_s,
-            price=self._state.price,
+            s_per_token=lambda one: pairs.s_per_token(one, decode),
             all_requests=all_requests,
         )
 

@@ -15,7 +15,6 @@ from kvproxy.features.disaggregation.connectors.base import KvConnector
 from kvproxy.features.disaggregation.feature import Connector, DisaggregationPlace, DisaggregationSettings
 from kvproxy.features.disaggregation.metrics import DisaggregationMetrics
 from kvproxy.features.disaggregation.pairs import Pairs
-from kvproxy.features.disaggregation.plan import PullPrice
 
 
 class Disaggregated(ClusterObserver):
@@ -25,7 +24,6 @@ class Disaggregated(ClusterObserver):
         self.cluster = cluster
         self.tools = tools
         self.pairs = Pairs()
-        self.price = PullPrice()
         self.metrics = tools.metrics.group(DisaggregationMetrics)
         #: Owner of prefill legs that go on beside the decoder's; None: the proxy is not entered yet.
         self.tasks: TaskSet | None = None

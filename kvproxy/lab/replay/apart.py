@@ -21,9 +21,6 @@ from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint, Virtu
 from kvproxy.lab.replay.virtual_time import VirtualTime
 from kvproxy.lab.simulator.engine_io import SimRequest
 
-#: Of a pull: a link of 12.5 GB/s, where a token's KV is 128 KiB.
-TOKENS_PER_S = 12.5e9 / 131_072
-LATENCY_S = 0.005
 #: The rule of the proxy: by the expected first token.
 CHOSEN = "chosen"
 
@@ -31,38 +28,30 @@ CHOSEN = "chosen"
 Rule = Callable[["ApartTime", Placement, OverlapFacts, float], SimEndpoint | None]
 
 
-class ApartRouter(VirtualRouter):
-    """A router that learns from first tokens how long pulls take, as the proxy does."""
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        from kvproxy.features.disaggregation.plan import PullPrice  # the feature may be left out
-
-        super().__init__(*args, **more)
-        self.price = PullPrice()
-        self.pulling: dict[str, tuple[float, int]] = {}  # when its decoder is to be free, and its tokens
-
-    def first_token(self, placement: Placement, now: float) -> None:
-        super().first_token(placement, now)
-        pulled = self.pulling.pop(placement.request.name, None)
-        if pulled is not None:
-            free_at, tokens = pulled
-            self.price.observe(tokens, now - free_at)
-
-
 class ApartTime(VirtualTime):
-    """Requests whose prompts `rule` sends to one of `prefillers` are prefilled there first."""
+    """Requests whose prompts `rule` sends to one of `prefillers` are prefilled there first. The router knows the time
+    of a pull, as if by canaries."""
 
-    def __init__(self, *args: Any, rule: Rule, prefillers: Sequence[SimEndpoint], policy: Policy, **more: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        rule: Rule,
+        prefillers: Sequence[SimEndpoint],
+        policy: Policy,
+        pull_s_per_token: float,
+        **more: Any,
+    ) -> None:
         from kvproxy.features.disaggregation import plan
         from kvproxy.features.disaggregation.feature import DisaggregationSettings
 
         super().__init__(*args, **more)
-        assert isinstance(self._router, ApartRouter)
         self.plan = plan
         self.min_tokens = DisaggregationSettings().min_tokens
-        self.router: ApartRouter = self._router
+        assert isinstance(self._router, VirtualRouter)
+        self.router = self._router
         self.prefillers = prefillers
         self.speeds = policy.speeds
+        self.pull_s_per_token = pull_s_per_token
         self._rule = rule
         self._waiting: dict[str, tuple[Placement, OverlapFacts]] = {}  # by the name of the prefill leg
         self._prefills: dict[str, ReplayOutcome] = {}  # that ended, by the name of the request
@@ -123,9 +112,7 @@ class ApartTime(VirtualTime):
         self._router.finished(placement, now)
         decode, facts = waiting
         self._prefills[decode.request.name] = placement.request.outcome
-        missing = facts.prompt_tokens - facts.matched_tokens(decode.endpoint.id)
-        self.router.pulling[decode.request.name] = now + self.wait_before(decode, now), missing
-        self._push(now + LATENCY_S + missing / TOKENS_PER_S, self._pulled, (decode, facts))
+        self._push(now + self._find_pull_s(decode, facts), self._pulled, (decode, facts))
 
     def _pulled(self, pulled: tuple[Placement, OverlapFacts], now: float) -> None:
         placement, facts = pulled
@@ -133,9 +120,13 @@ class ApartTime(VirtualTime):
         self._count_as_pulled(placement, facts, now)
         super()._submit(placement, now)
 
+    def _find_pull_s(self, placement: Placement, facts: OverlapFacts) -> float:
+        missing = facts.prompt_tokens - facts.matched_tokens(placement.endpoint.id)
+        return self.plan.pull_s(missing, self.pull_s_per_token)
+
     def _count_as_pulled(self, placement: Placement, facts: OverlapFacts, now: float) -> None:
         placement.reservation.known = False
-        split = self.plan.split_of_pulled(facts, placement.endpoint, self.router.price)
+        split = self.plan.split_of_pulled(facts, self._find_pull_s(placement, facts))
         placement.endpoint.load.begin(placement.reservation, split, now)
 
 
@@ -152,7 +143,7 @@ def choose(time: ApartTime, placement: Placement, facts: OverlapFacts, now: floa
         now,
         stall=CostWeights().stall,
         decode_wait_s=time.wait_before(placement, now),
-        price=time.router.price,
+        s_per_token=lambda one: time.pull_s_per_token,
     )
     return plans[0].prefill if plans else None
 
@@ -188,7 +179,10 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def separating(endpoints: Sequence[SimEndpoint], policy: Policy, rule: str) -> Callable[..., ApartTime]:
+def separating(
+    endpoints: Sequence[SimEndpoint], policy: Policy, rule: str, pull_s_per_token: float
+) -> Callable[..., ApartTime]:
     """Return how a run of these endpoints is made; "" is the proxy's rule."""
     prefillers = [one for one in endpoints if one.role is not EndpointRole.DECODE]
-    return partial(ApartTime, rule=RULES[rule or CHOSEN], prefillers=prefillers, policy=policy)
+    rule_of_run = RULES[rule or CHOSEN]
+    return partial(ApartTime, rule=rule_of_run, prefillers=prefillers, policy=policy, pull_s_per_token=pull_s_per_token)

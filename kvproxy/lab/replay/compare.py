@@ -171,7 +171,7 @@ def play_policy(
     blocks = fleet.blocks_of(trace)
     endpoints, changes = _make_endpoints(fleet, blocks, pace.duration_s(trace))
     transfers = SimTransfers(fleet.link, block_size=blocks.size, rng=Random(seed + 4)) if move and fleet.link else None
-    router_type, make_time = _separate(endpoints, policy, apart, router_type, on=fleet.prefill is not None)
+    make_time = VirtualTime if fleet.prefill is None else _separate(endpoints, policy, apart, fleet)
     make_router = _find_rule_router(sessions, trace, fleet) or partial(
         router_type,
         queue=QueueSettings(limit=100_000) if queue else None,
@@ -213,14 +213,12 @@ def _draw(share: float, chance: Random) -> bool:
 
 
 def _separate(
-    endpoints: Sequence[SimEndpoint], policy: Policy, rule: str, router_type: type[VirtualRouter], *, on: bool
-) -> tuple[type[VirtualRouter], Callable[..., VirtualTime]]:
-    """Return the types of router and run, by which prompts may be computed apart."""
-    if not on:
-        return router_type, VirtualTime
-    from kvproxy.lab.replay.apart import ApartRouter, separating  # other replays need no feature
+    endpoints: Sequence[SimEndpoint], policy: Policy, rule: str, fleet: ReplayFleet
+) -> Callable[..., VirtualTime]:
+    """Return how a run is made in which prompts may be computed apart."""
+    from kvproxy.lab.replay.apart import separating  # other replays need no feature
 
-    return ApartRouter, separating(endpoints, policy, rule)
+    return separating(endpoints, policy, rule, fleet.pull_s_per_token)
 
 
 def _fleet_of(fleet: ReplayFleet, *, priority: bool, sessions: str) -> ReplayFleet:

@@ -63,6 +63,7 @@ class ReplayFleet:
     link: LinkPlan | None = None  # between them
     reports_cached: bool = True  # engines report their cached tokens; else always 0
     prefill: int | None = None  # engines that prefill for the others; 0: all for all; None: prompts stay where they are
+    pull_s_per_token: float = 131_072 / 12.5e9  # a link of 12.5 GB/s, where a token's KV is 128 KiB
 
     def __post_init__(self) -> None:
         there = self.there_at_first()

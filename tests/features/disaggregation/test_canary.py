@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
+import httpx
 import pytest
 
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.cache.clients.vllm import VllmClient
+from kvproxy.features.disaggregation.canary import Canary
+from kvproxy.features.disaggregation.check import VisitedEngine
+from kvproxy.features.disaggregation.connectors.nixl import NixlConnector
 from kvproxy.features.disaggregation.findings import find_pairs_out
 from kvproxy.features.disaggregation.pairs import PairState
-from tests.features.disaggregation.support import Fleet, Separated, separated, text_of, words
+from tests.features.disaggregation.support import Fleet, Separated, running_fleet, separated, text_of, words
 from tests.support.until import until
 
 PROVEN: dict[str, Any] = {"disaggregation": {"canary": 600}}
@@ -134,3 +142,25 @@ async def test_a_sample_waits_for_idle_endpoints() -> None:
             load.release(one, 0.0)
         await two.run_round()
         assert two.found() == {PAIR: PairState.WRONG}
+
+
+async def test_a_canary_measures_the_pull() -> None:
+    """By a prompt that the decoder pulls, and then holds. Plans go by it."""
+    times = iter((10.0, 14.0, 14.5))
+    async with running_fleet("p", "d") as fleet, UpstreamPool() as pool, httpx.AsyncClient() as http:
+        engines = [VisitedEngine(Origin.parse(url), None) for url in fleet.urls.values()]
+        clients = [VllmClient(http, url, timeout_s=60.0) for url in fleet.urls.values()]
+        canary = Canary(NixlConnector(8998, Random(1)), pool=pool, rng=Random(1), timeout_s=60.0, clock=times.__next__)
+        verdict = await canary.examine(engines[0], engines[1], (clients[0], clients[1]), "tiny")
+        assert verdict.state is PairState.GOOD
+        pulled = fleet.side("d").pulled_tokens // 2
+        assert verdict.s_per_token == pytest.approx(3.5 / pulled, rel=0.05)
+
+
+async def test_a_measured_pair_is_planned_by_its_own_link() -> None:
+    async with separated("p", "d", **PROVEN) as two:
+        await until_found(two, PairState.GOOD)
+        (pair,) = two.state.pairs
+        assert pair.s_per_token != 0.000_02
+        assert two.state.pairs.s_per_token(pair.prefill, pair.decode) == pair.s_per_token
+        assert two.state.pairs.s_per_token(pair.decode, pair.prefill) == 0.000_02

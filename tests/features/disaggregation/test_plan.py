@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.costs import wait_s
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.features.disaggregation.plan import Plan, PullPrice, choose_plan, wait_before
+from kvproxy.features.disaggregation.plan import Plan, choose_plan, wait_before
 from tests.cluster.conftest import Bench, MakeCluster, configs
 
 STALL = 0.04
@@ -22,14 +24,27 @@ def fleet(make_cluster: MakeCluster, **roles: str) -> Bench:
 
 
 def plans(
-    bench: Bench, facts: OverlapFacts, speeds: SpeedModel | None, *, wait_s: float = 0.0, price: PullPrice | None = None
+    bench: Bench,
+    facts: OverlapFacts,
+    speeds: SpeedModel | None,
+    *,
+    wait_s: float = 0.0,
+    s_per_token: Mapping[str, float] = {},
 ) -> list[Plan]:
     """Return the plans for a request whose answer `d` gives."""
     now = bench.clock()
     prefillers = bench.cluster.screening.find_prefillers("", now)
-    decode = bench.endpoint("d")
-    price = price or PullPrice()
-    return list(choose_plan(facts, decode, prefillers, speeds, now, stall=STALL, decode_wait_s=wait_s, price=price))
+    found = choose_plan(
+        facts,
+        bench.endpoint("d"),
+        prefillers,
+        speeds,
+        now,
+        stall=STALL,
+        decode_wait_s=wait_s,
+        s_per_token=lambda one: s_per_token.get(one.id, 0.000_02),
+    )
+    return list(found)
 
 
 def decoding(bench: Bench, name: str, count: int) -> None:
@@ -80,46 +95,15 @@ def test_a_backlog_at_the_prefillers_keeps_the_prompt_at_the_decoder(make_cluste
     assert len(plans(bench, OverlapFacts(4000), SpeedModel(), wait_s=30.0)) == 1
 
 
-def test_a_slow_link_is_learned(make_cluster: MakeCluster) -> None:
-    """By first tokens at the decoder; then prompts stay there."""
-    bench = fleet(make_cluster, p="prefill", d="decode")
+def test_over_a_slow_link_prompts_stay(make_cluster: MakeCluster) -> None:
+    """A pull that takes longer than the prefill saves nothing."""
+    bench = fleet(make_cluster, p="prefill", q="prefill", d="decode")
     decoding(bench, "d", 12)
-    price = PullPrice()
     facts = OverlapFacts(4000)
-    assert plans(bench, facts, SpeedModel(), price=price)
-    for _ in range(50):
-        price.observe(4000, 5.0)
-    assert price.s_per_token == pytest.approx(5.0 / 4000, rel=0.35)
-    assert plans(bench, facts, SpeedModel(), price=price) == []
-
-
-def test_one_slow_pull_is_no_slow_link() -> None:
-    """A pause of the machine moves the price by a little."""
-    price = PullPrice()
-    for _ in range(50):
-        price.observe(4000, 0.1)
-    usual = price.s_per_token
-    price.observe(4000, 60.0)
-    assert price.s_per_token < 1.2 * usual
-
-
-def test_a_pull_behind_other_prompts_says_little_of_the_link() -> None:
-    """Two of three first tokens wait for what came to the decoder meanwhile."""
-    price = PullPrice()
-    for _ in range(100):
-        for took_s in (0.1, 2.0, 6.0):
-            price.observe(4000, took_s)
-    assert price.s_per_token < 2 * 0.1 / 4000
-
-
-def test_a_link_that_takes_no_time_can_become_slow() -> None:
-    """The price never comes so near to 0 that it would stay there."""
-    price = PullPrice()
-    for _ in range(1000):
-        price.observe(4000, 0.0)
-    for _ in range(100):
-        price.observe(4000, 5.0)
-    assert price.s_per_token > 0.5 * 5.0 / 4000
+    near, _ = plans(bench, facts, SpeedModel())
+    assert near.pull_s == pytest.approx(0.085)
+    assert plans(bench, facts, SpeedModel(), s_per_token={"p": 0.001, "q": 0.001}) == []
+    assert [one.prefill.id for one in plans(bench, facts, SpeedModel(), s_per_token={"p": 0.001})] == ["q"]
 
 
 def test_the_wait_at_a_decoder_is_that_of_others(make_cluster: MakeCluster) -> None:
