@@ -32,7 +32,8 @@ _RENDER = b"/render"
 _DERENDER = b"/derender"
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _STREAM = ((b"content-type", b"text/event-stream"),)
-_TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=10.0, idle_s=10.0)
+#: Of a trial, for which nothing waits: a busy engine answers late.
+_TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=60.0, idle_s=60.0)
 
 
 class Came(NamedTuple):

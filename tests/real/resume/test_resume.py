@@ -117,7 +117,7 @@ async def test_an_engine_is_killed_under_many_streams(pair: Pair, saw: Saw, grad
     """No answer differs from that of an undisturbed run without an error; with the exact grade none has one."""
     pair.revive()
     asked = bodies(grade, how)
-    limits = httpx.Limits(max_connections=STREAMS + 8)
+    limits = httpx.Limits(max_connections=STREAMS + 8, max_keepalive_connections=0)  # engines reset idle ones
     config: dict[str, Any] = {
         "filters": [{"inference_request": {}}, {"router": {}}],
         "routes": [{"resume": grade}],

@@ -113,7 +113,7 @@ async def test_calls_and_reasoning_go_on(pair: Pair, saw: Saw, how: str) -> None
     }
     undisturbed = [Stream() for _ in bodies]
     streams = [Stream() for _ in bodies]
-    limits = httpx.Limits(max_connections=STREAMS + 8)
+    limits = httpx.Limits(max_connections=STREAMS + 8, max_keepalive_connections=0)  # engines reset idle ones
     async with (
         running_proxy(pair.urls, **config) as proxy,
         httpx.AsyncClient(base_url=proxy.url, limits=limits) as http,
@@ -126,6 +126,7 @@ async def test_calls_and_reasoning_go_on(pair: Pair, saw: Saw, how: str) -> None
         members = proxy.proxy.clusters["default"].members
         members.drain_endpoint(EndpointId("b"))
         await Stream().read(http, bodies[0])  # the proxy finds out that the engine derenders
+        await until(lambda: not any(task.get_name() == "ask about resuming" for task in asyncio.all_tasks()))
         done = asyncio.ensure_future(read_all(http, bodies, streams))
         # By the time that all have begun, the first ones may have ended.
         await until(lambda: sum(one.chunks >= 8 and not one.usage for one in streams) >= STREAMS // 4, within_s=240)
