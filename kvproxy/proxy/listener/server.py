@@ -14,7 +14,6 @@ import select
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -76,9 +75,6 @@ _BACKLOG = 2048
 #: How long connections from before the end are let in: under load more may always come.
 _LAST_ACCEPTS_S = 1.0
 _SAY_AGAIN_S = 60.0
-
-#: In the tables of Linux: the state of a socket that listens.
-_LISTENING = "0A"
 
 
 def require_uvicorn(version: str) -> None:
@@ -318,46 +314,13 @@ async def serve(app: Any, **options: Any) -> AsyncIterator[str]:
         yield server.url
 
 
-def holder_of(port: int, *, proc: Path = Path("/proc")) -> str:
+def holder_of(port: int) -> str:
     """Return the process that listens on a port, for the message when it is taken: `python3 (pid 4711)`, or empty where
-    this user may not see it, and where this is not Linux."""
-    sockets = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
-    if not sockets:
-        return ""
-    for process in proc.iterdir():
-        if process.name.isdigit() and _holds(process, sockets):
-            return f"{_name_of(process)} (pid {process.name})"
+    this user may not see it."""
+    import psutil  # only where a start fails
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr[1:] == (port,) and one.pid is not None:
+                return f"{psutil.Process(one.pid).name()} (pid {one.pid})"
     return ""
-
-
-def _inodes(port: int, proc: Path) -> Iterator[str]:
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = (proc / "net" / table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                yield fields[9]
-
-
-def _holds(process: Path, sockets: set[str]) -> bool:
-    try:
-        return any(_target(file) in sockets for file in (process / "fd").iterdir())
-    except OSError:
-        return False
-
-
-def _target(file: Path) -> str:
-    try:
-        return os.readlink(file)
-    except OSError:
-        return ""
-
-
-def _name_of(process: Path) -> str:
-    try:
-        return (process / "comm").read_text().strip()
-    except OSError:
-        return "a process"
