@@ -27,7 +27,7 @@ from kvproxy.cache.metrics_scraper import MetricsScraper
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.kv_event_streams import EventStreams
 from kvproxy.cache.overlap.sources import OverlapSources
-from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.settings import MAX_CONNECTIONS, KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 
@@ -68,7 +68,7 @@ class KvCache:
         #: Whether finished requests cause actions besides learning, KV events apart.
         self._acts = bool(settings.lmcache_endpoint) or needs.uses
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
-        self.pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
+        self.pool = UpstreamPool(max_connections=MAX_CONNECTIONS, clock=clock)
         self.engines = self._make_engines(features)
         self.breakers = OperationBreakers(settings.circuit_breaker, clock=clock, metrics=metrics)
         self.overlap = OverlapSources(

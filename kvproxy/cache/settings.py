@@ -142,6 +142,10 @@ class LookupRetrySettings(Model):
     """Longest pause between attempts."""
 
 
+#: Connections to LMCache, and as many to the engine that tokenizes.
+MAX_CONNECTIONS = 64
+
+
 class KvCacheSettings(Model):
     """Settings of `kvcache`: which endpoint holds most of the prompt already, and what keeps it there."""
 
@@ -150,6 +154,7 @@ class KvCacheSettings(Model):
         "background": "1,024 jobs may wait, 4 run at once, each for 10 s at most",
         "hot_max_keys": "the uses of 100,000 prefixes are counted",
         "hot_max_records": "300 uses of a prefix are remembered",
+        "max_connections": "64 connections lead to `lmcache_endpoint`, and as many to `vllm_endpoint`",
     }
 
     enabled: bool = True
@@ -188,8 +193,6 @@ class KvCacheSettings(Model):
     """Where older engines publish them."""
     hot_window: Duration = 300.0
     """How far back uses of a prefix count."""
-    max_connections: int = Field(default=64, ge=1)
-    """Connections to `lmcache_endpoint`, and as many to `vllm_endpoint`."""
     token_cache: TokenCacheSettings = TokenCacheSettings()
     """Token memory."""
     tokenize: TokenizeSettings = TokenizeSettings()

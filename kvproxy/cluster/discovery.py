@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 #: A source that takes longer to answer is polled again later.
 POLL_TIMEOUT_S = 10.0
+#: Interval of looks at a file of endpoints.
+_FILE_INTERVAL_S = 2.0
 #: Pause before a watched source that failed at once is tried again.
 _FOLLOW_AGAIN_S = 5.0
 #: Of very many endpoints, the share that comes, changes or leaves in one turn of the event loop.
@@ -60,7 +62,7 @@ def sources_of(
     rng = rng or Random()
     sources: list[Source] = []
     if file is not None:
-        sources.append(Source("file", FileDiscovery(file.path, credentials=file.credentials), file.interval))
+        sources.append(Source("file", FileDiscovery(file.path, credentials=file.credentials), _FILE_INTERVAL_S))
     if dns is not None:
         sources.append(Source("dns", DnsDiscovery(dns), dns.interval))
     for feature in installed(ClusterFeature):

@@ -22,7 +22,7 @@ from kvproxy.cluster.metrics import RoutingMetrics
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.admission import Admission, RoomWait
 from kvproxy.cluster.routing.costs import least_own_s, own_s, wait_s
-from kvproxy.cluster.routing.fair_queue import FairQueue, LeastWait, QueueSettings
+from kvproxy.cluster.routing.fair_queue import ADMIT_BELOW_S, FairQueue, LeastWait, QueueSettings
 from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
@@ -143,10 +143,9 @@ class RouterQueue:
         speeds = self._speeds
         if decision.request.waits_for_room or queue.waiting > queue.waiting_for_room:
             return False
-        room_s = queue.settings.admit_below_s
-        if wait_s(decision.endpoint, speeds, now) < room_s:
+        if wait_s(decision.endpoint, speeds, now) < ADMIT_BELOW_S:
             return True
-        return any(wait_s(one, speeds, now) < room_s for one in decision.candidates)
+        return any(wait_s(one, speeds, now) < ADMIT_BELOW_S for one in decision.candidates)
 
     async def wait(
         self,
@@ -395,4 +394,4 @@ class RouterQueue:
 
 
 def _bounds(settings: RouterQueueSettings) -> QueueSettings:
-    return QueueSettings(settings.limit, settings.admit_below, settings.ageing, settings.max_wait)
+    return QueueSettings(settings.limit, settings.max_wait)

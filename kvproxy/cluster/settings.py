@@ -23,10 +23,10 @@ from kvproxy.base.settings.model import (
 class FileDiscoverySettings(Model):
     """Endpoints from a YAML or JSON file (a list of endpoints), watched for changes."""
 
+    retired = {"interval": "the file is looked at every two seconds"}
+
     path: str
     """The file. With `credentials` `${VAR}` and `${VAR:-default}` in its values are replaced as they are here."""
-    interval: Duration = 2.0
-    """How often it is looked at."""
     credentials: bool = False
     """Its endpoints may name files, environment variables and credentials (`api_key`, `ca_file`, `${VAR}`). Off:
     one that does is left out, since whoever writes the file would read the proxy's files by it."""
@@ -291,15 +291,16 @@ class RouterQueueSettings(Model):
     """Holding requests at the proxy while all endpoints that serve their model have enough to prefill, so that short
     ones may overtake."""
 
+    retired = {
+        "admit_below": "no request waits while an endpoint has less than 0.3 s of prefill pending",
+        "ageing": "a second of waiting outweighs 0.3 s of own prefill",
+    }
+
     enabled: bool | Literal["auto"] = True
     """`auto`, the default without a `queue`: on with kv_aware, and no request is refused by it. `queue: {}` keeps to
     `limit` and, with `discovery`, waits for a first endpoint; also for least_ttft. `false`: none waits."""
     limit: int = Field(default=1024, ge=1, le=100_000)
     """Requests held; further ones get 429 with `retry-after`, or with `auto` go to their endpoint at once."""
-    admit_below: Duration = 0.3
-    """While an endpoint has less prefill pending no request for its model waits."""
-    ageing: float = Field(default=0.3, ge=0, le=10)
-    """Seconds of own prefill that one second of waiting outweighs; in engines that take a `priority` too."""
     max_wait: Duration = 540.0
     """Then a request goes out, whatever is pending at the endpoints. A bound for clients that would give up, not a part
     of the order: such a request overtakes more urgent ones."""
@@ -316,7 +317,7 @@ class ClusterSettings(Model):
     policy: PolicyName = PolicyName.KV_AWARE
     """How an endpoint is chosen."""
     client_policies: tuple[PolicyName, ...] = ()
-    """Policies a client may ask for instead, in the router's `policy_header`; empty: none may. The cluster's own may
+    """Policies a client may ask for instead, in `x-kvproxy-policy`; empty: none may. The cluster's own may
     always be named then."""
     parameters: PolicyParameters = PolicyParameters()
     """Weights of the policies, where the defaults do not fit."""

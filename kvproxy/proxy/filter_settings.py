@@ -59,10 +59,10 @@ class CachedTokens(StrEnum):
 class RouterSettings(Model):
     """Settings of `router`."""
 
+    retired = {"policy_header": "it is `x-kvproxy-policy`"}
+
     debug_header: HeaderName = "x-kvproxy-debug"
     """A request that carries it gets `x-kvproxy-decision`; empty: no request does."""
-    policy_header: HeaderName = Field(default="x-kvproxy-policy", min_length=1)
-    """Names the balancing policy for one request, in clusters with `client_policies`. Never sent to an engine."""
     paths: PathList = ()
     """Paths clients may ask for besides inference, `/v1/models` and tokenizing; one that ends in `/` opens all below
     it. `all` opens every path of every engine, also those that load adapters, clear caches or stop it."""

@@ -24,6 +24,8 @@ from kvproxy.proxy.request.prompt_length import estimate_length
 
 NO_ENDPOINTS: frozenset[EndpointId] = frozenset()
 
+#: Header that names the policy for one request, in clusters with `client_policies`. Never sent to an engine.
+POLICY_HEADER = b"x-kvproxy-policy"
 #: Largest priority that a header may request; the least is its negative.
 MAX_PRIORITY = 100
 _SHOWN_CHARS = 64  # of a name that a client chose
@@ -175,12 +177,10 @@ def priority_of(headers: Headers, name: bytes) -> int:
         return 0
 
 
-def chosen_policy(headers: Headers, name: bytes, cluster: Cluster) -> str:
-    """Return the policy that header `name` asks for; "" without the header.
-
-    Raises LocalReply if this cluster does not offer it.
-    """
-    asked = next((value for header, value in headers if header == name), b"").decode("latin-1").strip()
+def chosen_policy(headers: Headers, cluster: Cluster) -> str:
+    """Return the policy that the client asks for; "" without the header. Raises LocalReply if this cluster does not
+    offer it."""
+    asked = next((value for header, value in headers if header == POLICY_HEADER), b"").decode("latin-1").strip()
     if not asked:
         return ""
     named = cluster.policies.named

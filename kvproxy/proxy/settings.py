@@ -69,7 +69,10 @@ class PoolSettings(Model):
 class RetrySettings(Model):
     """Trying another endpoint, only before the first byte went to the client."""
 
-    retired = {"max_backoff": "no pause between attempts is longer than a second"}
+    retired = {
+        "backoff": "pauses begin at 25 ms",
+        "max_backoff": "no pause between attempts is longer than a second",
+    }
 
     attempts: int = Field(default=3, ge=1, le=20)
     """Attempts in all, the first included."""
@@ -78,8 +81,6 @@ class RetrySettings(Model):
     min_per_second: float = Field(default=1.0, ge=0)
     """Retries allowed regardless of the share, so that a quiet proxy may retry too. Nothing is retried while every
     endpoint is out."""
-    backoff: Duration = Field(default=0.025, le=1)
-    """Base of the pause before a retry once every endpoint was tried (full jitter, doubling, at most a second)."""
 
 
 class LogLevel(StrEnum):

@@ -304,9 +304,9 @@ async def test_dns_asks_the_system_by_default() -> None:
 def test_sources_follow_the_configuration() -> None:
     """Each with its interval."""
     settings = DiscoverySettings(
-        file=FileDiscoverySettings(path="x", interval=3), dns=DnsDiscoverySettings(host="h", port=1, interval=7)
+        file=FileDiscoverySettings(path="x"), dns=DnsDiscoverySettings(host="h", port=1, interval=7)
     )
-    assert [(source.name, source.interval_s) for source in sources_of(settings)] == [("file", 3), ("dns", 7)]
+    assert [(source.name, source.interval_s) for source in sources_of(settings)] == [("file", 2), ("dns", 7)]
     assert sources_of(DiscoverySettings()) == []
 
 

@@ -299,7 +299,7 @@ async def test_a_cluster_that_is_closed_takes_every_endpoint_along(make_cluster:
     """Static ones, discovered ones and those of an operator, with their metric series; and no source is asked again."""
     file = tmp_path / "endpoints.yaml"
     file.write_text("x: http://127.0.0.1:9\n")
-    bench = make_cluster("a", discovery={"file": {"path": str(file), "interval": 0.05}})
+    bench = make_cluster("a", discovery={"file": {"path": str(file)}})
     async with bench.cluster:
         (added,) = configs("b")
         assert bench.cluster.members.add_endpoint(added)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.cluster.routing.waiting_lines import AGEING
 from tests.docs.blocks import ROOT
 
 MODULES = (
@@ -75,6 +76,7 @@ def _defaults_of(name: str) -> Iterator[tuple[str, Any]]:
 def constants() -> dict[str, Any]:
     """Every number the decision goes by."""
     found = dict(pair for name in MODULES for pair in _numbers_of(name))
+    found["waiting_lines.AGEING"] = AGEING  # the other numbers there are of engine priority
     return found | dict(pair for name in CONSTRUCTED for pair in _defaults_of(name))
 
 

@@ -116,7 +116,7 @@ async def test_a_refused_connection_is_served_elsewhere() -> None:
 async def test_when_every_endpoint_fails_the_engines_own_answer_is_given() -> None:
     """The last 5xx, body and headers, rather than one of ours."""
     engines = [FakeEngine(name, answer_500) for name in "ab"]
-    retry = {"attempts": 3, "backoff": "1ms"}
+    retry = {"attempts": 3}
     async with (
         serve(engines[0]) as a,
         serve(engines[1]) as b,
@@ -152,7 +152,7 @@ async def test_the_engines_answer_stands_when_no_other_is_left_to_ask() -> None:
         drain[0]()
         await answer_500(engine, call, send)
 
-    retry = {"attempts": 2, "backoff": "1ms"}
+    retry = {"attempts": 2}
     async with (
         serve(FakeEngine("a", fail_at_the_end)) as url,
         running_proxy({"a": url}, retry=retry) as proxy,

@@ -29,7 +29,7 @@ async def test_requests_wait_overtake_and_are_refused() -> None:
         await answer_ok(engine, call, send)
 
     engine = FakeEngine("a", busy)
-    queue: dict[str, Any] = {"limit": 2, "max_wait": "100s", "ageing": 0}
+    queue: dict[str, Any] = {"limit": 2, "max_wait": "100s"}
     one_by_one: dict[str, Any] = {"pool": {"max_connections": 1}, "timeouts": {"connect": "60s"}}
     async with (
         serve(engine) as url,

@@ -20,20 +20,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from kvproxy.cluster.routing.waiting_lines import AGEING, LEVEL_S, HasRoom, ItemT, Ticket, WaitingLines, urgency_s
+from kvproxy.cluster.routing.waiting_lines import LEVEL_S, HasRoom, ItemT, Ticket, WaitingLines, urgency_s
 
 #: Least seconds of prefill pending in any candidate endpoint of a model; 0 if there is none, since a request must not
 #: wait for that.
 LeastWait = Callable[[str], float]
 
+#: An endpoint with less pending prefill, in seconds, has capacity.
+ADMIT_BELOW_S = 0.3
+
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """Bounds and order of the router queue."""
+    """Bounds of the router queue."""
 
     limit: int = 1024  # requests held; further ones are refused
-    admit_below_s: float = 0.3  # an endpoint with less pending prefill has capacity
-    ageing: float = AGEING  # seconds of own work that one second of waiting outweighs
     max_wait_s: float = 540.0  # upper bound on the wait, whatever is pending at the endpoints
 
 
@@ -41,7 +42,7 @@ class FairQueue(Generic[ItemT]):
     """Releases, among the tenants whose requests may go, from the one granted the least work over its weight so far;
     within a tenant the most urgent (waiting_lines.py).
 
-    No request goes before another of its tenant, model and level that came more than its own work over `ageing`
+    No request goes before another of its tenant, model and level that came more than its own work over AGEING
     earlier: what a request waits is bounded by the work that came until then. A poll looks at one request for each
     model and tenant; all else is O(log waiting).
     """
@@ -95,7 +96,9 @@ class FairQueue(Generic[ItemT]):
             insort(self._arrivals, ticket, key=lambda one: one.queued_at)
         else:
             self._arrivals.append(ticket)
-        self._push(ticket)
+        # own - AGEING * (now - queued_at) orders like own + AGEING * queued_at: no urgency changes while it waits
+        line_s = own_s if has_room is None else 0.0
+        self._lines.add(ticket, urgency_s(line_s, came_at, class_s=ticket.class_s))
         return ticket
 
     def poll(self, least_wait_s: LeastWait, now: float) -> Ticket[ItemT] | None:
@@ -103,8 +106,7 @@ class FairQueue(Generic[ItemT]):
         oldest = self._oldest()
         if oldest is not None and now - oldest.queued_at >= self.settings.max_wait_s:
             return self._take(oldest)
-        below_s = self.settings.admit_below_s
-        heads = [head for head in self._lines.heads() if least_wait_s(head[2].model) < below_s]
+        heads = [head for head in self._lines.heads() if least_wait_s(head[2].model) < ADMIT_BELOW_S]
         heads.sort(key=lambda head: (self._granted_s[head[2].tenant], head[:2]))
         for _, _, ticket in heads:
             if ticket.has_room is None or ticket.has_room(now):
@@ -124,7 +126,7 @@ class FairQueue(Generic[ItemT]):
             return None
         at = oldest.queued_at + self.settings.max_wait_s
         for _, _, ticket in self._lines.heads():
-            over_s = least_wait_s(ticket.model) - self.settings.admit_below_s
+            over_s = least_wait_s(ticket.model) - ADMIT_BELOW_S
             for_turn = ticket.has_room is None or over_s >= 0.0
             at = min(at, now + max(0.0, over_s) if for_turn else room_at)
         return at
@@ -140,26 +142,14 @@ class FairQueue(Generic[ItemT]):
         return 1.0 if oldest is None else max(1.0, oldest.queued_at + self.settings.max_wait_s - now)
 
     def reconfigure(self, settings: QueueSettings) -> None:
-        """Other bounds and another order from now on. Requests that wait stay, also beyond a smaller limit."""
+        """Other bounds from now on. Requests that wait stay, also beyond a smaller limit."""
         # Kept over a reload: waiting requests hold tickets, and tenants keep what they were granted.
-        ageing = self.settings.ageing
         self.settings = settings
-        if settings.ageing != ageing:
-            self._lines.clear()
-            for ticket in self._arrivals:
-                if not ticket.released:
-                    self._push(ticket)
 
     def _oldest(self) -> Ticket[ItemT] | None:
         while self._arrivals and self._arrivals[0].released:
             self._arrivals.popleft()
         return self._arrivals[0] if self._arrivals else None
-
-    def _push(self, ticket: Ticket[ItemT]) -> None:
-        # own - ageing * (now - queued_at) orders like own + ageing * queued_at: no urgency changes while it waits
-        ageing = self.settings.ageing
-        own_s = ticket.own_s if ticket.has_room is None else 0.0
-        self._lines.add(ticket, urgency_s(own_s, ticket.queued_at, ageing=ageing, class_s=ticket.class_s))
 
     def _take(self, ticket: Ticket[ItemT]) -> Ticket[ItemT]:
         granted_s = self._granted_s[ticket.tenant]

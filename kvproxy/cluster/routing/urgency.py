@@ -17,11 +17,9 @@ class UrgencyScale:
     def __init__(
         self,
         *,
-        ageing: Callable[[], float],
         speeds: Callable[[], SpeedModel | None],
         wall_clock: Clock = utc_seconds,
     ) -> None:
-        self._ageing = ageing
         self._speeds = speeds
         self._wall_clock = wall_clock
         self._turns = TenantTurns()
@@ -50,4 +48,4 @@ class UrgencyScale:
             class_s -= self._turns.behind_s(tenant, endpoints, now)
             self._turns.grant_work(tenant, own, now)
         arrived = self._wall_clock() - EPOCH_S - (now - received_at)
-        return urgency_s(own, arrived, slowness=slowness, ageing=self._ageing(), class_s=class_s)
+        return urgency_s(own, arrived, slowness=slowness, class_s=class_s)

@@ -1,8 +1,8 @@
 """In which order requests wait, at the router and in an engine: the one scale of urgency, and lines by tenant.
 
 Least goes first. Own work counts in seconds, so that short prompts overtake long ones (that shortens the mean wait
-most), and each second of waiting outweighs `ageing` seconds of it, so that no prompt waits for ever: only those go past
-a request that are shorter by more than `ageing` times what they came later. As a number that is fixed at arrival it
+most), and each second of waiting outweighs AGEING seconds of it, so that no prompt waits for ever: only those go past
+a request that are shorter by more than AGEING times what they came later. As a number that is fixed at arrival it
 needs no keeping up, and every router, restart and engine that is given it agrees on the order. Pure.
 """
 
@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 #: Seconds of own work that one second of waiting outweighs.
 AGEING = 0.3
 
-#: Seconds that one level of a client's priority is worth: at the default ageing, ten seconds of waiting.
+#: Seconds that one level of a client's priority is worth: ten seconds of waiting.
 LEVEL_S = 3.0
 
 #: Half-life of the work granted to a tenant.
@@ -34,12 +34,10 @@ _FORGOTTEN_S = 0.001
 EPOCH_S = 1_767_225_600.0
 
 
-def urgency_s(
-    own_s: float, now: float, *, slowness: float = 1.0, ageing: float = AGEING, class_s: float = 0.0
-) -> float:
+def urgency_s(own_s: float, now: float, *, slowness: float = 1.0, class_s: float = 0.0) -> float:
     """Where a request that came at `now` stands: `own_s` pooled seconds of prefill on an endpoint `slowness` times as
     slow as the pool, and `class_s` seconds that its class or tenant puts it ahead by (negative: behind)."""
-    return slowness * own_s + ageing * now - class_s
+    return slowness * own_s + AGEING * now - class_s
 
 
 def engine_priority(urgency: float) -> int:
@@ -125,11 +123,6 @@ class WaitingLines(Generic[ItemT]):
         self._entries += 1
         key = (ticket.model, ticket.tenant, ticket.has_room is not None)
         heapq.heappush(self._lines.setdefault(key, []), (urgency, self._number, ticket))
-
-    def clear(self) -> None:
-        """Empty every line."""
-        self._lines.clear()
-        self._entries = 0
 
     def heads(self) -> Sequence[Entry[ItemT]]:
         """Return the most urgent request of each line. Lines that are empty by now are forgotten."""

@@ -201,11 +201,7 @@ class ClusterPriority(ClusterObserver):
     def __init__(self, cluster: ObservedCluster, tools: ClusterTools) -> None:
         self._cluster = cluster
         self._tools = tools
-        self._scale = UrgencyScale(
-            ageing=lambda: cluster.settings.queue.ageing,
-            speeds=lambda: cluster.speeds,
-            wall_clock=tools.wall_clock,
-        )
+        self._scale = UrgencyScale(speeds=lambda: cluster.speeds, wall_clock=tools.wall_clock)
 
     @property
     def addition(self) -> ClusterPriority | None:

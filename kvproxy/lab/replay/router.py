@@ -14,12 +14,12 @@ from kvproxy.cluster.routing import selector
 from kvproxy.cluster.routing.admission import Admission, RoomWait, Stay
 from kvproxy.cluster.routing.costs import least_own_s, wait_s
 from kvproxy.cluster.routing.engine_samples import NOTHING_READ, EndedWork, Reading
-from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
+from kvproxy.cluster.routing.fair_queue import ADMIT_BELOW_S, FairQueue, QueueSettings
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState, Reservation, count_live_blocks
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.urgency import UrgencyScale
-from kvproxy.cluster.routing.waiting_lines import AGEING, EPOCH_S, engine_priority
+from kvproxy.cluster.routing.waiting_lines import EPOCH_S, engine_priority
 from kvproxy.cluster.settings import EndpointRole
 from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.trace import Turn
@@ -116,13 +116,7 @@ class VirtualRouter:
         self._speeds = policy.speeds if queue is not None else None
         self._now = 0.0
         self._priority = (
-            UrgencyScale(
-                ageing=lambda: AGEING,
-                speeds=lambda: policy.speeds,
-                wall_clock=lambda: EPOCH_S + self._now,
-            )
-            if priority
-            else None
+            UrgencyScale(speeds=lambda: policy.speeds, wall_clock=lambda: EPOCH_S + self._now) if priority else None
         )
         self._reports_cached = reports_cached
         self._transfers = transfers
@@ -148,7 +142,7 @@ class VirtualRouter:
         return (
             decision.request.waits_for_room
             or queue.waiting > queue.waiting_for_room
-            or self._least_wait_s(now) >= queue.settings.admit_below_s
+            or self._least_wait_s(now) >= ADMIT_BELOW_S
         )
 
     def _offer(self, request: LiveRequest, decision: Decision[SimEndpoint], now: float) -> bool:

@@ -12,6 +12,7 @@ from kvproxy.base.installed import installed
 from kvproxy.base.tls.files import read_expiry
 from kvproxy.base.tls.watch import describe_expiry
 from kvproxy.base.types import Clock
+from kvproxy.cache.settings import MAX_CONNECTIONS
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.deployment import Deployment
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning
@@ -100,7 +101,7 @@ class LimitsCheck:
         deployment = self.deployment
         needed = config.limits.connections + len(deployment.engines) * config.pool.max_connections + _OTHER_FILES
         if deployment.kvcache is not None and deployment.kvcache.lmcache_endpoint:
-            needed += 2 * deployment.kvcache.max_connections
+            needed += 2 * MAX_CONNECTIONS
         allowed = deployment.open_files
         if allowed in (resource.RLIM_INFINITY, -1) or allowed >= needed:
             return [ok(self.where, "open files suffice for every configured connection")]

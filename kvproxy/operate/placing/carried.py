@@ -27,7 +27,7 @@ from kvproxy.operate.placing.external import (
     shed_reply,
 )
 from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations
-from kvproxy.proxy.filter_settings import InferenceRequestSettings, RouterSettings
+from kvproxy.proxy.filter_settings import InferenceRequestSettings
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import needs_facts, prefers, use_facts
 from kvproxy.proxy.forward.answer import verdict_on
@@ -56,7 +56,7 @@ class Placer:
         self.pace = asyncio.Lock()
         self._routes: Routes | None = None
         self.sessions = SessionHeaders()
-        self.policy_header = b""  # b"": no cluster lets clients choose
+        self.offers_policies = False  # some cluster lets clients choose
         self.observers: tuple[RequestObserver, ...] = ()
         self.hooks: frozenset[str] = frozenset()
         self.clients = ClientCounts(target.metrics)
@@ -76,9 +76,7 @@ class Placer:
         self._routes = target.routes
         config = target.config
         settings = next((spec.settings for spec in config.filters if spec.name == "inference_request"), None)
-        router = next((spec.settings for spec in config.filters if isinstance(spec.settings, RouterSettings)), None)
-        offers = router is not None and any(one.client_policies for one in config.clusters.values())
-        self.policy_header = router.policy_header.lower().encode() if router is not None and offers else b""
+        self.offers_policies = any(one.client_policies for one in config.clusters.values())
         name = settings.session_header if isinstance(settings, InferenceRequestSettings) else ""
         self.sessions = SessionHeaders(name)
         counted = RouteMetrics(target.metrics, clusters=target.clusters, routes=config.routes)
@@ -156,8 +154,8 @@ class CarriedRequest:
         if target is None:
             raise LocalReply(404, "unknown_model" if model else "no_route", "No route leads there.")
         exchange.outcome.cluster = target.cluster.name
-        if placer.policy_header:
-            exchange.policy = chosen_policy(self._headers, placer.policy_header, target.cluster)
+        if placer.offers_policies:
+            exchange.policy = chosen_policy(self._headers, target.cluster)
         for guard in placer.target.guards:
             await guard.examine(exchange, self.path, self._headers, body)
         await self._know(target)

@@ -44,7 +44,7 @@ from kvproxy.proxy.forward.models import ModelList, ServedModels
 from kvproxy.proxy.forward.public import PublicPaths, PublicSide
 from kvproxy.proxy.forward.relay import DisconnectWatcher, new_arming
 from kvproxy.proxy.forward.request_body import RequestBody, Uploads
-from kvproxy.proxy.placement import chosen_policy
+from kvproxy.proxy.placement import POLICY_HEADER, chosen_policy
 from kvproxy.proxy.request.body import LONG_BYTES, ClientLeft
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import LocalReply, error_event, refuse
@@ -67,7 +67,7 @@ class RouterParts:
     uploads: Uploads
     debug_header: bytes
     trust_clients: bool = False
-    policy_header: bytes = b""  # b"": no cluster lets clients choose
+    offers_policies: bool = False  # some cluster lets clients choose
     observers: Sequence[RequestObserver] = ()
 
 
@@ -78,10 +78,9 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
     metrics = context.metrics
     retry = config.retry
     request_id = next((spec.settings for spec in config.filters if spec.name == "request_id"), None)
-    policy_header = settings.policy_header.lower().encode()
     id_header = request_id.header if isinstance(request_id, RequestIdSettings) else RequestIdSettings().header
     headers = RequestHeaders(
-        request_id_header=id_header.lower().encode(), dropped=[policy_header], own=_preference_headers(config)
+        request_id_header=id_header.lower().encode(), dropped=[POLICY_HEADER], own=_preference_headers(config)
     )
     models = ModelList(
         tuple(services.clusters.values()),
@@ -118,7 +117,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
             ),
             debug_header=settings.debug_header.lower().encode(),
             trust_clients=settings.trust_clients,
-            policy_header=policy_header if any(one.client_policies for one in config.clusters.values()) else b"",
+            offers_policies=any(one.client_policies for one in config.clusters.values()),
             observers=context.observers,
         )
     )
@@ -285,8 +284,8 @@ class RouterFilter:
             raise LocalReply(404, "no_route", "No route leads there.")
         exchange.outcome.cluster = target.cluster.name
         exchange.addition = target.cluster.addition
-        if parts.policy_header:
-            exchange.policy = chosen_policy(scope["headers"], parts.policy_header, target.cluster)
+        if parts.offers_policies:
+            exchange.policy = chosen_policy(scope["headers"], target.cluster)
         return target
 
     async def _make_ready(self, body: RequestBody, exchange: Exchange, target: RouteTarget, received: Headers) -> None:

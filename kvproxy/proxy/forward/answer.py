@@ -26,7 +26,8 @@ _NO_MODEL = re.compile(
 NOT_IMPLEMENTED = 501
 #: Longest wait for such a body.
 _ERROR_BODY_S = 1.0
-#: Longest pause before a retry once every endpoint was tried.
+#: Base and longest of the pauses before a retry once every endpoint was tried (full jitter, doubling).
+BACKOFF_S = 0.025
 MAX_BACKOFF_S = 1.0
 
 
@@ -108,5 +109,4 @@ class RetryState:
             return None
         self._tried.clear()
         self._rounds += 1
-        retry = self._retry
-        return full_jitter_s(self._rounds, base_s=retry.backoff, max_s=MAX_BACKOFF_S, rng=self._rng)
+        return full_jitter_s(self._rounds, base_s=BACKOFF_S, max_s=MAX_BACKOFF_S, rng=self._rng)

@@ -224,7 +224,7 @@ async def test_lookups_under_way_are_bounded() -> None:
     async def never(_: dict[str, Any]) -> None:
         await asyncio.Event().wait()
 
-    limits = {"lookup_routing_timeout": 0, "max_connections": 4, "request_timeout": 3600}
+    limits = {"lookup_routing_timeout": 0, "request_timeout": 3600}
     async with world({"a": engine()}, Fake({"/lookup": never}), **limits) as service:
         for number in range(MAX_LOOKUPS + 3):
             await service.ask(completion(list(range(number, number + 300))))

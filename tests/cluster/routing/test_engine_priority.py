@@ -16,13 +16,8 @@ def test_the_shorter_of_two_that_came_together_goes_first() -> None:
 
 @pytest.mark.parametrize(("later_s", "overtakes"), [(1.0, True), (9.9, True), (10.1, False)])
 def test_a_later_one_overtakes_only_as_much_as_it_is_shorter(later_s: float, overtakes: bool) -> None:
-    """Three seconds less work are worth ten seconds of waiting, at the default ageing."""
+    """Three seconds less work are worth ten seconds of waiting."""
     assert (urgency_s(0.1, 100.0 + later_s) < urgency_s(3.1, 100.0)) is overtakes
-
-
-def test_without_ageing_only_work_counts() -> None:
-    """An operator may give arrival no weight."""
-    assert urgency_s(1.0, 500.0, ageing=0.0) == urgency_s(1.0, 0.0, ageing=0.0)
 
 
 def test_work_counts_at_the_endpoints_own_speed() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.cluster.routing.waiting_lines import LEVEL_S, Ticket
+from kvproxy.cluster.routing.waiting_lines import AGEING, LEVEL_S, Ticket
 
 BUSY = 5.0
 
@@ -93,10 +93,10 @@ def test_tenants_take_turns_over_all_models() -> None:
 
 
 def test_nothing_starves() -> None:
-    """A long request among an endless flow of short ones: only those that came less than own work / ageing seconds
+    """A long request among an endless flow of short ones: only those that came less than own work / AGEING seconds
     after it go before it."""
-    ageing, own_s = 0.3, 6.0
-    world = World(QueueSettings(ageing=ageing, max_wait_s=10_000.0))
+    own_s = 6.0
+    world = World(QueueSettings(max_wait_s=10_000.0))
     world.hold("long", own_s)
     before, now = 0, 0.0
     while True:
@@ -106,7 +106,7 @@ def test_nothing_starves() -> None:
         if world.poll(now) == "long":
             break
         now += 0.1
-    came_until = own_s / ageing
+    came_until = own_s / AGEING
     assert now == pytest.approx(came_until * 2, rel=0.05)  # so long takes what came until then
     assert world.drained(now)[0] == f"{round(came_until * 20)}"
 
@@ -283,13 +283,12 @@ def test_the_oldest_wait_is_known() -> None:
     assert world.queue.oldest_wait_s(5.0) == 2.0
 
 
-def test_other_settings_reorder_those_that_wait() -> None:
-    """As if they had come under the new ageing; a smaller limit drops no request."""
-    world = World(QueueSettings(ageing=0.0, limit=3))
+def test_a_smaller_limit_drops_none_that_waits() -> None:
+    """Only further ones are refused."""
+    world = World(QueueSettings(limit=3))
     for item, own_s, now in (("long", 3.2, 0.0), ("late", 0.1, 10.0), ("later", 0.3, 10.5)):
         world.hold(item, own_s, now)
-    world.poll(10.5, BUSY)
-    world.queue.reconfigure(QueueSettings(ageing=0.3, limit=1))
+    world.queue.reconfigure(QueueSettings(limit=1))
     assert world.queue.offer("refused", 0.1, 10.5) is None
     assert world.drained(11.0, 0.0) == ["late", "long", "later"]
 

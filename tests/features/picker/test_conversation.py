@@ -247,7 +247,7 @@ async def test_a_body_that_does_not_arrive_is_not_waited_for() -> None:
 
 async def test_the_router_queue_holds_a_request_until_its_turn() -> None:
     """Envoy waits as our own clients would; a stream that ends while it waits leaves nothing behind."""
-    queue = {"admit_below": "1ms", "max_wait": "60s"}
+    queue = {"max_wait": "60s"}
     async with running_picker(endpoints={"a": f"http://{A}"}, queue=queue) as picker:
         first = picker.ask(response_mode=BodyMode.STREAMED)
         await first.pick(chat("word " * 20_000, stream=True))

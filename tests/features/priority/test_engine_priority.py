@@ -112,7 +112,7 @@ def test_a_refusal_stands_until_the_engine_restarts() -> None:
 def test_the_urgency_is_prefill_arrival_and_class() -> None:
     """At the learned speed, of what is not cached there; it came before the proxy's clock says now."""
     speeds = SpeedModel()
-    told = UrgencyScale(ageing=lambda: 0.5, speeds=lambda: speeds, wall_clock=lambda: EPOCH_S + 2000.0)
+    told = UrgencyScale(speeds=lambda: speeds, wall_clock=lambda: EPOCH_S + 2000.0)
     facts = OverlapFacts(8000, {A: Overlap(6000)})
 
     def urgency(**fields: object) -> float:
@@ -120,14 +120,14 @@ def test_the_urgency_is_prefill_arrival_and_class() -> None:
 
     request_s, token_s, attention_s, _ = speeds.seconds
     own_s = request_s + 2000 * (token_s + attention_s * (6000 + 1000))
-    assert urgency() == pytest.approx(1000.0 + own_s)
-    assert urgency(received_at=490.0) == pytest.approx(1000.0 - 5.0 + own_s)
-    assert urgency(level=2) == pytest.approx(1000.0 + own_s - 2 * LEVEL_S)
+    assert urgency() == pytest.approx(600.0 + own_s)
+    assert urgency(received_at=490.0) == pytest.approx(600.0 - 3.0 + own_s)
+    assert urgency(level=2) == pytest.approx(600.0 + own_s - 2 * LEVEL_S)
 
 
 def test_without_learned_speeds_arrival_and_class_are_left() -> None:
     """A policy that learns none is refused at the start; a reload may still leave a moment without."""
-    told = UrgencyScale(ageing=lambda: 0.3, speeds=lambda: None, wall_clock=lambda: EPOCH_S + 10.0)
+    told = UrgencyScale(speeds=lambda: None, wall_clock=lambda: EPOCH_S + 10.0)
     assert told.urgency_s(OverlapFacts(8000), A, received_at=0.0, now=0.0) == pytest.approx(3.0)
 
 

@@ -43,11 +43,11 @@ class Longest(random.Random):
 
 def test_the_pauses_between_rounds_double_up_to_their_bound() -> None:
     """A round is over once all endpoints were tried; then all are eligible again."""
-    attempts = RetryState(RetrySettings(backoff=0.2), rng=Longest())
+    attempts = RetryState(RetrySettings(), rng=Longest())
     assert attempts.next_round() is None
     pauses = []
-    for _ in range(4):
+    for _ in range(8):
         attempts.count_failure(cast("Endpoint", Fake("a", None)))
         pauses.append(attempts.next_round())
         assert attempts.excluded == set()
-    assert pauses == [0.2, 0.4, 0.8, 1.0]
+    assert pauses == [0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]

@@ -181,7 +181,7 @@ async def test_kv_is_copied_while_a_request_waits(tiers: Tiers, directory: LMCac
     body = chat(MID.name, text(600, seed="queued"))
     tokens = await left_on_disk(tiers, directory, body)
     settings = with_kvcache(**tiers.kvcache, transfers={"on_demand": True, "min_tokens": 512, "timeout": "10s"})
-    queue = {"admit_below": "1ms"}
+    queue: dict[str, Any] = {}
     async with running_proxy(tiers.endpoints[1:], filters=settings, policy="kv_aware", queue=queue) as proxy:
         await ask(proxy.client, chat(MID.name, text(600, seed="a first prompt, from which speeds are learned")))
         long = asyncio.create_task(ask(proxy.client, chat(MID.name, text(2500, seed="at work"))))
