@@ -155,7 +155,7 @@ def _remember(proxies: list[Proxy], bodies: dict[str, list[bytes]], controller: 
             overlap = kvcache_of(proxy).overlap
             (local,) = overlap.indexes.values()
             overlap.tokens.memory.remember(local.prompts.hash_prompt(request, "bench")[1], tokens)
-        controller.controller.workers["a"].admit(tokens)
+        controller.workers["a"].admit(tokens)
 
 
 async def _measure(

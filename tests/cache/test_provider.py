@@ -41,7 +41,7 @@ def coordinator(http: httpx.AsyncClient, place: Place, model: str = "") -> LMCac
 def hold(place: Place, name: str, held: array[int] = PROMPT.tokens) -> None:
     """Store these tokens at the instance."""
     if place.fleet.controller is not None:
-        place.fleet.controller.controller.workers[name].admit(held)
+        place.fleet.controller.workers[name].admit(held)
     if place.fleet.coordinator is not None:
         place.fleet.coordinator.admit(name, held, model_name=PROMPT.model)
 
@@ -60,7 +60,7 @@ async def test_several_holders_are_hints() -> None:
     async with simulated() as place, httpx.AsyncClient() as http:
         assert place.fleet.controller is not None
         hold(place, "b", PROMPT.tokens[:256])
-        a = place.fleet.controller.controller.workers["a"]
+        a = place.fleet.controller.workers["a"]
         a.admit(PROMPT.tokens)
         cpu = a.stores["LocalCPUBackend"]
         cpu.remove([next(iter(cpu._chunks))])
@@ -187,7 +187,7 @@ async def test_a_controller_copies_where_engines_have_p2p() -> None:
         provider = controller(http, place)
         assert await provider.act(ActionKind.TRANSFER, "b", PROMPT, source="a") == Effect(512)
         assert place.fleet.controller is not None
-        assert [place.fleet.controller.controller.workers[name].keys for name in "ab"] == [2, 2]
+        assert [place.fleet.controller.workers[name].keys for name in "ab"] == [2, 2]
         assert await provider.act(ActionKind.TRANSFER, "a", Prefix(tokens(512, start=9), "m"), source="b") == Effect(0)
         with pytest.raises(NotSupported, match="needs the instance"):
             await provider.act(ActionKind.TRANSFER, "b", PROMPT)

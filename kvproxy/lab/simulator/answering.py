@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from kvproxy.lab.simulator.engine_runner import EngineRunner, GenerationGroup
 from kvproxy.lab.simulator.generation import Answer, Delta, GenerationPlan
-from kvproxy.lab.simulator.http_call import EVENT_STREAM, HttpCall, HttpError
+from kvproxy.lab.simulator.json_app import HttpError, encode_json, run_while_connected
 from kvproxy.lab.simulator.kv_event_publisher import KvEventPublisher
 from kvproxy.lab.simulator.tokenizer import Tokenizer
 
@@ -133,45 +136,62 @@ class Serving:
     #: Members of a whole answer that depend on how it went.
     extend: Callable[[Answer], dict[str, Any]] = lambda _: {}
 
-    async def answer(self, call: HttpCall, plan: GenerationPlan, shape: Shape, record: dict[str, Any]) -> None:
-        """Generate and send; `record` gets how it went. A client that leaves frees the engine at once."""
-        try:
-            if not await call.run_while_connected(self._run(call, plan, shape, record)):
-                record["outcome"] = "disconnected"
-        except HttpError:
-            record["outcome"] = "error"
-            raise
+    def answer(self, plan: GenerationPlan, shape: Shape, record: dict[str, Any]) -> ASGIApp:
+        """Return the response, which generates as it is sent; `record` gets how it went. A client that leaves frees the
+        engine at once."""
 
-    async def _run(self, call: HttpCall, plan: GenerationPlan, shape: Shape, record: dict[str, Any]) -> None:
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await run_while_connected(receive, self._run(plan, shape, record, send))
+            except ClientDisconnect:
+                record["outcome"] = "disconnected"
+            except HttpError:
+                record["outcome"] = "error"
+                raise
+
+        return respond
+
+    async def _run(self, plan: GenerationPlan, shape: Shape, record: dict[str, Any], send: Send) -> None:
         await self.faults.stall(self.faults.values.stall_head_s)
         with self.runner.run_requests(plan.requests) as group:
             created = int(self.wall_clock())
             answer = Answer(plan, group, tokenizer=self.tokenizer, block_size=self.block_size, created=created)
             if plan.stream:
-                record["outcome"] = await _Stream(self, call, answer, group, shape).run()
+                record["outcome"] = await _Stream(self, answer, group, shape, send).run()
             else:
-                record["outcome"] = await self._whole(call, answer, group, shape)
+                record["outcome"] = await self._whole(answer, group, shape, send)
             record["cached_tokens"] = answer.count_usage().cached_tokens
 
-    async def _whole(self, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> str:
+    async def _whole(self, answer: Answer, group: GenerationGroup, shape: Shape, send: Send) -> str:
         await group.wait_until_ended()
         if group.failed:
             raise self.dead()
         await self.faults.stall(self.faults.values.stall_first_byte_s)
-        await call.reply_json({**shape.build_body(answer), **self.extend(answer)})
+        body = encode_json({**shape.build_body(answer), **self.extend(answer)})
+        await send(make_head("application/json", length=len(body)))
+        await send({"type": "http.response.body", "body": body})
         return "finished"
 
 
-class _Stream:
-    """One streamed answer: the head goes out at once, data when there is some."""
+def make_head(media_type: str, *, length: int | None = None) -> Message:
+    """Return the beginning of a response with status 200."""
+    headers = [(b"content-type", media_type.encode())]
+    if length is not None:
+        headers.append((b"content-length", str(length).encode()))
+    return {"type": "http.response.start", "status": 200, "headers": headers}
 
-    def __init__(self, serving: Serving, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> None:
+
+class _Stream:
+    """One streamed answer: the head goes out at once, data when there is some. Without an end the server breaks the
+    connection."""
+
+    def __init__(self, serving: Serving, answer: Answer, group: GenerationGroup, shape: Shape, send: Send) -> None:
         self._serving = serving
         self._faults = serving.faults
-        self._call = call
         self._answer = answer
         self._group = group
         self._shape = shape
+        self._send = send
         self._chunks = 0
         values = self._faults.values
         take = self._faults.use_up
@@ -182,12 +202,12 @@ class _Stream:
 
     async def run(self) -> str:
         """How it went: finished, cut or error."""
-        await self._call.start_reply(200, EVENT_STREAM)
+        await self._send(make_head("text/event-stream; charset=utf-8"))
         await self._faults.stall(self._faults.values.stall_first_byte_s)
         ended = False
         while not ended:
             if not await self._group.wait_for_change(self._serving.keep_alive_s):
-                await self._call.write_chunk(KEEP_ALIVE)
+                await self._write(KEEP_ALIVE)
                 continue
             ended = self._group.ended
             if self._group.failed:
@@ -197,9 +217,9 @@ class _Stream:
                 outcome = await self._faulted()
                 if outcome is not None:
                     return outcome
-                await self._call.write_chunk(event)
+                await self._write(event)
                 self._chunks += 1
-        await self._call.finish_reply()
+        await self._write(b"", more=False)
         return "finished"
 
     async def _faulted(self) -> str | None:
@@ -214,6 +234,9 @@ class _Stream:
 
     async def _die(self) -> str:
         for event in self._shape.build_error_events(self._serving.dead().body):
-            await self._call.write_chunk(event)
-        await self._call.finish_reply()
+            await self._write(event)
+        await self._write(b"", more=False)
         return "error"
+
+    async def _write(self, data: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvproxy.lab.simulator.generation import Answer, Delta
-from kvproxy.lab.simulator.http_call import encode_json
+from kvproxy.lab.simulator.json_app import encode_json
 from kvproxy.lab.simulator.openai_shapes import DONE
 
 

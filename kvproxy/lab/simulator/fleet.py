@@ -99,7 +99,7 @@ class Fleet:
 
         def offload(prompt: Prefilled) -> None:
             if self.controller is not None:
-                self.controller.controller.workers[name].admit(prompt.token_ids)
+                self.controller.workers[name].admit(prompt.token_ids)
             if self.coordinator is not None:
                 self.coordinator.admit(name, prompt.token_ids, model_name=prompt.model, cache_salt=prompt.cache_salt)
 

@@ -8,8 +8,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from starlette.requests import Request
+
 from kvproxy.base.types import Clock
-from kvproxy.lab.simulator.http_call import detail_error
+from kvproxy.lab.simulator.json_app import detail_error, run_while_connected
 from kvproxy.lab.simulator.tokenizer import hash_blocks
 
 CHUNK_TOKENS = 256
@@ -111,8 +113,6 @@ class WorkerSettings:
     capacity_chunks: int = 4096
     pin_s: float = 300.0
     control_s: float = 0.0
-    ip: str = "127.0.0.1"
-    port: int = 8501
     cachegen: bool = True
     p2p: bool = False
 
@@ -122,13 +122,11 @@ class LmcacheWorker:
 
     def __init__(self, settings: WorkerSettings, *, clock: Clock) -> None:
         self.settings = settings
-        self.registered_at = clock()
         self.stores = {
             location: ChunkStore(settings.capacity_chunks, clock=clock, pin_s=settings.pin_s)
             for location in (CPU, DISK)
         }
         self.dead = False
-        self.control_s = settings.control_s
         self._busy = False
         self._alive = asyncio.Event()
 
@@ -156,16 +154,18 @@ class LmcacheWorker:
         self._alive = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def run_control_call(self) -> AsyncIterator[None]:
-        """One control call. The socket has no lock: a second call at the same time fails, and the first call to a
-        dead worker hangs until it is back, while every later one fails (also when the first caller gave up)."""
+    async def run_control_call(self, request: Request) -> AsyncIterator[None]:
+        """One control call for a client. The socket has no lock: a second call at the same time fails, and the first
+        call to a dead worker hangs until it is back, while every later one fails (also when the first caller gave
+        up)."""
         if self._busy:
             raise detail_error(500, WRONG_STATE)
         self._busy = True
         if self.dead:
-            await self._alive.wait()
+            await run_while_connected(request.receive, self._alive.wait())
         try:
-            await asyncio.sleep(self.control_s)
+            if self.settings.control_s:
+                await run_while_connected(request.receive, asyncio.sleep(self.settings.control_s))
             yield
         finally:
             self._busy = False

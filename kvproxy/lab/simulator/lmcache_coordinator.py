@@ -10,137 +10,40 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from kvproxy.base.types import Clock
-from kvproxy.lab.simulator.http_call import HttpError, JsonApp, Request, detail_error
-from kvproxy.lab.simulator.lmcache_chunks import CHUNK_TOKENS
-from kvproxy.lab.simulator.lmcache_directory import ChunkKey, Directory, MpServer, make_keys
+from pydantic import BaseModel
+from starlette.requests import Request
 
-_TOKENS = {"model_name": str, "world_size": int, "token_ids?": list, "cache_salt?": str}
+from kvproxy.base.types import Clock
+from kvproxy.lab.simulator.json_app import HttpError, JsonApp, detail_error, parse_body
+from kvproxy.lab.simulator.lmcache_chunks import CHUNK_TOKENS
+from kvproxy.lab.simulator.lmcache_directory import ChunkKey, Directory, MpServer
+from kvproxy.lab.simulator.tokenizer import hash_blocks
+
 _MOST_TOKENS = 1_000_000
 
 
-class CacheActions:
-    """Handlers of `/cache/*`."""
-
-    def __init__(
-        self,
-        directory: Directory,
-        *,
-        rng: random.Random,
-        clock: Clock,
-        kept_prefetches: int,
-        chunk_tokens: int = CHUNK_TOKENS,
-        prefetch_s: float = 0.0,
-    ) -> None:
-        self._directory = directory
-        self._chunk_tokens = chunk_tokens
-        self._rng = rng
-        self._kept_prefetches = kept_prefetches
-        self._pins: Counter[ChunkKey] = Counter()
-        self._clock = clock
-        self._prefetch_s = prefetch_s
-        self._prefetches: dict[tuple[str, str], tuple[float, int, int]] = {}  # end, keys found, keys requested
-
-    @property
-    def pins(self) -> int:
-        """Active pins over all keys."""
-        return sum(self._pins.values())
-
-    async def pin(self, request: Request) -> Any:
-        """Pins are fleet-wide and counted."""
-        body = request.parse_body(_TOKENS)
-        keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
-        self._pins.update(keys)
-        return {"requested": len(keys) // body["world_size"], "affected": len(keys), "status": "pinned"}
-
-    async def unpin(self, request: Request) -> Any:
-        """Take one pin off each key that has one."""
-        body = request.parse_body(_TOKENS)
-        keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
-        held = [key for key in keys if self._pins[key] > 0]
-        self._pins.subtract(held)
-        self._pins = +self._pins
-        return {"requested": len(keys) // body["world_size"], "affected": len(held), "status": "unpinned"}
-
-    async def delete(self, request: Request) -> Any:
-        """Remove a prompt's chunks from one server."""
-        body = request.parse_body({**_TOKENS, "instance_id": str, "tier?": str, "force?": bool})
-        server = self._reachable(body["instance_id"])
-        keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
-        tier = body.get("tier") or "all"
-        pool = self._directory.pool
-        removed = 0 if tier == "l2" else server.remove(keys)
-        if pool is not None and tier != "l1":
-            removed += pool.remove(keys)
-        elif tier == "all":  # without L2 the real coordinator deletes in L1 and then answers so
-            raise detail_error(502, f"instance {server.instance_id} rejected the delete")
-        status = "deleted" if removed else "noop"
-        requested = len(keys) // body["world_size"]
-        return {
-            "instance_id": server.instance_id,
-            "requested": requested,
-            "affected": removed,
-            "skipped": 0,
-            "status": status,
-        }
-
-    async def prefetch(self, request: Request) -> Any:
-        """Copy the beginning of a prompt that one server can read into its memory."""
-        body = request.parse_body({**_TOKENS, "instance_id": str})
-        server = self._reachable(body["instance_id"])
-        keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
-        chunks = len(keys) // body["world_size"]
-        if not chunks:
-            return {"instance_id": server.instance_id, "request_id": "", "chunks": 0, "status": "noop"}
-        found = list(takewhile(lambda key: self._directory.readable(server, key), keys))
-        server.admit(found)
-        request_id = f"{self._rng.getrandbits(128):032x}"
-        if len(self._prefetches) >= self._kept_prefetches:
-            self._prefetches.pop(next(iter(self._prefetches)))
-        over_at = self._clock() + self._prefetch_s
-        self._prefetches[server.instance_id, request_id] = over_at, len(found), len(keys)
-        return {"instance_id": server.instance_id, "request_id": request_id, "chunks": chunks, "status": "submitted"}
-
-    async def prefetch_status(self, request: Request) -> Any:
-        """Return the first poll that sees completion forgets the job."""
-        instance_id = request.path_values["instance_id"]
-        request_id = request.path_values["request_id"]
-        self._reachable(instance_id)
-        job = self._prefetches.get((instance_id, request_id))
-        if job is None:
-            why = "already completed or never submitted"
-            raise detail_error(404, f"unknown prefetch request_id='{request_id}' ({why})")
-        over_at, found, total = job
-        if self._clock() < over_at:
-            return {"request_id": request_id, "status": "pending"}
-        del self._prefetches[instance_id, request_id]
-        return {"request_id": request_id, "status": "completed", "found_keys": found, "total_keys": total}
-
-    def _reachable(self, instance_id: str) -> MpServer:
-        server = self._directory.get(instance_id)
-        if server is None:
-            raise detail_error(404, f"instance {instance_id} is not registered")
-        if server.down:
-            raise detail_error(502, f"instance {instance_id} is unreachable")
-        return server
+class _Tokens(BaseModel):
+    model_name: str
+    world_size: int
+    token_ids: list[int] | None = None
+    cache_salt: str | None = None
 
 
-def parse_keys(body: dict[str, Any], *, chunk_tokens: int = CHUNK_TOKENS) -> list[ChunkKey]:
-    """Return the keys of a body's tokens, or the coordinator's error about them."""
-    tokens = body.get("token_ids") or []
-    if len(tokens) > _MOST_TOKENS:
-        raise detail_error(400, f"token_ids exceeds the cap of {_MOST_TOKENS}")
-    if "@" in body["model_name"]:
-        raise detail_error(400, "model_name must not contain '@'")
-    if tokens and min(tokens) < 0:
-        raise detail_error(500, "Internal Server Error")
-    return make_keys(
-        tokens,
-        model_name=body["model_name"],
-        world_size=body.get("world_size") or 1,
-        cache_salt=body.get("cache_salt") or "",
-        chunk_tokens=chunk_tokens,
-    )
+class _Prefetch(_Tokens):
+    instance_id: str
+
+
+class _Delete(_Prefetch):
+    tier: str | None = None
+    force: bool | None = None
+
+
+class _Lookup(BaseModel):
+    keys: list[Any] | None = None
+    token_ids: list[int] | None = None
+    model_name: str | None = None
+    world_size: int | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +61,7 @@ class CoordinatorSettings:
 
 
 class CoordinatorApp(JsonApp):
-    """Serve it. Engines report what they store through `admit`."""
+    """Serve it. Engines report what they store through `admit`. Pins are fleet-wide and counted."""
 
     def __init__(
         self, settings: CoordinatorSettings, *, clock: Clock = time.monotonic, rng: random.Random | None = None
@@ -166,20 +69,23 @@ class CoordinatorApp(JsonApp):
         super().__init__()
         self._settings = settings
         self._clock = clock
-        self._rng = rng = rng or random.Random()
+        self._rng = rng or random.Random()
         pool = self._server("", capacity_chunks=settings.shared_chunks) if settings.shared_chunks else None
         self.directory = Directory(pool)
-        self._actions = CacheActions(
-            self.directory,
-            rng=rng,
-            clock=clock,
-            kept_prefetches=settings.kept_prefetches,
-            chunk_tokens=settings.chunk_tokens,
-            prefetch_s=settings.prefetch_s,
-        )
+        self._pins: Counter[ChunkKey] = Counter()
+        self._prefetches: dict[tuple[str, str], tuple[float, int, int]] = {}  # end, keys found, keys requested
         for instance_id in settings.instances:
             self.directory.add(self._server(instance_id))
-        self._add_routes()
+        self.answer("POST", "/directory/lookup", self._lookup)
+        self.answer("GET", "/directory/stats", self._stats)
+        self.answer("GET", "/instances", self._list)
+        self.answer("GET", "/instances/usage", self._fleet_usage)
+        self.answer("POST", "/cache/pins", self._pin)
+        self.answer("DELETE", "/cache/pins", self._unpin)
+        self.answer("POST", "/cache/delete", self._delete)
+        self.answer("POST", "/cache/prefetches", self._prefetch)
+        self.answer("GET", "/cache/prefetches/{instance_id}/{request_id}", self._prefetch_status)
+        self.answer("GET", "/sim/state", self._sim_state)
 
     def admit(
         self, instance_id: str, tokens: Sequence[int], *, model_name: str, world_size: int = 1, cache_salt: str = ""
@@ -187,36 +93,82 @@ class CoordinatorApp(JsonApp):
         """Record a prompt stored by an engine behind `instance_id`; an unregistered server is ignored."""
         server = self.directory.get(instance_id)
         if server is not None:
-            size = self._settings.chunk_tokens
-            keys = make_keys(
-                tokens, model_name=model_name, world_size=world_size, cache_salt=cache_salt, chunk_tokens=size
-            )
-            self.directory.store(server, keys)
+            self.directory.store(server, self._make_keys(tokens, model_name, world_size, cache_salt))
 
-    def _add_routes(self) -> None:
-        self.route("GET", "/healthz", self._healthz)
-        self.route("POST", "/directory/lookup", self._lookup)
-        self.route("GET", "/directory/stats", self._stats)
-        self.route("GET", "/instances", self._list)
-        self.route("GET", "/instances/usage", self._fleet_usage)
-        self.route("POST", "/cache/pins", self._actions.pin)
-        self.route("DELETE", "/cache/pins", self._actions.unpin)
-        self.route("POST", "/cache/delete", self._actions.delete)
-        self.route("POST", "/cache/prefetches", self._actions.prefetch)
-        self.route("GET", "/cache/prefetches/{instance_id}/{request_id}", self._actions.prefetch_status)
-        self.route("GET", "/sim/state", self._sim_state)
+    async def _pin(self, request: Request) -> Any:
+        body = await parse_body(request, _Tokens)
+        keys = self._parse_keys(body)
+        self._pins.update(keys)
+        return {"requested": len(keys) // body.world_size, "affected": len(keys), "status": "pinned"}
 
-    async def _healthz(self, _request: Request) -> Any:
-        return {"status": "healthy"}
+    async def _unpin(self, request: Request) -> Any:
+        """Take one pin off each key that has one."""
+        body = await parse_body(request, _Tokens)
+        keys = self._parse_keys(body)
+        held = [key for key in keys if self._pins[key] > 0]
+        self._pins.subtract(held)
+        self._pins = +self._pins
+        return {"requested": len(keys) // body.world_size, "affected": len(held), "status": "unpinned"}
+
+    async def _delete(self, request: Request) -> Any:
+        """Remove a prompt's chunks from one server."""
+        body = await parse_body(request, _Delete)
+        server = self._reachable(body.instance_id)
+        keys = self._parse_keys(body)
+        tier = body.tier or "all"
+        pool = self.directory.pool
+        removed = 0 if tier == "l2" else server.remove(keys)
+        if pool is not None and tier != "l1":
+            removed += pool.remove(keys)
+        elif tier == "all":  # without L2 the real coordinator deletes in L1 and then answers so
+            raise detail_error(502, f"instance {server.instance_id} rejected the delete")
+        return {
+            "instance_id": server.instance_id,
+            "requested": len(keys) // body.world_size,
+            "affected": removed,
+            "skipped": 0,
+            "status": "deleted" if removed else "noop",
+        }
+
+    async def _prefetch(self, request: Request) -> Any:
+        """Copy the beginning of a prompt that one server can read into its memory."""
+        body = await parse_body(request, _Prefetch)
+        server = self._reachable(body.instance_id)
+        keys = self._parse_keys(body)
+        chunks = len(keys) // body.world_size
+        if not chunks:
+            return {"instance_id": server.instance_id, "request_id": "", "chunks": 0, "status": "noop"}
+        found = list(takewhile(lambda key: self.directory.readable(server, key), keys))
+        server.admit(found)
+        request_id = f"{self._rng.getrandbits(128):032x}"
+        if len(self._prefetches) >= self._settings.kept_prefetches:
+            self._prefetches.pop(next(iter(self._prefetches)))
+        over_at = self._clock() + self._settings.prefetch_s
+        self._prefetches[server.instance_id, request_id] = over_at, len(found), len(keys)
+        return {"instance_id": server.instance_id, "request_id": request_id, "chunks": chunks, "status": "submitted"}
+
+    async def _prefetch_status(self, request: Request) -> Any:
+        """Answer; the first poll that sees completion forgets the job."""
+        instance_id = request.path_params["instance_id"]
+        request_id = request.path_params["request_id"]
+        self._reachable(instance_id)
+        job = self._prefetches.get((instance_id, request_id))
+        if job is None:
+            why = "already completed or never submitted"
+            raise detail_error(404, f"unknown prefetch request_id='{request_id}' ({why})")
+        over_at, found, total = job
+        if self._clock() < over_at:
+            return {"request_id": request_id, "status": "pending"}
+        del self._prefetches[instance_id, request_id]
+        return {"request_id": request_id, "status": "completed", "found_keys": found, "total_keys": total}
 
     async def _lookup(self, request: Request) -> Any:
-        body = request.parse_body({"keys?": list, "token_ids?": list, "model_name?": str, "world_size?": int})
-        if body.get("keys") or "token_ids" not in body or not body.get("model_name"):
+        body = await parse_body(request, _Lookup)
+        if body.keys or body.token_ids is None or not body.model_name:
             text = "Value error, supply exactly one of 'keys' or 'token_ids' with 'model_name'"
-            problem = {"type": "value_error", "loc": ["body"], "msg": text, "input": body}
+            problem = {"type": "value_error", "loc": ["body"], "msg": text, "input": body.model_dump()}
             raise HttpError(422, {"detail": [problem]})
-        keys = parse_keys(body, chunk_tokens=self._settings.chunk_tokens)
-        chunks = len(keys) // (body.get("world_size") or 1)
+        keys = self._parse_keys(body)
         results = [
             {
                 "key": key.encode(),
@@ -226,7 +178,7 @@ class CoordinatorApp(JsonApp):
             }
             for key in keys
         ]
-        return {"chunks": chunks, "results": results}
+        return {"chunks": len(keys) // (body.world_size or 1), "results": results}
 
     async def _stats(self, _request: Request) -> Any:
         held = {server.instance_id: len(server.store) for server in self.directory.servers()}
@@ -253,7 +205,35 @@ class CoordinatorApp(JsonApp):
         return {"instances": [_usage(server) for server in self.directory.servers()], "shared_modules": shared}
 
     async def _sim_state(self, _request: Request) -> Any:
-        return {"calls": dict(self.calls), "pins": self._actions.pins}
+        return {"calls": dict(self.calls), "pins": self._pins.total()}
+
+    def _reachable(self, instance_id: str) -> MpServer:
+        server = self.directory.get(instance_id)
+        if server is None:
+            raise detail_error(404, f"instance {instance_id} is not registered")
+        if server.down:
+            raise detail_error(502, f"instance {instance_id} is unreachable")
+        return server
+
+    def _parse_keys(self, body: _Tokens | _Lookup) -> list[ChunkKey]:
+        """Return the keys of a body's tokens, or the coordinator's error about them."""
+        tokens = body.token_ids or []
+        model_name = body.model_name or ""
+        if len(tokens) > _MOST_TOKENS:
+            raise detail_error(400, f"token_ids exceeds the cap of {_MOST_TOKENS}")
+        if "@" in model_name:
+            raise detail_error(400, "model_name must not contain '@'")
+        if tokens and min(tokens) < 0:
+            raise detail_error(500, "Internal Server Error")
+        return self._make_keys(tokens, model_name, body.world_size or 1, body.cache_salt or "")
+
+    def _make_keys(self, tokens: Sequence[int], model_name: str, world_size: int, cache_salt: str) -> list[ChunkKey]:
+        """Return the keys of the full chunks, chunk by chunk and rank by rank."""
+        return [
+            ChunkKey(chunk, model_name, rank, cache_salt)
+            for chunk in hash_blocks(tokens, self._settings.chunk_tokens)
+            for rank in range(world_size)
+        ]
 
     def _server(self, instance_id: str, *, capacity_chunks: int = 0) -> MpServer:
         return MpServer(

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvproxy.base.types import Clock
-from kvproxy.lab.simulator.lmcache_chunks import CHUNK_TOKENS, ChunkStore
-from kvproxy.lab.simulator.tokenizer import hash_blocks
+from kvproxy.lab.simulator.lmcache_chunks import ChunkStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +32,6 @@ class ChunkKey:
             "object_group_id": 0,
             "cache_salt": self.cache_salt,
         }
-
-
-def make_keys(
-    tokens: Sequence[int],
-    *,
-    model_name: str,
-    world_size: int = 1,
-    cache_salt: str = "",
-    chunk_tokens: int = CHUNK_TOKENS,
-) -> list[ChunkKey]:
-    """Return the keys of the full chunks, chunk by chunk and rank by rank."""
-    return [
-        ChunkKey(chunk, model_name, rank, cache_salt)
-        for chunk in hash_blocks(tokens, chunk_tokens)
-        for rank in range(world_size)
-    ]
 
 
 class MpServer:

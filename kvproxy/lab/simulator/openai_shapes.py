@@ -8,7 +8,7 @@ from typing import Any
 
 from kvproxy.lab.simulator.chat_parser import diff_parts, read_parts
 from kvproxy.lab.simulator.generation import Answer, AnswerUsage, Delta
-from kvproxy.lab.simulator.http_call import encode_json
+from kvproxy.lab.simulator.json_app import encode_json
 
 DONE = b"data: [DONE]\n\n"
 

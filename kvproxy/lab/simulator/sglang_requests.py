@@ -13,7 +13,7 @@ import xxhash
 from kvproxy.lab.simulator.as_chat import as_part
 from kvproxy.lab.simulator.engine_io import SimRequest
 from kvproxy.lab.simulator.generation import GenerationPlan
-from kvproxy.lab.simulator.http_call import HttpError
+from kvproxy.lab.simulator.json_app import HttpError
 from kvproxy.lab.simulator.sglang_radix_pages import hash_pages
 from kvproxy.lab.simulator.sglang_settings import SglangSettings
 from kvproxy.lab.simulator.tokenizer import Tokenizer
@@ -66,12 +66,12 @@ def engine_dead() -> SglangError:
 _MESSAGES_ERRORS = {400: "invalid_request_error", 500: "api_error", 503: "overloaded_error"}
 
 
-def messages_error(error: HttpError) -> dict[str, Any]:
+def as_messages_error(error: HttpError) -> HttpError:
     """Return the same in the shape of `/v1/messages`, which reports nothing of what went wrong inside."""
     inside = error.status >= 500
     message = "Internal server error" if inside else error.body["message"]
     kind = _MESSAGES_ERRORS.get(error.status, "api_error") if inside else error.body["type"]
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return HttpError(error.status, {"type": "error", "error": {"type": kind, "message": message}})
 
 
 RANK_HEADER = "x-data-parallel-rank"

@@ -6,14 +6,18 @@ import asyncio
 import json
 import random
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.lab.simulator.answering import FaultError, Faults, Serving, Shape
 from kvproxy.lab.simulator.engine_io import EngineLoad, SimRequest
-from kvproxy.lab.simulator.http_call import HttpApp, HttpCall, HttpError
+from kvproxy.lab.simulator.json_app import Handler, HttpError, JsonApp, detail_error
 from kvproxy.lab.simulator.kv_event_publisher import KvEventPublisher
 from kvproxy.lab.simulator.prompts import Prompts
 from kvproxy.lab.simulator.sglang_engine import HEALTH_CHECK, SglangEngine, SglangMetrics, with_event_ports
@@ -21,10 +25,10 @@ from kvproxy.lab.simulator.sglang_requests import (
     RANK_HEADER,
     SglangError,
     SglangPlanner,
+    as_messages_error,
     engine_dead,
     flatten,
     messages_as_chat,
-    messages_error,
     queue_full,
     read_rank,
 )
@@ -36,10 +40,8 @@ from kvproxy.lab.simulator.vllm_errors import VllmError
 _KEPT_REQUESTS = 256
 _FLUSHED = b"Cache flushed.\nPlease check backend logs for more details.\n"
 
-Handler = Callable[[HttpCall], Awaitable[None]]
 
-
-class SglangApp(HttpApp):
+class SglangApp(JsonApp):
     """Serve it (it is an ASGI app) while it is entered (it is an async context manager). `ranks` are its engines."""
 
     def __init__(
@@ -50,6 +52,7 @@ class SglangApp(HttpApp):
         wall_clock: Callable[[], float] = utc_seconds,
         rng: random.Random | None = None,
     ) -> None:
+        super().__init__()
         self.settings = settings = with_event_ports(settings)
         self._wall_clock = wall_clock
         self._rng = rng or random.Random()
@@ -71,9 +74,9 @@ class SglangApp(HttpApp):
         self._turn = 0  # rank of the next request that names none
         self.parts = [part for engine in self.ranks for part in engine.parts]
         self.faults = Faults()
-        self.calls: Counter[str] = Counter()
         self.requests: deque[dict[str, Any]] = deque(maxlen=_KEPT_REQUESTS)
-        self._routes = self._build_routes()
+        for (method, path), handler in self._build_routes().items():
+            self._add_route(method, path, handler)
 
     @property
     def publisher(self) -> KvEventPublisher | None:
@@ -116,44 +119,39 @@ class SglangApp(HttpApp):
             routes["GET", "/metrics"] = self._answer_metrics
         return routes
 
-    async def answer_call(self, call: HttpCall) -> None:
-        """By method and path."""
-        handler = self._routes.get((call.method, call.path))
-        if handler is None:
-            known = any(path == call.path for _, path in self._routes)
-            self.calls["unknown"] += 1
-            detail, status = ("Method Not Allowed", 405) if known else ("Not Found", 404)
-            await call.reply_json({"detail": detail}, status)
-            return
-        self.calls[f"{call.method} {call.path}"] += 1
-        try:
-            await handler(call)
-        except VllmError as error:  # errors of a prompt that both engines report
-            raise HttpError(error.status, flatten(error.body)) from error
+    def _add_route(self, method: str, path: str, handler: Handler) -> None:
+        async def answer(request: Request) -> Any:
+            try:
+                return await handler(request)
+            except VllmError as error:  # errors of a prompt that both engines report
+                raise HttpError(error.status, flatten(error.body)) from error
 
-    async def _answer_chat(self, call: HttpCall) -> None:
-        body = await _read_json(call)
+        self.answer(method, path, answer)
+
+    async def _answer_chat(self, request: Request) -> Any:
+        body = await _read_json(request)
         shape = SglangChat(report=self.settings.enable_cache_report)
-        await self._generate(call, body, [self._prompts.encode_chat(body)], shape)
+        return self._generate(request, body, [self._prompts.encode_chat(body)], shape)
 
-    async def _answer_completion(self, call: HttpCall) -> None:
-        body = await _read_json(call)
+    async def _answer_completion(self, request: Request) -> Any:
+        body = await _read_json(request)
         shape = SglangCompletion(report=self.settings.enable_cache_report)
-        await self._generate(call, body, self._prompts.encode_completion(body), shape)
+        return self._generate(request, body, self._prompts.encode_completion(body), shape)
 
-    async def _answer_messages(self, call: HttpCall) -> None:
+    async def _answer_messages(self, request: Request) -> Any:
         """Answer `/v1/messages`: the body names no rank here, and errors are Anthropic's."""
-        body = await _read_json(call)
+        body = await _read_json(request)
         shape = SglangMessages(report=self.settings.enable_cache_report)
         ranked = {name: value for name, value in body.items() if not name.endswith("_rank")}
         try:
-            await self._generate(call, ranked, [self._encode_messages(body)], shape)
+            prompt = self._encode_messages(body)
+            return self._generate(request, ranked, [prompt], shape, dead=lambda: as_messages_error(engine_dead()))
         except (SglangError, VllmError) as error:
             flat = error if isinstance(error, SglangError) else HttpError(error.status, flatten(error.body))
-            raise HttpError(flat.status, messages_error(flat)) from error
+            raise as_messages_error(flat) from error
 
-    async def _answer_count(self, call: HttpCall) -> None:
-        await call.reply_json({"input_tokens": len(self._encode_messages(await _read_json(call)))})
+    async def _answer_count(self, request: Request) -> Any:
+        return {"input_tokens": len(self._encode_messages(await _read_json(request)))}
 
     def _encode_messages(self, body: Mapping[str, Any]) -> list[int]:
         try:
@@ -162,26 +160,35 @@ class SglangApp(HttpApp):
             raise SglangError(f"1 validation error: {error}") from error
         return self._prompts.encode_chat(chat)
 
-    async def _answer_generate(self, call: HttpCall) -> None:
+    async def _answer_generate(self, request: Request) -> Any:
         """Answer `/generate`, ignoring the rank header."""
-        body = await _read_json(call)
-        call.headers.pop(RANK_HEADER, None)
+        body = await _read_json(request)
         prompt = body.get("input_ids") if body.get("text") is None else body["text"]
         wanted = {**body, **(body.get("sampling_params") or {}), "prompt": prompt}
-        await self._generate(call, wanted, self._prompts.encode_completion(wanted)[:1], SglangGenerate())
+        prompts = self._prompts.encode_completion(wanted)[:1]
+        return self._generate(request, wanted, prompts, SglangGenerate(), steered=False)
 
-    async def _generate(self, call: HttpCall, body: Mapping[str, Any], prompts: list[list[int]], shape: Shape) -> None:
-        """One generation from body to last byte."""
-        rank = read_rank(call.headers.get(RANK_HEADER), body, len(self.ranks))
+    def _generate(
+        self,
+        request: Request,
+        body: Mapping[str, Any],
+        prompts: list[list[int]],
+        shape: Shape,
+        *,
+        dead: Callable[[], HttpError] = engine_dead,
+        steered: bool = True,
+    ) -> ASGIApp:
+        """Return a generation, sent as it is made; `steered`: the header may name a rank."""
+        rank = read_rank(request.headers.get(RANK_HEADER) if steered else None, body, len(self.ranks))
         plan = self._planner.plan(body, prompts, str(body.get("rid") or f"{self._rng.getrandbits(128):032x}"))
         engine = self._next_rank() if rank is None else self.ranks[rank]
         self._admit(engine)
-        record = {"path": call.path, "id": plan.id, "priority": body.get("priority"), "outcome": "running"}
+        record = {"path": request.url.path, "id": plan.id, "priority": body.get("priority"), "outcome": "running"}
         record["rank"] = engine.rank
         self.requests.append(record)
         size = self.settings.page_size
-        serving = Serving(engine.runner, self.faults, self._tokenizer, size, self._wall_clock, engine_dead)
-        await serving.answer(call, plan, shape, record)
+        serving = Serving(engine.runner, self.faults, self._tokenizer, size, self._wall_clock, dead)
+        return serving.answer(plan, shape, record)
 
     def _next_rank(self) -> SglangEngine:
         """In turn, whatever they hold."""
@@ -199,11 +206,10 @@ class SglangApp(HttpApp):
         if self.faults.use_up("busy_next") or (limit is not None and engine.engine.load.waiting >= limit):
             raise queue_full()
 
-    async def _answer_tokenize(self, call: HttpCall) -> None:
-        body = await _read_json(call)
+    async def _answer_tokenize(self, request: Request) -> Any:
+        body = await _read_json(request)
         if self.faults.values.no_tokenize:
-            await call.reply_json({"detail": "Not Found"}, 404)
-            return
+            raise detail_error(404, "Not Found")
         await self.faults.stall(self.faults.values.slow_tokenize_s)
         if body.get("messages") is not None:
             if not self.settings.tokenizes_chats:
@@ -212,69 +218,66 @@ class SglangApp(HttpApp):
         else:
             tokens = self._prompts.encode_tokenize(body)
         limit = self.settings.context_length
-        await call.reply_json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": limit}
 
-    async def _answer_models(self, call: HttpCall) -> None:
+    async def _answer_models(self, request: Request) -> Any:
         model = self.settings.model
         row = {"id": model, "object": "model", "created": int(self._started_at), "owned_by": "sglang"}
         row |= {"root": model, "parent": None, "max_model_len": self.settings.context_length}
-        await call.reply_json({"object": "list", "data": [row]})
+        return {"object": "list", "data": [row]}
 
-    async def _answer_health(self, call: HttpCall) -> None:
+    async def _answer_health(self, request: Request) -> Any:
         """Answer after a generated token, in whole steps, unless the environment turns that off."""
-        if self.settings.health_generates:
-            await self._answer_health_generate(call)
-        else:
-            await self._answer_ping(call)
+        answer = self._answer_health_generate if self.settings.health_generates else self._answer_ping
+        return await answer(request)
 
-    async def _answer_health_generate(self, call: HttpCall) -> None:
-        request = SimRequest(
+    async def _answer_health_generate(self, request: Request) -> Any:
+        check = SimRequest(
             id=f"{HEALTH_CHECK}{self._rng.getrandbits(64)}",
             block_hashes=(),
             prompt_tokens=1,
             output_tokens=1,
             token_ids=(0, 0),
         )
-        with self._next_rank().runner.run_requests([request]) as group:
+        with self._next_rank().runner.run_requests([check]) as group:
             await asyncio.sleep(self.settings.health_step_s)
             well = group.ended and not group.failed and not self.faults.values.engine_dead
-        await call.send_reply(200 if well else 503)
+        return Response(status_code=200 if well else 503)
 
-    async def _answer_ping(self, call: HttpCall) -> None:
-        await call.send_reply(503 if self.faults.values.engine_dead else 200)
+    async def _answer_ping(self, request: Request) -> Any:
+        return Response(status_code=503 if self.faults.values.engine_dead else 200)
 
-    async def _answer_server_info(self, call: HttpCall) -> None:
-        await call.reply_json(describe_server(self.settings, self.publisher))
+    async def _answer_server_info(self, request: Request) -> Any:
+        return describe_server(self.settings, self.publisher)
 
-    async def _answer_model_info(self, call: HttpCall) -> None:
-        await call.reply_json(describe_model(self.settings))
+    async def _answer_model_info(self, request: Request) -> Any:
+        return describe_model(self.settings)
 
-    async def _answer_metrics(self, call: HttpCall) -> None:
-        headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
-        await call.send_reply(200, self._metrics.render_exposition(), headers)
+    async def _answer_metrics(self, request: Request) -> Any:
+        return Response(self._metrics.render_exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _answer_flush(self, call: HttpCall) -> None:
+    async def _answer_flush(self, request: Request) -> Any:
         """Answer 400 while anything runs, at any rank; otherwise flush, whose events go out with the next ones."""
         done = [engine.reset_prefix_cache() for engine in self.ranks]
-        await call.send_reply(200 if all(done) else 400, _FLUSHED)
+        return Response(_FLUSHED, 200 if all(done) else 400)
 
-    async def _set_faults(self, call: HttpCall) -> None:
+    async def _set_faults(self, request: Request) -> Any:
         try:
-            changes = await _read_json(call)
+            changes = await _read_json(request)
             for engine in self.ranks:
                 values = self.faults.apply_changes(changes, engine.runner, engine.publisher)
         except FaultError as error:
             raise SglangError(str(error)) from error
-        await call.reply_json(values)
+        return values
 
-    async def _answer_state(self, call: HttpCall) -> None:
+    async def _answer_state(self, request: Request) -> Any:
         figures = self.load
         state = {"running": figures.running, "waiting": figures.waiting, "kv_usage": figures.kv_usage}
-        await call.reply_json({**state, "calls": dict(self.calls), "requests": list(self.requests)})
+        return {**state, "calls": dict(self.calls), "requests": list(self.requests)}
 
 
-async def _read_json(call: HttpCall) -> dict[str, Any]:
-    raw = await call.read_body()
+async def _read_json(request: Request) -> dict[str, Any]:
+    raw = await request.body()
     try:
         body = json.loads(raw)
     except ValueError as error:

@@ -158,7 +158,7 @@ class SglangMessages:
         """Yield a failure in mid-stream."""
         if self._opened:
             yield _named("content_block_stop", index=0)
-        yield _named("error", error={"type": "api_error", "message": body["message"]})
+        yield _named("error", error={"type": "api_error", "message": body["error"]["message"]})
         yield _named("message_stop")
 
     def _message(self, answer: Answer) -> dict[str, Any]:

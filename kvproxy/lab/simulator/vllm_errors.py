@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvproxy.lab.simulator.http_call import HttpError
+from kvproxy.lab.simulator.json_app import HttpError
 
 BUSY = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."

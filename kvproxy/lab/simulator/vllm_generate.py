@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
 from kvproxy.lab.simulator.answering import Serving, Shape
 from kvproxy.lab.simulator.generation import Answer, GenerationPlan
-from kvproxy.lab.simulator.http_call import HttpCall
 from kvproxy.lab.simulator.vllm_errors import (
     VllmError,
     bad_json,
@@ -32,10 +34,10 @@ class GenerateRoute:
     adapt: Callable[[VllmState, dict[str, Any]], dict[str, Any]] = lambda state, body: body
 
 
-async def read_json(call: HttpCall) -> dict[str, Any]:
+async def read_json(request: Request) -> dict[str, Any]:
     """Return the body as an object, or vLLM's error about it."""
-    raw = await call.read_body()
-    if "application/json" not in call.headers.get("content-type", ""):
+    raw = await request.body()
+    if "application/json" not in request.headers.get("content-type", ""):
         raise unsupported_media_type()
     try:
         body = json.loads(raw)
@@ -49,22 +51,18 @@ async def read_json(call: HttpCall) -> dict[str, Any]:
     return body
 
 
-async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRoute) -> None:
+async def answer_generation(state: VllmState, route: GenerateRoute, request: Request) -> ASGIApp:
     """One generation from body to last byte; a client that leaves frees the engine at once."""
-    body = route.adapt(state, await read_json(call))
+    body = route.adapt(state, await read_json(request))
     state.planner.check_model(body)
-    plan_id = call.headers.get("x-request-id") or body.get("request_id") or state.make_id()
+    plan_id = request.headers.get("x-request-id") or body.get("request_id") or state.make_id()
     plan = state.planner.plan(body, route.prompts(state, body), str(plan_id))
     await state.awake.wait()
     _admit(state)
     params = body.get(PARAMS) or {}
     if state.nixl is not None and params.get("do_remote_prefill") and state.faults.values.kv_fault != "ignored":
-        seen = await state.nixl.receive(call, plan, params)
-        if seen is None:
-            return
+        seen = await state.nixl.receive(request, plan, params)
         plan = state.planner.answer_by(plan, seen, params["remote_prefill_cached_tokens"])
-    record = state.open_record(call.path, plan)
-    state.in_flight += 1
     serving = Serving(
         state.runner,
         state.faults,
@@ -75,13 +73,8 @@ async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRou
         state.settings.sse_keep_alive_interval_s,
         extend=partial(_hold, state.nixl, plan) if state.nixl and params.get("do_remote_decode") else lambda _: {},
     )
-    try:
-        await serving.answer(call, plan, route.shape(state), record)
-    finally:
-        state.in_flight -= 1
-        state.ended.set()
-        for request in plan.requests:
-            state.metrics.forget_request(request.id)
+    response = serving.answer(plan, route.shape(state), state.open_record(request.url.path, plan))
+    return state.count_in(plan, response)
 
 
 def _hold(side: NixlSide, plan: GenerationPlan, answer: Answer) -> dict[str, Any]:

@@ -5,47 +5,48 @@ from __future__ import annotations
 import dataclasses
 import math
 from typing import Any
-from urllib.parse import parse_qsl
 
 import xxhash
+from starlette.requests import Request
+from starlette.responses import Response
 
 from kvproxy.lab.simulator.answering import FaultError
 from kvproxy.lab.simulator.generation import GenerationPlan
-from kvproxy.lab.simulator.http_call import HttpCall
+from kvproxy.lab.simulator.json_app import detail_error
 from kvproxy.lab.simulator.vllm_errors import VllmError, engine_dead, missing_fields
 from kvproxy.lab.simulator.vllm_generate import read_json
 from kvproxy.lab.simulator.vllm_state import VllmState
 
+EXPOSITION = "text/plain; version=1.0.0; charset=utf-8"
 _EMBEDDING_SIZE = 16
 
 
-async def answer_tokenize(state: VllmState, call: HttpCall) -> None:
+async def answer_tokenize(state: VllmState, request: Request) -> Any:
     """Ids of a prompt or of a rendered conversation; there is no length limit."""
-    body = await read_json(call)
+    body = await read_json(request)
     if state.faults.values.no_tokenize:
-        await call.reply_json({"detail": "Not Found"}, 404)
-        return
+        raise detail_error(404, "Not Found")
     await state.faults.stall(state.faults.values.slow_tokenize_s)
     state.planner.check_model(body)
     tokens = state.prompts.encode_tokenize(body)
     strings = state.tokenizer.token_strings(tokens) if body.get("return_token_strs") else None
     limit = state.settings.max_model_len
-    await call.reply_json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+    return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
 
 
-async def answer_detokenize(state: VllmState, call: HttpCall) -> None:
+async def answer_detokenize(state: VllmState, request: Request) -> Any:
     """Answer with the text of ids."""
-    body = await read_json(call)
+    body = await read_json(request)
     if not isinstance(body.get("tokens"), list):
         raise missing_fields(body, "tokens")
     try:
         prompt = state.tokenizer.decode(body["tokens"])
     except (ValueError, TypeError) as error:
         raise VllmError(str(error)) from error
-    await call.reply_json({"prompt": prompt})
+    return {"prompt": prompt}
 
 
-async def answer_models(state: VllmState, call: HttpCall) -> None:
+async def answer_models(state: VllmState, request: Request) -> Any:
     """List the base model and its adapters, even when the engine is dead."""
     settings = state.settings
     rows = [
@@ -61,29 +62,28 @@ async def answer_models(state: VllmState, call: HttpCall) -> None:
         }
         for name in settings.models
     ]
-    await call.reply_json({"object": "list", "data": rows})
+    return {"object": "list", "data": rows}
 
 
-async def answer_version(state: VllmState, call: HttpCall) -> None:
+async def answer_version(state: VllmState, request: Request) -> Any:
     """Answer with the simulated vLLM version."""
-    await call.reply_json({"version": state.settings.version})
+    return {"version": state.settings.version}
 
 
-async def answer_health(state: VllmState, call: HttpCall) -> None:
+async def answer_health(state: VllmState, request: Request) -> Any:
     """Empty 200, or empty 503 when the engine is dead."""
-    await call.send_reply(503 if state.faults.values.engine_dead else 200)
+    return Response(status_code=503 if state.faults.values.engine_dead else 200)
 
 
-async def answer_metrics(state: VllmState, call: HttpCall) -> None:
+async def answer_metrics(state: VllmState, request: Request) -> Any:
     """Prometheus text."""
-    text = state.metrics.render_exposition()
-    await call.send_reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
+    return Response(state.metrics.render_exposition(), media_type=EXPOSITION)
 
 
-async def answer_kv_event_sources(state: VllmState, call: HttpCall) -> None:
+async def answer_kv_event_sources(state: VllmState, request: Request) -> Any:
     """Where cache events are published, by data-parallel rank."""
     source = describe_event_source(state)
-    await call.reply_json({} if source is None else {str(state.settings.rank): source})
+    return {} if source is None else {str(state.settings.rank): source}
 
 
 def describe_event_source(state: VllmState) -> dict[str, Any] | None:
@@ -104,14 +104,14 @@ def describe_event_source(state: VllmState) -> dict[str, Any] | None:
     }
 
 
-async def answer_reset_prefix_cache(state: VllmState, call: HttpCall) -> None:
+async def answer_reset_prefix_cache(state: VllmState, request: Request) -> Any:
     """Forgets the prefixes unless something runs."""
-    await call.reply_json({"success": state.runner.engine.reset_prefix_cache()})
+    return {"success": state.runner.engine.reset_prefix_cache()}
 
 
-async def answer_sleep(state: VllmState, call: HttpCall) -> None:
+async def answer_sleep(state: VllmState, request: Request) -> Any:
     """Pause, and give the cache up from level 1 on. Requests under way end first, as with `mode=wait`."""
-    level = int(dict(parse_qsl(call.query.decode())).get("level", "1"))
+    level = int(request.query_params.get("level", "1"))
     state.awake.clear()
     while state.in_flight:
         state.ended.clear()
@@ -119,82 +119,77 @@ async def answer_sleep(state: VllmState, call: HttpCall) -> None:
     if level:
         state.runner.engine.reset_prefix_cache()
     state.metrics.sleep_level = level
-    await call.reply_json({"status": "sleeping", "level": level})
+    return {"status": "sleeping", "level": level}
 
 
-async def answer_wake_up(state: VllmState, call: HttpCall) -> None:
+async def answer_wake_up(state: VllmState, request: Request) -> Any:
     """Go on with requests that came meanwhile."""
     await state.faults.stall(state.faults.values.slow_wake_s)
     state.metrics.sleep_level = None
     state.awake.set()
-    await call.reply_json({"status": "awake", "tags": None})
+    return {"status": "awake", "tags": None}
 
 
-async def answer_is_sleeping(state: VllmState, call: HttpCall) -> None:
+async def answer_is_sleeping(state: VllmState, request: Request) -> Any:
     """Answer whether it sleeps, at any level."""
-    await call.reply_json({"is_sleeping": not state.awake.is_set()})
+    return {"is_sleeping": not state.awake.is_set()}
 
 
-async def answer_count_tokens(state: VllmState, call: HttpCall) -> None:
+async def answer_count_tokens(state: VllmState, request: Request) -> Any:
     """Anthropic's count."""
-    body = await read_json(call)
+    body = await read_json(request)
     state.planner.check_model(body)
     count = len(state.prompts.encode_anthropic(body))
-    await call.reply_json({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+    return {"input_tokens": count, "context_management": {"original_input_tokens": count}}
 
 
-async def answer_embeddings(state: VllmState, call: HttpCall) -> None:
+async def answer_embeddings(state: VllmState, request: Request) -> Any:
     """Deterministic unit vectors, after the prefill their prompts cost."""
     if not state.settings.enable_embeddings:
-        await call.reply_json({"detail": "Not Found"}, 404)
-        return
-    body = await read_json(call)
+        raise detail_error(404, "Not Found")
+    body = await read_json(request)
     prompts = state.prompts.encode_embeddings(body)
     plan = state.planner.plan({**body, "max_tokens": 1}, prompts, state.make_id())
     with state.runner.run_requests(plan.requests) as group:
         await group.wait_until_ended()
     if group.failed:
         raise engine_dead()
-    await call.reply_json(
-        {
-            "id": f"embd-{plan.id}",
-            "object": "list",
-            "created": int(state.wall_clock()),
-            "model": plan.model,
-            "data": [
-                {"index": number, "object": "embedding", "embedding": _embedding(prompt)}
-                for number, prompt in enumerate(plan.prompts)
-            ],
-            "usage": {"prompt_tokens": plan.prompt_tokens, "total_tokens": plan.prompt_tokens, "completion_tokens": 0},
-        }
-    )
+    return {
+        "id": f"embd-{plan.id}",
+        "object": "list",
+        "created": int(state.wall_clock()),
+        "model": plan.model,
+        "data": [
+            {"index": number, "object": "embedding", "embedding": _embedding(prompt)}
+            for number, prompt in enumerate(plan.prompts)
+        ],
+        "usage": {"prompt_tokens": plan.prompt_tokens, "total_tokens": plan.prompt_tokens, "completion_tokens": 0},
+    }
 
 
-async def set_faults(state: VllmState, call: HttpCall) -> None:
+async def set_faults(state: VllmState, request: Request) -> Any:
     """Set the faults named in the body (the simulator's own route) and answer with all of them."""
-    body = await read_json(call)
+    body = await read_json(request)
     try:
         values = state.faults.apply_changes(body, state.runner, state.publisher)
     except FaultError as error:
         raise VllmError(str(error)) from error
-    await call.reply_json(values)
+    return values
 
 
-async def answer_state(state: VllmState, call: HttpCall) -> None:
+async def answer_state(state: VllmState, request: Request) -> Any:
     """Answer with load, calls per route and latest generations (the simulator's own route)."""
     figures = state.runner.engine.load
-    await call.reply_json(
-        {
-            "running": figures.running,
-            "waiting": figures.waiting,
-            "kv_usage": figures.kv_usage,
-            "in_flight": state.in_flight,
-            "calls": dict(state.calls),
-            "requests": list(state.requests),
-            "published_batches": 0 if state.publisher is None else state.publisher.published,
-            "faults": dataclasses.asdict(state.faults.values),
-        }
-    )
+    return {
+        "running": figures.running,
+        "waiting": figures.waiting,
+        "kv_usage": figures.kv_usage,
+        "in_flight": state.in_flight,
+        "calls": dict(state.calls),
+        "requests": list(state.requests),
+        "published_batches": 0 if state.publisher is None else state.publisher.published,
+        "faults": dataclasses.asdict(state.faults.values),
+    }
 
 
 def _permission(state: VllmState) -> dict[str, Any]:
@@ -221,43 +216,43 @@ def _embedding(prompt: tuple[int, ...]) -> list[float]:
     return [value / length for value in values]
 
 
-async def answer_chat_render(state: VllmState, call: HttpCall) -> None:
+async def answer_chat_render(state: VllmState, request: Request) -> Any:
     """Answer with the exact ids of a chat, if scale-out is enabled."""
-    body = await read_scale_out(state, call)
+    body = await read_scale_out(state, request)
     plan = state.planner.plan(body, [state.prompts.encode_chat(body)], state.make_id())
     rendered = _rendered(f"chatcmpl-{plan.id}", plan, 0)
     if state.settings.guided_calls and body.get("tools"):
         rendered["sampling_params"]["structured_outputs"] = {"structural_tag": "{}"}
-    await call.reply_json(rendered)
+    return rendered
 
 
-async def answer_messages_render(state: VllmState, call: HttpCall) -> None:
+async def answer_messages_render(state: VllmState, request: Request) -> Any:
     """Answer with the ids of the chat made of a request for messages."""
-    body = await read_scale_out(state, call)
+    body = await read_scale_out(state, request)
     plan = state.planner.plan(body, [state.prompts.encode_anthropic(body)], state.make_id())
-    await call.reply_json(_rendered(f"chatcmpl-{plan.id}", plan, 0))
+    return _rendered(f"chatcmpl-{plan.id}", plan, 0)
 
 
-async def answer_responses_render(state: VllmState, call: HttpCall) -> None:
+async def answer_responses_render(state: VllmState, request: Request) -> Any:
     """Answer with the ids of a response whose history is all in the request."""
-    body = await read_scale_out(state, call)
+    body = await read_scale_out(state, request)
     if body.get("previous_response_id") is not None:
         name = "previous_response_id"
         raise VllmError(f"{name} is not supported by the stateless render endpoint.", param=name)
     plan = state.planner.plan(body, [state.prompts.encode_responses(body)], state.make_id())
-    await call.reply_json(_rendered(f"resp_{plan.id}", plan, 0))
+    return _rendered(f"resp_{plan.id}", plan, 0)
 
 
-async def answer_completion_render(state: VllmState, call: HttpCall) -> None:
+async def answer_completion_render(state: VllmState, request: Request) -> Any:
     """As `answer_chat_render`, one entry a prompt."""
-    body = await read_scale_out(state, call)
+    body = await read_scale_out(state, request)
     plan = state.planner.plan(body, state.prompts.encode_completion(body), state.make_id())
-    await call.reply_json([_rendered(f"cmpl-{plan.id}", plan, number) for number in range(len(plan.prompts))])
+    return [_rendered(f"cmpl-{plan.id}", plan, number) for number in range(len(plan.prompts))]
 
 
-async def read_scale_out(state: VllmState, call: HttpCall) -> dict[str, Any]:
+async def read_scale_out(state: VllmState, request: Request) -> dict[str, Any]:
     """Return the body of a request to a route of `--enable-scale-out`."""
-    body = await read_json(call)
+    body = await read_json(request)
     state.check_scale_out()
     return body
 

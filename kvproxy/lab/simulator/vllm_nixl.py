@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import ClientDisconnect, Request
+
 from kvproxy.base.types import Clock
 from kvproxy.lab.simulator.answering import Faults
 from kvproxy.lab.simulator.engine_runner import EngineRunner
 from kvproxy.lab.simulator.generation import GenerationPlan
-from kvproxy.lab.simulator.http_call import HttpCall
+from kvproxy.lab.simulator.json_app import run_while_connected
 from kvproxy.lab.simulator.nixl_links import NixlLinks
 from kvproxy.lab.simulator.vllm_errors import VllmError, engine_dead
 
@@ -94,19 +96,20 @@ class NixlSide:
             self._faults.values.engine_dead = True
         return params
 
-    async def receive(self, call: HttpCall, plan: GenerationPlan, params: dict[str, Any]) -> Prompt | None:
-        """Pull the prompt of a request and return the one whose KV it was; None if the client left."""
-        found: list[Prompt] = []
-        if not await call.run_while_connected(self._pull(plan, params, found)):
+    async def receive(self, request: Request, plan: GenerationPlan, params: dict[str, Any]) -> Prompt:
+        """Pull the prompt of a request and return the one whose KV it was."""
+        try:
+            found = await run_while_connected(request.receive, self._pull(plan, params))
+        except ClientDisconnect:
             if "remote_request_id" not in params:
                 self._die()
             elif (peer := self._links.peers.get(params["remote_engine_id"])) is not None:
                 peer.free(params["remote_request_id"])
-            return None
-        request = plan.requests[0]
-        self._runner.receive(request.block_hashes[: request.prompt_tokens // self._block_size])
-        self.pulled_tokens += request.prompt_tokens
-        return found[0]
+            raise
+        pulled = plan.requests[0]
+        self._runner.receive(pulled.block_hashes[: pulled.prompt_tokens // self._block_size])
+        self.pulled_tokens += pulled.prompt_tokens
+        return found
 
     @property
     def dead(self) -> bool:
@@ -120,7 +123,7 @@ class NixlSide:
         """As of NixlPeer."""
         self.held.pop(request_id, None)
 
-    async def _pull(self, plan: GenerationPlan, params: dict[str, Any], found: list[Prompt]) -> None:
+    async def _pull(self, plan: GenerationPlan, params: dict[str, Any]) -> Prompt:
         prompt = plan.prompts[0]
         if "remote_request_id" not in params:
             await asyncio.Event().wait()
@@ -134,8 +137,9 @@ class NixlSide:
             raise engine_dead()
         await asyncio.sleep(len(prompt) * self._links.s_per_token)
         others = (peer.read(block) for block in blocks)
-        found.append(next((one for one in others if one != prompt), prompt))
+        found = next((one for one in others if one != prompt), prompt)
         peer.free(params["remote_request_id"])
+        return found
 
     def _take(self, count: int) -> tuple[int, ...]:
         """Return blocks that none waits for, in turns."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.base.types import Clock, utc_seconds
-from kvproxy.lab.simulator.http_call import HttpApp, HttpCall
+from kvproxy.lab.simulator.json_app import JsonApp, reply_error
 from kvproxy.lab.simulator.vllm_errors import VllmError
-from kvproxy.lab.simulator.vllm_info import describe_event_source
+from kvproxy.lab.simulator.vllm_info import EXPOSITION, describe_event_source
 from kvproxy.lab.simulator.vllm_server import VllmApp
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled
@@ -41,7 +45,7 @@ class RankedSettings:
     front_end: FrontEnd = FrontEnd.PYTHON
 
 
-class RankedVllm(HttpApp):
+class RankedVllm(JsonApp):
     """Serve it (it is an ASGI app) while it is entered. `ranks` are the engines, each a whole server of its own."""
 
     def __init__(
@@ -53,6 +57,7 @@ class RankedVllm(HttpApp):
         rng: random.Random | None = None,
         on_prefilled: OnPrefilled | None = None,
     ) -> None:
+        super().__init__()
         self.settings = settings
         source = rng or random.Random()
         self.ranks: dict[int, VllmApp] = {
@@ -68,24 +73,29 @@ class RankedVllm(HttpApp):
         self._next = 0  # rank to try first
         self.parts = list(self.ranks.values())
 
-    async def answer_call(self, call: HttpCall) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """By one rank, by all, or for all of them."""
-        if call.path in _BALANCED:
-            app = self._asked(call.headers.get(RANK_HEADER, "") if call.path in _STEERED else "")
-            await app.answer_call(call)
-        elif call.path == "/metrics":
-            text = merge_expositions([app.state.metrics.render_exposition() for app in self.ranks.values()])
-            await call.send_reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
-        elif call.path == "/kv_event_sources":
+        path = scope["path"]
+        apps = list(self.ranks.values())
+        answer: ASGIApp = apps[0]
+        if path in _BALANCED:
+            header = Headers(scope=scope).get(RANK_HEADER, "")
+            try:
+                answer = self._asked(header if path in _STEERED else "")
+            except VllmError as error:
+                answer = await reply_error(None, error)
+        elif path == "/metrics":
+            text = merge_expositions([app.state.metrics.render_exposition() for app in apps])
+            answer = Response(text, media_type=EXPOSITION)
+        elif path == "/kv_event_sources":
             sources = {str(rank): describe_event_source(app.state) for rank, app in self.ranks.items()}
-            await call.reply_json({rank: source for rank, source in sources.items() if source is not None})
-        elif call.path in _EVERYWHERE:
-            await self._answer_everywhere(call)
-        elif call.path == "/health":
-            dead = [app for app in self.ranks.values() if app.state.faults.values.engine_dead]
-            await call.send_reply(503 if dead else 200)
-        else:
-            await next(iter(self.ranks.values())).answer_call(call)
+            answer = JSONResponse({rank: source for rank, source in sources.items() if source is not None})
+        elif path in _EVERYWHERE:
+            answer = self._answer_everywhere
+        elif path == "/health":
+            dead = any(app.state.faults.values.engine_dead for app in apps)
+            answer = Response(status_code=503 if dead else 200)
+        await answer(scope, receive, send)
 
     def _asked(self, header: str) -> VllmApp:
         """Return the engine of the rank in the header, or the least busy one. VllmError for a rank that there
@@ -111,19 +121,19 @@ class RankedVllm(HttpApp):
         self._next = (apps.index(app) + 1) % len(apps)
         return app
 
-    async def _answer_everywhere(self, call: HttpCall) -> None:
+    async def _answer_everywhere(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Every engine is asked; the last one's answer is the answer."""
-        body = await call.read_body()
+        body = await Request(scope, receive).body()
 
-        async def receive() -> MutableMapping[str, Any]:
+        async def receive_again() -> Message:
             return {"type": "http.request", "body": body}
 
-        async def ignore(_message: MutableMapping[str, Any]) -> None:
+        async def ignore(_message: Message) -> None:
             pass
 
         apps = list(self.ranks.values())
         for app in apps:
-            await app(call.scope, receive, call.send if app is apps[-1] else ignore)
+            await app(dict(scope), receive_again, send if app is apps[-1] else ignore)
 
 
 def merge_expositions(texts: list[bytes]) -> bytes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from starlette.requests import Request
+
 from kvproxy.lab.simulator.chat_parser import diff_parts, read_parts
 from kvproxy.lab.simulator.generation import Answer, Delta
-from kvproxy.lab.simulator.http_call import HttpCall
 from kvproxy.lab.simulator.openai_shapes import DONE, count_totals, format_event
 from kvproxy.lab.simulator.vllm_errors import VllmError, missing_fields
 from kvproxy.lab.simulator.vllm_info import read_scale_out
@@ -60,17 +61,16 @@ class GenerateShape:
         }
 
 
-async def answer_chat_derender(state: VllmState, call: HttpCall) -> None:
+async def answer_chat_derender(state: VllmState, request: Request) -> Any:
     """Answer with a chat made of generated ids, or with a chunk of one behind those of its `stream_state`."""
-    body = await read_scale_out(state, call)
+    body = await read_scale_out(state, request)
     if not body.get("chat_request"):
         raise VllmError("chat_request is required when a tool or reasoning parser is configured")
     if body.get("stream"):
-        await call.reply_json(_derender_chunk(state, body))
-        return
+        return _derender_chunk(state, body)
     choices = [_make_choice(state, choice, [], []) for choice in body["generate_response"]["choices"]]
     named = [{"index": one["index"], "message": one["delta"], "finish_reason": one["finish_reason"]} for one in choices]
-    await call.reply_json({"object": "chat.completion", "choices": named})
+    return {"object": "chat.completion", "choices": named}
 
 
 def _derender_chunk(state: VllmState, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
 
 from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.lab.simulator import vllm_info as info
@@ -14,7 +18,7 @@ from kvproxy.lab.simulator.engine_io import EngineOutput, FirstToken
 from kvproxy.lab.simulator.engine_runner import EngineRunner, SequenceProgress
 from kvproxy.lab.simulator.event_shapes import AnthropicShape, ResponsesShape
 from kvproxy.lab.simulator.generation import Planner
-from kvproxy.lab.simulator.http_call import HttpApp, HttpCall
+from kvproxy.lab.simulator.json_app import JsonApp
 from kvproxy.lab.simulator.kv_event_publisher import EventEncoder, KvEventPublisher
 from kvproxy.lab.simulator.openai_shapes import ChatShape, CompletionShape
 from kvproxy.lab.simulator.prompts import Prompts
@@ -27,7 +31,7 @@ from kvproxy.lab.simulator.vllm_scale_out import GenerateShape, answer_chat_dere
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled, Prefilled, VllmState
 
-Handler = Callable[[VllmState, HttpCall], Awaitable[None]]
+Handler = Callable[[VllmState, Request], Awaitable[Any]]
 
 _GENERATE: dict[str, GenerateRoute] = {
     "/v1/chat/completions": GenerateRoute(
@@ -55,32 +59,33 @@ _GENERATE: dict[str, GenerateRoute] = {
     ),
 }
 
-_HANDLERS: dict[str, dict[str, Handler]] = {
-    "/tokenize": {"POST": info.answer_tokenize},
-    "/detokenize": {"POST": info.answer_detokenize},
-    "/v1/models": {"GET": info.answer_models},
-    "/version": {"GET": info.answer_version},
-    "/health": {"GET": info.answer_health},
-    "/ping": {"GET": info.answer_health, "POST": info.answer_health},
-    "/metrics": {"GET": info.answer_metrics},
-    "/kv_event_sources": {"GET": info.answer_kv_event_sources},
-    "/reset_prefix_cache": {"POST": info.answer_reset_prefix_cache},
-    "/sleep": {"POST": info.answer_sleep},
-    "/wake_up": {"POST": info.answer_wake_up},
-    "/is_sleeping": {"GET": info.answer_is_sleeping},
-    "/v1/messages/count_tokens": {"POST": info.answer_count_tokens},
-    "/v1/chat/completions/render": {"POST": info.answer_chat_render},
-    "/v1/completions/render": {"POST": info.answer_completion_render},
-    "/v1/messages/render": {"POST": info.answer_messages_render},
-    "/v1/responses/render": {"POST": info.answer_responses_render},
-    "/v1/chat/completions/derender": {"POST": answer_chat_derender},
-    "/v1/embeddings": {"POST": info.answer_embeddings},
-    "/sim/faults": {"POST": info.set_faults},
-    "/sim/state": {"GET": info.answer_state},
+_HANDLERS: dict[tuple[str, str], Handler] = {
+    ("POST", "/tokenize"): info.answer_tokenize,
+    ("POST", "/detokenize"): info.answer_detokenize,
+    ("GET", "/v1/models"): info.answer_models,
+    ("GET", "/version"): info.answer_version,
+    ("GET", "/health"): info.answer_health,
+    ("GET", "/ping"): info.answer_health,
+    ("POST", "/ping"): info.answer_health,
+    ("GET", "/metrics"): info.answer_metrics,
+    ("GET", "/kv_event_sources"): info.answer_kv_event_sources,
+    ("POST", "/reset_prefix_cache"): info.answer_reset_prefix_cache,
+    ("POST", "/sleep"): info.answer_sleep,
+    ("POST", "/wake_up"): info.answer_wake_up,
+    ("GET", "/is_sleeping"): info.answer_is_sleeping,
+    ("POST", "/v1/messages/count_tokens"): info.answer_count_tokens,
+    ("POST", "/v1/chat/completions/render"): info.answer_chat_render,
+    ("POST", "/v1/completions/render"): info.answer_completion_render,
+    ("POST", "/v1/messages/render"): info.answer_messages_render,
+    ("POST", "/v1/responses/render"): info.answer_responses_render,
+    ("POST", "/v1/chat/completions/derender"): answer_chat_derender,
+    ("POST", "/v1/embeddings"): info.answer_embeddings,
+    ("POST", "/sim/faults"): info.set_faults,
+    ("GET", "/sim/state"): info.answer_state,
 }
 
 
-class VllmApp(HttpApp):
+class VllmApp(JsonApp):
     """Serve it (it is an ASGI app) while it is entered (it is an async context manager). `on_prefilled` is called with
     each prompt once its KV exists."""
 
@@ -93,6 +98,7 @@ class VllmApp(HttpApp):
         rng: random.Random | None = None,
         on_prefilled: OnPrefilled | None = None,
     ) -> None:
+        super().__init__()
         rng = rng or random.Random()
         self._on_prefilled = on_prefilled
         began_at = wall_clock()
@@ -114,6 +120,7 @@ class VllmApp(HttpApp):
             rng=rng,
             fingerprint=f"vllm-{settings.version}-{rng.getrandbits(32):08x}",
             started_at=began_at,
+            calls=self.calls,
         )
         if settings.nixl is not None:
             size = settings.engine.block_size
@@ -121,25 +128,18 @@ class VllmApp(HttpApp):
                 settings.nixl, block_size=size, runner=runner, faults=self.state.faults, clock=clock, rng=rng
             )
         self.parts = [runner] if publisher is None else [publisher, runner]
+        for path, generating in _GENERATE.items():
+            self._add_route("POST", path, partial(answer_generation, self.state, generating))
+        for (method, path), handler in _HANDLERS.items():
+            self._add_route(method, path, partial(handler, self.state))
 
-    async def answer_call(self, call: HttpCall) -> None:
-        """By path, then method."""
-        generating = _GENERATE.get(call.path)
-        methods = {"POST": None} if generating is not None else _HANDLERS.get(call.path)
-        if methods is None:
-            self.state.calls["unknown"] += 1
-            await call.reply_json({"detail": "Not Found"}, 404)
-        elif call.method not in methods:
-            self.state.calls["wrong method"] += 1
-            await call.reply_json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(methods)})
-        else:
-            self.state.calls[f"{call.method} {call.path}"] += 1
-            if call.path == (faults := self.state.faults.values).fail_path:
+    def _add_route(self, method: str, path: str, handler: Callable[[Request], Awaitable[Any]]) -> None:
+        async def unless_failing(request: Request) -> Any:
+            if path == (faults := self.state.faults.values).fail_path:
                 raise VllmError("Internal Server Error", kind="InternalServerError", code=faults.fail_status)
-            if generating is not None:
-                await answer_generation(self.state, call, generating)
-            else:
-                await _HANDLERS[call.path][call.method](self.state, call)
+            return await handler(request)
+
+        self.answer(method, path, unless_failing)
 
     def _observe(self, generation: SequenceProgress, output: EngineOutput) -> None:
         self.state.metrics.observe(generation, output)

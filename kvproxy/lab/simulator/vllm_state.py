@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from kvproxy.lab.simulator.answering import Faults
 from kvproxy.lab.simulator.engine_runner import EngineRunner
 from kvproxy.lab.simulator.generation import GenerationPlan, Planner
@@ -73,6 +75,21 @@ class VllmState:
         """Raise the error of a server that was started without it."""
         if not self.settings.enable_scale_out:
             raise VllmError(SCALE_OUT_DISABLED, kind="PermissionDeniedError", code=403)
+
+    def count_in(self, plan: GenerationPlan, response: ASGIApp) -> ASGIApp:
+        """Return the response, which counts as in flight while it is sent."""
+
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            self.in_flight += 1
+            try:
+                await response(scope, receive, send)
+            finally:
+                self.in_flight -= 1
+                self.ended.set()
+                for request in plan.requests:
+                    self.metrics.forget_request(request.id)
+
+        return respond
 
     def open_record(self, path: str, plan: GenerationPlan) -> dict[str, Any]:
         """Open the record of one generation; the handler fills in how it went."""

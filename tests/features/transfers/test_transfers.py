@@ -198,14 +198,14 @@ async def test_a_controller_copies_from_the_instance_that_holds_it(p2p: bool, cl
     """Its lookup goes on naming the source alone, so what was copied is remembered here."""
     workers = tuple(WorkerSettings(name, p2p=p2p) for name in "ab")
     app = ControllerApp(ControllerSettings(workers), clock=clock)
-    app.controller.workers["a"].admit(tokens_of(TEXT))
+    app.workers["a"].admit(tokens_of(TEXT))
     async with prepared(app, clock) as (service, transfers):
         await copy(service, transfers, "a")
         assert done(service) == (1 if p2p else 0)
         assert done(service, "not_supported") == (0 if p2p else 1)
         facts = await service.ask(turn("yes", "more"))
         assert facts.overlaps.matched_tokens(B) == (CHUNKS * 256 if p2p else 0)
-    assert app.controller.workers["a"].keys == CHUNKS
+    assert app.workers["a"].keys == CHUNKS
 
 
 async def test_off_by_default(clock: FakeClock) -> None:

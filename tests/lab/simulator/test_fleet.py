@@ -40,7 +40,7 @@ async def test_services_are_optional_and_workers_may_be_given() -> None:
     given = ControllerSettings(workers=(WorkerSettings("sim-0", capacity_chunks=3),))
     fleet = Fleet(FleetSettings(clone_engines(TINY, 2), controller=given, host_chunks=7))
     assert fleet.controller is not None
-    workers = fleet.controller.controller.workers
+    workers = fleet.controller.workers
     assert {name: worker.settings.capacity_chunks for name, worker in workers.items()} == {"sim-0": 3, "sim-1": 7}
     async with Fleet(FleetSettings(clone_engines(TINY, 1), controller=None)) as bare:
         assert (bare.controller, bare.coordinator) == (None, None)

@@ -428,10 +428,3 @@ def test_a_server_needs_every_token_reported() -> None:
     """Streams are made of them."""
     with pytest.raises(ValueError, match="token_outputs"):
         SglangSettings(engine=EngineSettings())
-
-
-async def test_only_http_is_served() -> None:
-    """As of the other engine."""
-    app = SglangApp(TINY)
-    with pytest.raises(RuntimeError, match="websocket"):
-        await app({"type": "websocket"}, None, None)  # type: ignore[arg-type]

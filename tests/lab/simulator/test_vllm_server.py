@@ -452,17 +452,6 @@ async def test_offloading_hears_of_every_prefilled_prompt() -> None:
     assert heard == [Prefilled(tuple(ids), "models/tiny-qwen", "t")]
 
 
-async def test_only_http_is_served() -> None:
-    """A websocket is a programming error of the app that mounts this."""
-    async with engine() as running:
-        with pytest.raises(RuntimeError, match="no websocket"):
-            await running.app({"type": "websocket"}, _never, _nowhere)
-
-
-async def _never() -> Any:
-    raise AssertionError("not called")
-
-
 async def _nowhere(_message: Any) -> None:
     raise AssertionError("not called")
 

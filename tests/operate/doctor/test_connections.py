@@ -13,7 +13,7 @@ import pytest
 from kvproxy.base.tls.files import ClientTls
 from kvproxy.base.types import utc_seconds
 from kvproxy.base.upstream.origin import Origin
-from kvproxy.lab.simulator.http_call import JsonApp
+from kvproxy.lab.simulator.json_app import JsonApp
 from kvproxy.operate.doctor.check_reachability import ConnectionCheck
 from kvproxy.operate.doctor.report import Finding, Severity
 from kvproxy.operate.doctor.tools import explain_failure, try_connect

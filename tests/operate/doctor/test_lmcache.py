@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
-from kvproxy.lab.simulator.http_call import JsonApp, Request, detail_error
+from kvproxy.lab.simulator.json_app import JsonApp, detail_error
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
@@ -77,7 +78,7 @@ async def test_nobody_is_registered() -> None:
     """A controller that no engine has told of itself."""
     async with cluster({"a": PLAIN}) as site:
         assert site.fleet.controller is not None
-        site.fleet.controller.controller.workers.clear()
+        site.fleet.controller.workers.clear()
         site.fleet.engines["a"]._on_prefilled = None
         report = await visit_plain(site)
     found = only(report)
@@ -159,13 +160,13 @@ class OldController(JsonApp):
         super().__init__()
         self._found = lookup
         self._listing = listing
-        self.route("POST", "/lookup", self._lookup)
-        self.route("GET", "/controller/key-stats", self._stats)
+        self.answer("POST", "/lookup", self._lookup)
+        self.answer("GET", "/controller/key-stats", self._stats)
 
     async def _lookup(self, request: Request) -> Any:
-        tokens = request.parse_body({"tokens": list})["tokens"]
+        tokens = (await request.json())["tokens"]
         if isinstance(self._found, int) and tokens:
-            raise detail_error(self._answer, "broken")
+            raise detail_error(self._found, "broken")
         return self._found if tokens else {"layout_info": {}}
 
     async def _stats(self, _request: Request) -> Any:

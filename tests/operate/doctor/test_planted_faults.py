@@ -376,9 +376,9 @@ async def test_hashes_that_do_not_agree() -> None:
     async with cluster({"a": ENGINE}, controller=ControllerSettings(workers)) as site:
         controller = site.fleet.controller
         assert controller is not None
-        controller.controller.workers["c"].admit(range(1000, 2000))
+        controller.workers["c"].admit(range(1000, 2000))
         endpoints = [{"id": "a", "url": site.urls["a"], "instance_id": "c"}]
-        controller.controller.workers.pop("a")
+        controller.workers.pop("a")
         site.fleet.engines["a"]._on_prefilled = None  # what it stores is hashed in another way
         found = only(await visit(site.config(endpoints=endpoints)))
     assert (found.severity, found.check, found.where) == (Severity.PROBLEM, "lookup", "endpoint a")

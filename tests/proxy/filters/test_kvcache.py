@@ -110,7 +110,7 @@ async def test_a_hot_prompt_is_pinned_where_it_was_served(caplog: pytest.LogCapt
             served = [await ask(proxy, TURN) for _ in range(2)]
             await until(lambda: service(proxy).actions.jobs.idle)
         assert place.fleet.controller is not None
-        pinned = {n: w.stores["LocalCPUBackend"].pins for n, w in place.fleet.controller.controller.workers.items()}
+        pinned = {n: w.stores["LocalCPUBackend"].pins for n, w in place.fleet.controller.workers.items()}
         assert pinned[served[1]] > 0
         assert sum(pinned.values()) == pinned[served[1]]
         assert "action=pin" in caplog.text
@@ -145,7 +145,7 @@ async def test_a_worker_that_never_answers_holds_up_nobody() -> None:
         strategy = {**PIN, "hot_content_threshold": 1}
         async with proxied(place, cache_strategy=strategy, **limits) as proxy:
             assert place.fleet.controller is not None
-            for worker in place.fleet.controller.controller.workers.values():
+            for worker in place.fleet.controller.workers.values():
                 worker.kill()
             await ask(proxy, TURN)
             await until(lambda: proxy.metric("kvproxy_kvcache_actions_total", action="pin", result="timeout") == 1)
