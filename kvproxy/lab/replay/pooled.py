@@ -21,11 +21,11 @@ from kvproxy.lab.replay.results import GoodputLimits, ReplayOutcome, Summary, su
 from kvproxy.lab.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Trace, Turn
-from kvproxy.lab.replay.view import Settle, endpoint_id
+from kvproxy.lab.replay.view import CacheView, endpoint_id
 from kvproxy.lab.replay.virtual_time import VirtualTime
 from kvproxy.lab.simulator.block_cache import BlockCache
 from kvproxy.lab.simulator.engine import Engine
-from kvproxy.lab.simulator.engine_io import FirstToken, KvEvent, Rejected, SimRequest
+from kvproxy.lab.simulator.engine_io import FirstToken, Rejected, SimRequest
 from kvproxy.lab.simulator.timing import TokenGaps
 
 #: Surplus of sessions in flight over the wanted rate, so that turns do not wait for turns.
@@ -62,8 +62,8 @@ class PooledCache(BlockCache):
             self._lent -= 1
 
 
-class PooledFleet:
-    """Engines over one cache, and a router with complete information about them."""
+class PooledFleet(CacheView):
+    """Engines over one cache, which is asked itself: there is nothing to claim and nothing to learn."""
 
     def __init__(self, fleet: ReplayFleet, block_size: int, *, duration_s: float = math.inf) -> None:
         settings = [fleet.engine_settings(block_size, index, duration_s) for index in range(fleet.instances)]
@@ -83,16 +83,6 @@ class PooledFleet:
         """Return the same for every engine."""
         overlap = Overlap(self.cached_tokens(turn))
         return OverlapFacts(turn.prompt_tokens, dict.fromkeys(self._ids, overlap))
-
-    def routed(self, endpoint: int, turn: Turn) -> Settle:
-        """Nothing to claim and nothing to learn: the cache itself is asked."""
-        return lambda predicted, cached: None
-
-    def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
-        """Nothing to learn."""
-
-    def forget(self, endpoint: int) -> None:
-        """Nothing was learned."""
 
 
 class ExactLeastWork(Policy):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from random import Random
-from typing import Protocol
 
 import msgspec
 
@@ -33,27 +32,25 @@ _BLOCK_TOKENS = 1
 _BYTES_PER_TOKEN = float(TEXT_BLOCK_BYTES)
 
 
-class CacheView(Protocol):
-    """Where the facts of a pick come from. Endpoints are numbered."""
+class CacheView:
+    """Where the facts of a pick come from; this one looks for no prefixes. Endpoints are numbered."""
 
     def facts(self, turn: Turn) -> OverlapFacts:
         """Return what is known about this prompt now."""
-        ...
+        return OverlapFacts(turn.prompt_tokens)
 
     def routed(self, endpoint: int, turn: Turn) -> Settle:
         """Record where the request of those facts goes; the result is called once, when its response came."""
-        ...
+        return lambda predicted, cached: None
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
-        """KV events of one endpoint."""
-        ...
+        """Learn from KV events of one endpoint."""
 
     def forget(self, endpoint: int) -> None:
         """Forget an endpoint that left; another may come in its place."""
-        ...
 
 
-class IndexView:
+class IndexView(CacheView):
     """View by a proxy's own sources. In `events` mode the precise index follows every engine without a gap; in
     `approximate` mode it has only routed requests and the engines' capacity. `tier_blind`: events of lower tiers are
     ignored."""

@@ -19,7 +19,6 @@ from kvproxy.lab.simulator.engine_io import (
     FirstToken,
     Preempted,
     Rejected,
-    RejectReason,
     SimRequest,
     Tokens,
 )
@@ -89,7 +88,7 @@ class Engine:
             raise ValueError(f"request {request.id!r} is already here")
         self._run_to(now)
         if not self._scheduler.fits(request.prompt_tokens + request.output_tokens - 1):
-            self._outputs.append(Rejected(request.id, now, RejectReason.TOO_LONG))
+            self._outputs.append(Rejected(request.id, now))
             return
         sequence = Sequence(request, now)
         self._sequences[request.id] = sequence

@@ -183,19 +183,12 @@ class Finished:
     reason: str
 
 
-class RejectReason(StrEnum):
-    """Why an engine will never run a request."""
-
-    TOO_LONG = "too_long"
-
-
 @dataclass(frozen=True, slots=True)
 class Rejected:
     """The request cannot fit this engine's cache even when it is alone."""
 
     request_id: str
     at: float
-    reason: RejectReason
 
 
 @dataclass(frozen=True, slots=True)

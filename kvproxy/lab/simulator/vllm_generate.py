@@ -27,10 +27,13 @@ from kvproxy.lab.simulator.vllm_state import VllmState
 
 @dataclass(frozen=True, slots=True)
 class GenerateRoute:
-    """How one API differs: where its prompts are, and how its answers look."""
+    """How one API differs: where its prompts are, and how its answers look. Without an `id_prefix` it is not
+    rendered."""
 
     prompts: Callable[[VllmState, Mapping[str, Any]], list[list[int]]]
     shape: Callable[[VllmState], Shape]
+    id_prefix: str = ""
+    batches: bool = False
     adapt: Callable[[VllmState, dict[str, Any]], dict[str, Any]] = lambda state, body: body
 
 

@@ -14,7 +14,7 @@ from kvproxy.lab.simulator.answering import FaultError
 from kvproxy.lab.simulator.generation import GenerationPlan
 from kvproxy.lab.simulator.json_app import detail_error
 from kvproxy.lab.simulator.vllm_errors import VllmError, engine_dead, missing_fields
-from kvproxy.lab.simulator.vllm_generate import read_json
+from kvproxy.lab.simulator.vllm_generate import GenerateRoute, read_json
 from kvproxy.lab.simulator.vllm_state import VllmState
 
 EXPOSITION = "text/plain; version=1.0.0; charset=utf-8"
@@ -216,38 +216,17 @@ def _embedding(prompt: tuple[int, ...]) -> list[float]:
     return [value / length for value in values]
 
 
-async def answer_chat_render(state: VllmState, request: Request) -> Any:
-    """Answer with the exact ids of a chat, if scale-out is enabled."""
-    body = await read_scale_out(state, request)
-    plan = state.planner.plan(body, [state.prompts.encode_chat(body)], state.make_id())
-    rendered = _rendered(f"chatcmpl-{plan.id}", plan, 0)
-    if state.settings.guided_calls and body.get("tools"):
-        rendered["sampling_params"]["structured_outputs"] = {"structural_tag": "{}"}
-    return rendered
-
-
-async def answer_messages_render(state: VllmState, request: Request) -> Any:
-    """Answer with the ids of the chat made of a request for messages."""
-    body = await read_scale_out(state, request)
-    plan = state.planner.plan(body, [state.prompts.encode_anthropic(body)], state.make_id())
-    return _rendered(f"chatcmpl-{plan.id}", plan, 0)
-
-
-async def answer_responses_render(state: VllmState, request: Request) -> Any:
-    """Answer with the ids of a response whose history is all in the request."""
+async def answer_render(state: VllmState, route: GenerateRoute, request: Request) -> Any:
+    """Answer with the exact ids of a prompt, if scale-out is enabled; of completions, one entry a prompt."""
     body = await read_scale_out(state, request)
     if body.get("previous_response_id") is not None:
         name = "previous_response_id"
         raise VllmError(f"{name} is not supported by the stateless render endpoint.", param=name)
-    plan = state.planner.plan(body, [state.prompts.encode_responses(body)], state.make_id())
-    return _rendered(f"resp_{plan.id}", plan, 0)
-
-
-async def answer_completion_render(state: VllmState, request: Request) -> Any:
-    """As `answer_chat_render`, one entry a prompt."""
-    body = await read_scale_out(state, request)
-    plan = state.planner.plan(body, state.prompts.encode_completion(body), state.make_id())
-    return [_rendered(f"cmpl-{plan.id}", plan, number) for number in range(len(plan.prompts))]
+    plan = state.planner.plan(body, route.prompts(state, body), state.make_id())
+    rendered = [_rendered(f"{route.id_prefix}{plan.id}", plan, number) for number in range(len(plan.prompts))]
+    if state.settings.guided_calls and body.get("tools"):
+        rendered[0]["sampling_params"]["structured_outputs"] = {"structural_tag": "{}"}
+    return rendered if route.batches else rendered[0]
 
 
 async def read_scale_out(state: VllmState, request: Request) -> dict[str, Any]:

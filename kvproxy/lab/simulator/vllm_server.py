@@ -41,21 +41,24 @@ _GENERATE: dict[str, GenerateRoute] = {
             fingerprint=state.fingerprint,
             make_call_id=state.make_call_id if state.settings.script else None,
         ),
+        "chatcmpl-",
     ),
     "/v1/completions": GenerateRoute(
         lambda state, body: state.prompts.encode_completion(body),
         lambda state: CompletionShape(
             details=state.settings.enable_prompt_tokens_details, fingerprint=state.fingerprint
         ),
+        "cmpl-",
+        batches=True,
     ),
     "/v1/responses": GenerateRoute(
-        lambda state, body: [state.prompts.encode_responses(body)], lambda state: ResponsesShape()
+        lambda state, body: [state.prompts.encode_responses(body)], lambda state: ResponsesShape(), "resp_"
     ),
     "/v1/messages": GenerateRoute(
-        lambda state, body: [state.prompts.encode_anthropic(body)], lambda state: AnthropicShape()
+        lambda state, body: [state.prompts.encode_anthropic(body)], lambda state: AnthropicShape(), "chatcmpl-"
     ),
     "/inference/v1/generate": GenerateRoute(
-        lambda state, body: [body["token_ids"]], lambda state: GenerateShape(), as_generation
+        lambda state, body: [body["token_ids"]], lambda state: GenerateShape(), adapt=as_generation
     ),
 }
 
@@ -74,10 +77,6 @@ _HANDLERS: dict[tuple[str, str], Handler] = {
     ("POST", "/wake_up"): info.answer_wake_up,
     ("GET", "/is_sleeping"): info.answer_is_sleeping,
     ("POST", "/v1/messages/count_tokens"): info.answer_count_tokens,
-    ("POST", "/v1/chat/completions/render"): info.answer_chat_render,
-    ("POST", "/v1/completions/render"): info.answer_completion_render,
-    ("POST", "/v1/messages/render"): info.answer_messages_render,
-    ("POST", "/v1/responses/render"): info.answer_responses_render,
     ("POST", "/v1/chat/completions/derender"): answer_chat_derender,
     ("POST", "/v1/embeddings"): info.answer_embeddings,
     ("POST", "/sim/faults"): info.set_faults,
@@ -130,6 +129,8 @@ class VllmApp(JsonApp):
         self.parts = [runner] if publisher is None else [publisher, runner]
         for path, generating in _GENERATE.items():
             self._add_route("POST", path, partial(answer_generation, self.state, generating))
+            if generating.id_prefix:
+                self._add_route("POST", f"{path}/render", partial(info.answer_render, self.state, generating))
         for (method, path), handler in _HANDLERS.items():
             self._add_route(method, path, partial(handler, self.state))
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvproxy.cluster.routing.policy import OverlapFacts, Policy
+from kvproxy.cluster.routing.policy import Policy
 from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
-from kvproxy.lab.replay.trace import Turn
-from kvproxy.lab.replay.view import CacheView, Settle
-from kvproxy.lab.simulator.engine_io import KvEvent
+from kvproxy.lab.replay.view import CacheView
 
 
 class Grant(NamedTuple):
@@ -42,24 +40,9 @@ class SessionRule(Protocol):
         """Handle the loss of an endpoint with all that was placed there; it is not among the endpoints any more."""
 
 
-class BlindView:
-    """View of a router that looks for no prefixes: where a session has its place, its prefix is."""
-
-    def facts(self, turn: Turn) -> OverlapFacts:
-        return OverlapFacts(turn.prompt_tokens)
-
-    def routed(self, endpoint: int, turn: Turn) -> Settle:
-        return lambda predicted, cached: None
-
-    def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
-        """Nothing to learn."""
-
-    def forget(self, endpoint: int) -> None:
-        """Nothing was learned."""
-
-
 class PlacesRouter(VirtualRouter):
-    """Places requests when and where its rule grants it."""
+    """Places requests when and where its rule grants it. It looks for no prefixes: where a session has its place, its
+    prefix is."""
 
     def __init__(
         self,
@@ -70,7 +53,7 @@ class PlacesRouter(VirtualRouter):
         rule: SessionRule,
         turns: Sequence[int],
     ) -> None:
-        super().__init__(endpoints, policy, BlindView())
+        super().__init__(endpoints, policy, CacheView())
         self._rule = rule
         self._turns = turns  # of each session
         rule.begin(self.endpoints)
