@@ -28,8 +28,7 @@ from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.lab.replay.pooled import measure_bound
 from kvproxy.lab.replay.results import summarize_outcomes
 from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
-from kvproxy.lab.replay.settings import Pace, ReplayFleet
-from kvproxy.lab.replay.tier_plan import TierPlan
+from kvproxy.lab.replay.settings import Pace, ReplayFleet, TierPlan
 from kvproxy.lab.replay.trace import Trace
 from kvproxy.lab.replay.view import IndexView, endpoint_id
 from kvproxy.lab.replay.virtual_time import VirtualTime

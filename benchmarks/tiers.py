@@ -21,8 +21,7 @@ from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
 from kvproxy.lab.replay.pooled import Bound, average_seconds, measure_bound, play_on_pool
 from kvproxy.lab.replay.results import summarize_outcomes
-from kvproxy.lab.replay.settings import ReplayFleet
-from kvproxy.lab.replay.tier_plan import TierPlan
+from kvproxy.lab.replay.settings import ReplayFleet, TierPlan
 from kvproxy.lab.replay.trace import Trace
 
 LOADS, INSTANCES = (0.7, 0.9), 8

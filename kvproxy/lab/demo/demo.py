@@ -27,11 +27,10 @@ from kvproxy.lab.demo.kill import run_kill
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.lab.simulator.nixl_links import NixlLinks
 from kvproxy.lab.simulator.retention import TierSettings
 from kvproxy.lab.simulator.sglang_settings import EventSettings, SglangSettings
 from kvproxy.lab.simulator.timing import EngineTiming
-from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.simulator.vllm_settings import NixlLinks, VllmSettings
 from kvproxy.operate.commands.serving import run_loop
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server

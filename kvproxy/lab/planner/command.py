@@ -17,8 +17,7 @@ from kvproxy.lab.planner.models import Model, find_model, known_models
 from kvproxy.lab.planner.report import PlanReport
 from kvproxy.lab.planner.traffic import TrafficPlan, Wanted, play_sizes
 from kvproxy.lab.replay.compare import PolicySpec
-from kvproxy.lab.replay.settings import ENGINES
-from kvproxy.lab.replay.tier_plan import TierPlan
+from kvproxy.lab.replay.settings import ENGINES, TierPlan
 from kvproxy.lab.replay.trace import Trace, read_trace
 from kvproxy.operate.config.decode import spelling_hint
 

@@ -11,8 +11,7 @@ from kvproxy.lab.planner.layers import PlanError
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
 from kvproxy.lab.replay.pooled import measure_bound
 from kvproxy.lab.replay.results import Summary, summarize_outcomes
-from kvproxy.lab.replay.settings import ReplayFleet
-from kvproxy.lab.replay.tier_plan import TierPlan
+from kvproxy.lab.replay.settings import ReplayFleet, TierPlan
 from kvproxy.lab.replay.trace import Trace
 from kvproxy.operate.commands.progress import ProgressBar, announce_part
 

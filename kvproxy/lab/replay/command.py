@@ -24,8 +24,7 @@ from kvproxy.lab.replay.report import ROW, LiveReport, report_live
 from kvproxy.lab.replay.results import GoodputLimits
 from kvproxy.lab.replay.scenarios import find_scenarios, list_scenarios
 from kvproxy.lab.replay.sessions.rules import BEST_PLACES
-from kvproxy.lab.replay.settings import ENGINES, Pace, ReplayFleet
-from kvproxy.lab.replay.tier_plan import TierPlan
+from kvproxy.lab.replay.settings import ENGINES, Pace, ReplayFleet, TierPlan
 from kvproxy.lab.replay.trace import Trace, read_trace
 from kvproxy.lab.replay.transfers import LinkPlan
 from kvproxy.operate.commands.progress import ProgressBar

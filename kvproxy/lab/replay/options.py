@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvproxy.lab.replay.results import GoodputLimits
-from kvproxy.lab.replay.settings import ENGINES, IndexMode, ReplayFleet
-from kvproxy.lab.replay.tier_plan import TierPlan
+from kvproxy.lab.replay.settings import ENGINES, IndexMode, ReplayFleet, TierPlan
 from kvproxy.lab.replay.trace import Half
 from kvproxy.lab.simulator.retention import Eviction
 from kvproxy.lab.simulator.timing import EngineTiming

@@ -19,8 +19,8 @@ from kvproxy.lab.simulator.answering import Faults
 from kvproxy.lab.simulator.engine_runner import EngineRunner
 from kvproxy.lab.simulator.generation import GenerationPlan
 from kvproxy.lab.simulator.json_app import run_while_connected
-from kvproxy.lab.simulator.nixl_links import NixlLinks
 from kvproxy.lab.simulator.vllm_errors import VllmError, engine_dead
+from kvproxy.lab.simulator.vllm_settings import NixlLinks
 
 PARAMS = "kv_transfer_params"
 #: Blocks that prefilled prompts are held in, beside the engine's own: more than wait for decoders at once.

@@ -15,9 +15,9 @@ import msgspec
 from kvproxy.features.disaggregation.companion import CanaryService
 from kvproxy.features.disaggregation.pairs import PairState
 from kvproxy.features.disaggregation.watch import Disaggregated, find_all
-from kvproxy.lab.simulator.nixl_links import NixlLinks
 from kvproxy.lab.simulator.vllm_nixl import NixlSide
 from kvproxy.lab.simulator.vllm_server import VllmApp
+from kvproxy.lab.simulator.vllm_settings import NixlLinks
 from tests.lab.simulator.support import TINY
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy

@@ -10,7 +10,7 @@ import pytest
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.features.disaggregation.feature import NOTE, Connector, DisaggregationPlace, Legs
-from kvproxy.lab.simulator.nixl_links import NixlLinks
+from kvproxy.lab.simulator.vllm_settings import NixlLinks
 from tests.features.disaggregation.support import Separated, prompt, separated, text_of, until_freed, words
 from tests.support.until import until
 
