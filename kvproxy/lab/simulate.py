@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import TextIO
@@ -34,89 +34,76 @@ from kvproxy.operate.commands.serving import run_loop
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.listener.server import Server
 
-#: Memory of an engine, and its tokens per second, unless options name them.
-KV_TOKENS = 65_536
-PREFILL_TOKENS_PER_S = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedEngine:
-    """One engine; port 0 is a free one. `replaces` is the URL of the engine it stands in for, "" for none."""
-
-    name: str
-    port: int
-    models: tuple[str, ...]
-    events_port: int = 0
-    replay_port: int = 0
-    replaces: str = ""
+_BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """Servers to start. `lmcache_port` None: no LMCache."""
+    """Servers to start, and the URLs in a configuration that they stand in for (LMCache's name is "")."""
 
-    engines: tuple[PlannedEngine, ...]
-    kind: str = "vllm"  # or sglang
-    kv_events: bool = False
-    lmcache_port: int | None = None
-    coordinator: bool = False
-    lmcache_replaces: str = ""
-    kv_tokens: int = KV_TOKENS
-    prefill_tokens_per_s: int = PREFILL_TOKENS_PER_S
-    version: str = ""  # that engines report; "": that of the newest version simulated
-    faults: tuple[tuple[str, dict[str, object]], ...] = field(default_factory=tuple)  # engine ("": all), changes
+    fleet: FleetSettings
+    ports: Mapping[str, int]  # of engines by name; 0: a free one
+    faults: Sequence[tuple[str, dict[str, object]]]  # engine ("": all), changes
+    lmcache_port: int = 0
+    replaced: Mapping[str, str] = field(default_factory=dict)  # URL -> name
 
 
 def plan_from_options(args: argparse.Namespace) -> SimulationPlan:
     """`--engines` equal ones on consecutive ports from `--port` on; port 0 takes free ones."""
-    engines = tuple(
-        PlannedEngine(f"sim-{number}", args.port + number if args.port else 0, (args.model,))
-        for number in range(args.engines)
-    )
-    return SimulationPlan(
-        engines,
-        args.kind,
-        args.kv_events,
-        args.lmcache,
-        kv_tokens=args.kv_tokens,
-        prefill_tokens_per_s=args.prefill_speed,
-        version=args.engine_version,
-        faults=tuple(read_fault(text) for text in args.fault),
-    )
+    ports = {f"sim-{number}": args.port + number if args.port else 0 for number in range(args.engines)}
+    engines = {name: _make_engine(args, (args.model,), (0, 0) if args.kv_events else None) for name in ports}
+    controller = None if args.lmcache is None else ControllerSettings()
+    return SimulationPlan(FleetSettings(engines, controller), ports, _read_faults(args), args.lmcache or 0)
 
 
 def plan_from_config(config: Config, args: argparse.Namespace) -> SimulationPlan:
     """One engine for each endpoint of the file, on its own port if that is one of this machine; LMCache and KV events
     if the file uses them."""
     kvcache = next((one.settings for one in config.filters if isinstance(one.settings, KvCacheSettings)), None)
-    engines = tuple(_engines_of(config, kvcache, args.model))
+    publishes = kvcache is not None and (args.kv_events or bool(kvcache.kv_events))
+    engines: dict[str, EngineKindSettings] = {}
+    ports: dict[str, int] = {}
+    replaced: dict[str, str] = {}
+    for cluster, settings in config.clusters.items():
+        for one in settings.endpoints:
+            name = one.instance_id or one.id
+            name = f"{cluster}/{one.id}" if name in engines else name
+            replaced[one.url] = name
+            ports[name] = _own_port(one.url)
+            engines[name] = _make_engine(
+                args, one.models or (args.model,), _ports_of(one, kvcache) if publishes else None
+            )
     if not engines:
         fix = "endpoints that are discovered have no stand-in"
         raise ConfigError([Problem("endpoints", "the file names none", fix)])
     lmcache = "" if kvcache is None else kvcache.lmcache_endpoint
-    return SimulationPlan(
+    if lmcache:
+        replaced[lmcache] = ""
+    coordinates = kvcache is not None and kvcache.provider is Provider.COORDINATOR
+    has_lmcache = bool(lmcache) or args.lmcache is not None
+    fleet = FleetSettings(
         engines,
-        args.kind,
-        kvcache is not None and (args.kv_events or bool(kvcache.kv_events)),
-        _own_port(lmcache) if lmcache else args.lmcache,
-        coordinator=kvcache is not None and kvcache.provider is Provider.COORDINATOR,
-        lmcache_replaces=lmcache,
-        kv_tokens=args.kv_tokens,
-        prefill_tokens_per_s=args.prefill_speed,
-        version=args.engine_version,
-        faults=tuple(read_fault(text) for text in args.fault),
+        ControllerSettings() if has_lmcache and not coordinates else None,
+        CoordinatorSettings() if has_lmcache and coordinates else None,
     )
+    port = _own_port(lmcache) if lmcache else args.lmcache or 0
+    return SimulationPlan(fleet, ports, _read_faults(args), port, replaced)
 
 
-def _engines_of(config: Config, kvcache: KvCacheSettings | None, model: str) -> Iterator[PlannedEngine]:
-    names: set[str] = set()
-    for cluster, settings in config.clusters.items():
-        for one in settings.endpoints:
-            name = one.instance_id or one.id
-            name = f"{cluster}/{one.id}" if name in names else name
-            names.add(name)
-            events = _ports_of(one, kvcache)
-            yield PlannedEngine(name, _own_port(one.url), one.models or (model,), *events, replaces=one.url)
+def _make_engine(
+    args: argparse.Namespace, models: Sequence[str], event_ports: tuple[int, int] | None
+) -> EngineKindSettings:
+    """Return an engine of these models, which publishes KV events if it has ports for them and their replay."""
+    timing = EngineTiming(prefill_tokens_per_s=float(args.prefill_speed))
+    blocks = max(1, args.kv_tokens // _BLOCK_TOKENS)
+    engine = EngineSettings(blocks, _BLOCK_TOKENS, token_outputs=True, timing=timing)
+    model, *others = models
+    version = {"version": args.engine_version} if args.engine_version else {}
+    if args.kind == "sglang":
+        events = None if event_ports is None else EventSettings(port=event_ports[0], replay_port=event_ports[1])
+        return SglangSettings(model=model, engine=engine, kv_events=events, **version)
+    publisher = None if event_ports is None else PublisherSettings(port=event_ports[0], replay_port=event_ports[1])
+    return VllmSettings(model=model, loras=tuple(others), engine=engine, kv_events=publisher, **version)
 
 
 def _ports_of(endpoint: EndpointSettings, kvcache: KvCacheSettings | None) -> tuple[int, int]:
@@ -138,6 +125,10 @@ def _own_port(url: str) -> int:
     return (parts.port or 80) if local else 0
 
 
+def _read_faults(args: argparse.Namespace) -> list[tuple[str, dict[str, object]]]:
+    return [read_fault(text) for text in args.fault]
+
+
 def read_fault(text: str) -> tuple[str, dict[str, object]]:
     """`[ENGINE:]NAME[=VALUE]`: the engine, "" for all, and the change. Raises ConfigError for any other text."""
     where, colon, change = text.rpartition(":")
@@ -156,9 +147,6 @@ def _value_of(text: str) -> object:
         raise ConfigError([Problem("--fault", f"{text!r} is no number", "a number, true or false")]) from None
 
 
-_BLOCK_TOKENS = 16
-
-
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """Where everything listens: engines by name, and LMCache ("": there is none)."""
@@ -174,9 +162,9 @@ def main(args: argparse.Namespace) -> int:
     source = ConfigSource(path=args.config, lenient=args.lenient)
     plan = plan_from_config(source.load()[0], args)
     output = args.output
-    moved = [one for one in plan.engines if not one.port]
-    if output is None and (moved or plan.lmcache_port == 0):
-        where = moved[0].replaces if moved else plan.lmcache_replaces
+    moved = [url for url in plan.replaced if not _own_port(url)]
+    if output is None and moved:
+        where = moved[0]
         what = f"{where} is not on this machine, so its stand-in has another address"
         raise ConfigError([Problem("", what, "-o FILE writes a copy of the configuration with the new addresses")])
     return run_loop(lambda: run(plan, out=sys.stdout, config=Path(args.config), output=output))
@@ -202,41 +190,17 @@ async def run(plan: SimulationPlan, *, out: TextIO, config: Path | None = None, 
 async def start(plan: SimulationPlan) -> AsyncIterator[Simulation]:
     """Everything in the plan, faults included. OSError for a port that is taken."""
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(Fleet(_settings_of(plan), rng=Random()))
+        fleet = await stack.enter_async_context(Fleet(plan.fleet, rng=Random()))
         urls = {}
-        for one in plan.engines:
-            server = Server(fleet.engines[one.name], port=one.port, drain_s=1.0)
-            urls[one.name] = (await stack.enter_async_context(server)).url
-        lmcache = fleet.coordinator if plan.coordinator else fleet.controller
+        for name, port in plan.ports.items():
+            server = Server(fleet.engines[name], port=port, drain_s=1.0)
+            urls[name] = (await stack.enter_async_context(server)).url
+        lmcache = fleet.coordinator or fleet.controller
         url = ""
         if lmcache is not None:
-            url = (await stack.enter_async_context(Server(lmcache, port=plan.lmcache_port or 0, drain_s=1.0))).url
+            url = (await stack.enter_async_context(Server(lmcache, port=plan.lmcache_port, drain_s=1.0))).url
         await _switch_faults_on(plan, urls)
         yield Simulation(urls, url)
-
-
-def _settings_of(plan: SimulationPlan) -> FleetSettings:
-    engines = {one.name: _engine_of(plan, one) for one in plan.engines}
-    with_lmcache = plan.lmcache_port is not None
-    return FleetSettings(
-        engines,
-        ControllerSettings() if with_lmcache and not plan.coordinator else None,
-        CoordinatorSettings() if with_lmcache and plan.coordinator else None,
-    )
-
-
-def _engine_of(plan: SimulationPlan, one: PlannedEngine) -> EngineKindSettings:
-    timing = EngineTiming(prefill_tokens_per_s=float(plan.prefill_tokens_per_s))
-    blocks = max(1, plan.kv_tokens // _BLOCK_TOKENS)
-    engine = EngineSettings(blocks, _BLOCK_TOKENS, token_outputs=True, timing=timing)
-    model, *others = one.models
-    if plan.kind == "sglang":
-        events = EventSettings(port=one.events_port, replay_port=one.replay_port) if plan.kv_events else None
-        sglang = SglangSettings(model=model, engine=engine, kv_events=events)
-        return replace(sglang, version=plan.version or sglang.version)
-    publisher = PublisherSettings(port=one.events_port, replay_port=one.replay_port) if plan.kv_events else None
-    vllm = VllmSettings(model=model, loras=tuple(others), engine=engine, kv_events=publisher)
-    return replace(vllm, version=plan.version or vllm.version)
 
 
 async def _switch_faults_on(plan: SimulationPlan, urls: Mapping[str, str]) -> None:
@@ -257,9 +221,8 @@ def write_moved(config: Path, output: Path, plan: SimulationPlan, simulation: Si
 
 def move_addresses(text: str, plan: SimulationPlan, simulation: Simulation) -> str:
     """Return the configuration's text with the addresses of the stand-ins; comments and everything else stay."""
-    moves = {one.replaces: simulation.engines[one.name] for one in plan.engines if one.replaces}
-    if plan.lmcache_replaces:
-        moves[plan.lmcache_replaces] = simulation.lmcache
+    addresses = {**simulation.engines, "": simulation.lmcache}
+    moves = {url: addresses[name] for url, name in plan.replaced.items()}
     for before in sorted(moves, key=len, reverse=True):
         if before not in text:
             raise ConfigError([Problem("", f"{before} is not in the file literally", "write the URL out")])
@@ -269,23 +232,24 @@ def move_addresses(text: str, plan: SimulationPlan, simulation: Simulation) -> s
 
 def print_addresses(plan: SimulationPlan, simulation: Simulation, out: TextIO, *, config: Path | None) -> None:
     """Print the servers with their addresses, and the next command."""
-    name = {"vllm": "vLLM", "sglang": "SGLang"}[plan.kind]
-    for one in plan.engines:
-        print(f"{name} {one.name} ({', '.join(one.models)}) on {simulation.engines[one.name]}", file=out)
+    for name, engine in plan.fleet.engines.items():
+        kind = "vLLM" if isinstance(engine, VllmSettings) else "SGLang"
+        models = engine.models if isinstance(engine, VllmSettings | SglangSettings) else ()
+        print(f"{kind} {name} ({', '.join(models)}) on {simulation.engines[name]}", file=out)
     if simulation.lmcache:
-        kind = "coordinator" if plan.coordinator else "controller"
+        kind = "controller" if plan.fleet.coordinator is None else "coordinator"
         print(f"LMCache {kind} on {simulation.lmcache}", file=out)
     if config is not None:
         print(f"\nkvproxy serve -c {config}", file=out)
     else:
-        print(f"\n# config.yaml\n{_sample_config(plan, simulation)}", file=out)
+        print(f"\n# config.yaml\n{_sample_config(simulation)}", file=out)
     first = next(iter(simulation.engines.values()))
     print("\n# a fault while it runs: the next 5 requests fail", file=out)
     print(f"curl -s {first}/sim/faults -H 'content-type: application/json' -d '{{\"fail_next\": 5}}'", file=out)
     print("\nCtrl-C ends everything.", file=out)
 
 
-def _sample_config(plan: SimulationPlan, simulation: Simulation) -> str:
+def _sample_config(simulation: Simulation) -> str:
     lines = ["endpoints:", *(f"  {name}: {url}" for name, url in simulation.engines.items())]
     if simulation.lmcache:
         lines += ["filters:", f"  kvcache: {{lmcache_endpoint: {simulation.lmcache}}}"]

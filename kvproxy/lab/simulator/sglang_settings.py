@@ -67,6 +67,11 @@ class SglangSettings:
             raise ValueError("a streaming server needs an engine with token_outputs")
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """Name of its one model."""
+        return (self.model,)
+
+    @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.engine.block_size
