@@ -19,10 +19,12 @@ from kvproxy.base.installed import list_packages
 from kvproxy.operate.commands.help_text import EXAMPLES, USUAL, GroupedHelp, HelpAll, add_examples, hide_options
 from kvproxy.operate.commands.options import (
     Command,
+    Option,
     add_admin_options,
     add_config_option,
     add_engine_arguments,
     add_lenient_option,
+    add_options,
     parse_count,
 )
 
@@ -317,27 +319,43 @@ def _add_plan(commands: _Commands[argparse.ArgumentParser], *, options: bool) ->
     plan.set_defaults(run="kvproxy.lab.planner.command:main")
 
 
+def _add_kind(parser: argparse.ArgumentParser) -> None:
+    kinds = ("vllm", "sglang")
+    parser.add_argument("--engine", dest="kind", choices=kinds, default="vllm", help="their kind (default vllm)")
+
+
+def _tokens(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 16 <= int(text[:10]) <= 1_000_000_000:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 16 to 1,000,000,000, not {text!r}")
+    return int(text)
+
+
+_DEMO = (
+    Option("--tiers", None, False, "engines with host memory: the benefit of tier-aware routing"),
+    Option("--disaggregated", None, False, "half of the engines compute long prompts for the others"),
+    Option("--engines", None, 3, "simulated engines (default 3)", parse_count),
+    Option("--ranks", None, 1, "data-parallel ranks of each, of SGLang's (default 1)", parse_count),
+    Option("--sessions", None, int, "conversations (default 15; with --tiers 12)", parse_count),
+    Option("--turns", None, 5, "turns of each (default 5)", parse_count),
+    Option("--stay", None, False, "leave everything running until Ctrl-C"),
+    Option("--kill-an-engine", None, False, "kill an engine under streams: they go on elsewhere"),
+)
+_SIMULATE = (
+    Option("--engine-version", "V", "", "reported version, as in 0.18.0"),
+    Option("--engines", "N", 2, "how many (default 2)", parse_count),
+    Option("--port", None, 8000, "of the first (default 8000); 0: free ones"),
+    Option("--model", None, "sim", "its name (default sim)"),
+    Option("--kv-events", None, False, "publish KV events"),
+    Option("--lmcache", "PORT", int, "an LMCache controller there; 0: a free one"),
+    Option("--kv-tokens", "N", 65_536, "KV memory of each engine (default 65536)", _tokens),
+    Option("--prefill-speed", "N", 10_000, "prompt tokens computed per second (default 10000)", _tokens),
+)
+
+
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser("demo", help="simulated engines, a controller and the proxy, with real traffic")
-    demo.add_argument(
-        "--engine", dest="kind", choices=("vllm", "sglang"), default="vllm", help="their kind (default vllm)"
-    )
-    demo.add_argument(
-        "--tiers", action="store_true", help="engines with host memory: the benefit of tier-aware routing"
-    )
-    demo.add_argument(
-        "--disaggregated", action="store_true", help="half of the engines compute long prompts for the others"
-    )
-    demo.add_argument("--engines", type=parse_count, default=3, help="simulated engines (default 3)")
-    demo.add_argument(
-        "--ranks", type=parse_count, default=1, help="data-parallel ranks of each, of SGLang's (default 1)"
-    )
-    demo.add_argument("--sessions", type=parse_count, help="conversations (default 15; with --tiers 12)")
-    demo.add_argument("--turns", type=parse_count, default=5, help="turns of each (default 5)")
-    demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
-    demo.add_argument(
-        "--kill-an-engine", action="store_true", help="kill an engine under streams: they go on elsewhere"
-    )
+    _add_kind(demo)
+    add_options(demo, _DEMO)
     demo.set_defaults(run="kvproxy.lab.demo.demo:main")
 
 
@@ -349,28 +367,10 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
         "up; timing, caching and errors are those of real engines. With -c they stand in for the engines of a file.",
     )
     add_config_option(simulate)
-    simulate.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="with -c: write a copy of it with the stand-ins' addresses"
-    )
-    simulate.add_argument(
-        "--engine", dest="kind", choices=("vllm", "sglang"), default="vllm", help="their kind (default vllm)"
-    )
-    simulate.add_argument("--engine-version", metavar="V", default="", help="reported version, as in 0.18.0")
-    simulate.add_argument("--engines", type=parse_count, default=2, metavar="N", help="how many (default 2)")
-    simulate.add_argument("--port", type=int, default=8000, help="of the first (default 8000); 0: free ones")
-    simulate.add_argument("--model", default="sim", help="its name (default sim)")
-    simulate.add_argument("--kv-events", action="store_true", help="publish KV events")
-    simulate.add_argument("--lmcache", type=int, metavar="PORT", help="an LMCache controller there; 0: a free one")
-    simulate.add_argument(
-        "--kv-tokens", type=_tokens, default=65_536, metavar="N", help="KV memory of each engine (default 65536)"
-    )
-    simulate.add_argument(
-        "--prefill-speed",
-        type=_tokens,
-        default=10_000,
-        metavar="N",
-        help="prompt tokens computed per second (default 10000)",
-    )
+    moved = "with -c: write a copy of it with the stand-ins' addresses"
+    simulate.add_argument("-o", "--output", type=Path, metavar="FILE", help=moved)
+    _add_kind(simulate)
+    add_options(simulate, _SIMULATE)
     simulate.add_argument(
         "--fault",
         action="append",
@@ -379,12 +379,6 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
         help="as in sim-1:stall_first_byte_s=2 or fail_next=10; repeat for more",
     )
     simulate.set_defaults(run="kvproxy.lab.simulate:main")
-
-
-def _tokens(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 16 <= int(text[:10]) <= 1_000_000_000:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 16 to 1,000,000,000, not {text!r}")
-    return int(text)
 
 
 def _add_completion(commands: _Commands[argparse.ArgumentParser]) -> None:

@@ -27,17 +27,18 @@ class Option(NamedTuple):
     metavar: str | None
     default: Any
     help: str
+    parse: Callable[[str], object] | None = None  # instead of the type
 
 
 def add_options(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
     """Add options that take a value, or, with the default False, none."""
-    for flag, metavar, default, text in options:
+    for flag, metavar, default, text, parse in options:
         if default is False:
             parser.add_argument(flag, action="store_true", help=text)
             continue
         kind, default = (default, None) if isinstance(default, type) else (type(default), default)
         choices = list(kind) if issubclass(kind, Enum) else None
-        parser.add_argument(flag, type=kind, default=default, metavar=metavar, choices=choices, help=text)
+        parser.add_argument(flag, type=parse or kind, default=default, metavar=metavar, choices=choices, help=text)
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:
