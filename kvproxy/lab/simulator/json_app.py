@@ -18,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 #: Answers with the body of a 200 in JSON, or with a response.
 Handler = Callable[[Request], Awaitable[Any]]
+#: Paths counted one by one; a caller can invent any number of them.
+_COUNTED_ROUTES = 100
 _Result = TypeVar("_Result")
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -43,7 +45,7 @@ def detail_error(status: int, text: str) -> HttpError:
 
 class JsonApp:
     """An ASGI app. Serve it while it is entered (it is an async context manager): its `parts` run meanwhile. `calls`
-    counts requests by route, such as `GET /health`."""
+    counts requests by route, unknown ones too, such as `GET /health`."""
 
     parts: Sequence[contextlib.AbstractAsyncContextManager[object]] = ()
 
@@ -79,8 +81,9 @@ class JsonApp:
 
         self._app.router.add_route(path, endpoint, methods=[method])
 
-    async def _reply_no_route(self, _request: Request, error: HTTPException) -> Response:
-        self.calls["unknown" if error.status_code == 404 else "wrong method"] += 1
+    async def _reply_no_route(self, request: Request, error: HTTPException) -> Response:
+        name = f"{request.method} {request.url.path}"
+        self.calls[name if name in self.calls or len(self.calls) < _COUNTED_ROUTES else "other"] += 1
         return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
 
 

@@ -283,14 +283,14 @@ async def test_bad_json() -> None:
 
 
 async def test_dashboard_reads() -> None:
-    """GET /health does not exist; strangers' paths are counted together."""
+    """GET /health does not exist; strangers' paths are counted within a bound."""
     async with controller() as running:
         get = running.client.get
         assert (await get("/controller/key-stats")).json()["total_worker_count"] == 2
         assert (await get("/health")).status_code == 404
-        for number in range(3):
+        for number in range(120):
             await get(f"/nothing/{number}")
-        assert running.app.calls["unknown"] == 4
+        assert len(running.app.calls) <= 101
 
 
 async def test_registering_again_forgets_the_keys() -> None:

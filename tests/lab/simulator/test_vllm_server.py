@@ -484,8 +484,8 @@ async def test_state_counts_calls_by_route() -> None:
         calls = (await running.state())["calls"]
     assert calls == {
         "POST /v1/chat/completions": 1,
-        "unknown": 1,
-        "wrong method": 1,
+        "GET /nope": 1,
+        "GET /tokenize": 1,
         "GET /sim/state": 1,
     }
 
