@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks.known_speeds import knowing
 from kvproxy.cluster.routing.policy import Policy
-from kvproxy.cluster.settings import ClusterSettings, KvAwareSettings, PolicyParameters
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
 from kvproxy.lab.replay.pooled import Bound, measure_bound, play_on_pool
 from kvproxy.lab.replay.results import summarize_outcomes
@@ -28,10 +27,6 @@ _CAPACITY_TOKENS = {"cc_dev": 2_000_000, "agent_dev": 500_000}
 OURS = ("kv_aware", "kv_aware+no_queue", "kv_aware+priority", "kv_aware+no_queue+priority")
 PEERS = ("dynamo", "dynamo_agentic", "llm_d", "llm_d_sticky", "lmetric", "least_ttft")
 SCENARIO_PEERS = ("dynamo", "dynamo_agentic", "lmetric", "least_ttft", "prefix_affinity", "least_request")
-
-#: kv_aware told what time between tokens is wanted.
-TARGET_ITL_S = 0.05
-TARGETED = f"kv_aware, target_itl {TARGET_ITL_S:g}"
 
 #: More are not played: sessions that keep 16 engines busy would be tens of thousands.
 REQUESTS = 4000
@@ -81,11 +76,7 @@ def cells(*, quick: bool) -> list[Cell]:
     """All of them, what matters most first: a run that is cut short has whole tables."""
     grid = (*PEERS, *OURS)
     eight = [Cell(t, 8, x, p) for x in (0.9, 0.7) for t in TRACES for p in grid]
-    scenarios = [
-        Cell(name, 8, each.load, p)
-        for name, each in SCENARIOS.items()
-        for p in (*SCENARIO_PEERS, *OURS, *((TARGETED,) if name in ("hot_prompt", "herd") else ()))
-    ]
+    scenarios = [Cell(name, 8, each.load, p) for name, each in SCENARIOS.items() for p in (*SCENARIO_PEERS, *OURS)]
     if quick:
         return eight + scenarios
     low = [Cell(t, 8, 0.5, p) for t in TRACES for p in grid]
@@ -138,7 +129,7 @@ def run_cell(cell: Cell, work: Path, version: str) -> dict[str, Any]:
     started = time.process_time()
     reference = reference_of(cell, work, version)
     prepared = time.process_time()
-    fleet, spec = fleet_of(cell), PolicySpec.parse(cell.policy.partition(",")[0])
+    fleet, spec = fleet_of(cell), PolicySpec.parse(cell.policy)
     token_gaps = TokenGaps()
     outcomes = play_policy(
         reference.trace,
@@ -165,11 +156,7 @@ def _policy_of(cell: Cell, spec: PolicySpec, fleet: ReplayFleet, reference: Boun
     rng = Random(cell.seed)
     if "known" in changes:
         return knowing(fleet, reference.pace.duration_s(reference.trace), rng=rng)
-    settings = None
-    if cell.policy == TARGETED:
-        parameters = PolicyParameters(kv_aware=KvAwareSettings(target_itl=TARGET_ITL_S))
-        settings = ClusterSettings(policy=spec.name, parameters=parameters)
-    return spec.make(rng=rng, prior_factor=changes.get("priors", 1.0), settings=settings)
+    return spec.make(rng=rng, prior_factor=changes.get("priors", 1.0))
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:

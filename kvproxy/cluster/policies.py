@@ -14,7 +14,6 @@ from kvproxy.base.types import EndpointId, LowerTokens
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import ClusterFeature, SilentPolicy
 from kvproxy.cluster.metrics import RoutingMetrics
-from kvproxy.cluster.routing.load import Reservation
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.registry import configured, make_policy, merge_config
 from kvproxy.cluster.routing.selector import Decision
@@ -142,17 +141,6 @@ class PolicySet:
             policy.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
         for silent in self._silent:
             silent.learn(lambda policy: policy.observe_reuse(endpoint, predicted_tokens, cached_tokens, now))
-
-    def observe_answer(self, endpoint: EndpointId, reservation: Reservation, output_tokens: int, now: float) -> None:
-        """As of Policy, of a request that was settled; nothing where its first token could not be seen."""
-        if reservation.first_token_at is None:
-            return
-        decode_s = now - reservation.first_token_at
-        sequences = reservation.sequences
-        for policy in self._deciding:
-            policy.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
-        for silent in self._silent:
-            silent.learn(lambda policy: policy.observe_answer(endpoint, output_tokens, decode_s, sequences, now))
 
     def placed_elsewhere(
         self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float

@@ -71,19 +71,6 @@ class DiscoverySettings(Model):
 AUTO: Final = "auto"
 
 
-class KvAwareSettings(Model):
-    """Of the cost, what differs by operator."""
-
-    retired = dict.fromkeys(
-        ("kappa", "crowding", "congestion", "stall", "foresight", "hot_discount"),
-        "the measured weights are the best known",
-    )
-
-    target_itl: float | None = Field(default=None, ge=0.001, le=10)
-    """Target seconds between two tokens of an answer: an endpoint costs more by the lateness of its answers. None:
-    answers may slow down where sequences gather on a hot prefix."""
-
-
 class PrefixAffinitySettings(Model):
     """Thresholds. The defaults are the originals'."""
 
@@ -98,12 +85,14 @@ class PrefixAffinitySettings(Model):
 class PolicyParameters(Model):
     """By policy, whichever part it plays in the cluster: its own, one that clients may ask for, one without effect."""
 
-    retired = dict.fromkeys(
-        ("dynamo", "dynamo_agentic", "llm_d", "llm_d_sticky"), "policies to compare with have their originals' weights"
-    )
+    retired = {
+        **dict.fromkeys(
+            ("dynamo", "dynamo_agentic", "llm_d", "llm_d_sticky"),
+            "policies to compare with have their originals' weights",
+        ),
+        "kv_aware": "the measured weights are the best known, and a target for the time between tokens bought nothing",
+    }
 
-    kv_aware: KvAwareSettings = KvAwareSettings()
-    """Target of kv_aware."""
     prefix_affinity: PrefixAffinitySettings = PrefixAffinitySettings()
     """Thresholds between prefix and load."""
 

@@ -16,7 +16,6 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.membership import CONFIGURED_BY
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routing import registry
-from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.simple import PrefixAffinity
 from kvproxy.cluster.routing.work import features_of
@@ -102,13 +101,13 @@ def test_a_verdict_of_probes_ends_with_the_probes(make_cluster: MakeCluster) -> 
 
 def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
     """With what it learned, and what was changed about it while it ran."""
-    bench = make_cluster("a", "b", policy=PolicyName.KV_AWARE)
+    bench = make_cluster("a", "b", policy=PolicyName.PREFIX_AFFINITY)
     policy = bench.cluster.policy
-    assert isinstance(policy, KvAware)
-    policy.settings = policy.settings.model_copy(update={"target_itl": 0.5})
+    assert isinstance(policy, PrefixAffinity)
+    policy.settings = policy.settings.model_copy(update={"cache_threshold": 0.5})
     reconfigure(bench, queue={}, client_policies=["least_ttft"])
     assert bench.cluster.policy is policy
-    assert policy.settings.target_itl == 0.5
+    assert policy.settings.cache_threshold == 0.5
 
 
 @pytest.mark.parametrize("part", ["own", "for clients"])

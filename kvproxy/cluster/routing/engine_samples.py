@@ -1,4 +1,4 @@
-"""Speed samples from engines' own counters and from finished answers. Pure.
+"""Speed samples from engines' own counters. Pure.
 
 An answer that is not streamed hides its first token, but engines add the prefill time of every finished request to a
 histogram. Its growth from one reading to the next, beside the work of the requests that ended meanwhile, is a sample.
@@ -7,7 +7,6 @@ or its count of requests has to agree with ours."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvproxy.cluster.routing.load import EndpointLoad, Reservation
@@ -100,61 +99,3 @@ def mean_of(work: Features, prefills: int, computed_tokens: int | None) -> Featu
 
 def _growth(before: int | None, now: int | None) -> int | None:
     return None if before is None or now is None or now < before else now - before
-
-
-#: Decay of a sample's weight with each one that follows.
-_DECAY = 0.99
-#: Variance of the number of sequences from which the slope is trusted, in squares of its mean.
-_RIDGE = 0.05
-#: Share of a step that grows with the number of sequences, before the first samples.
-_PRIOR_SHARE = 0.25
-
-#: A shorter answer measures mostly its prefill and its end, not the decoding between.
-MIN_TOKENS = 8
-
-
-class StepModel:
-    """Inter-token time as a line over the sequences in flight, `base_s + sequence_s * sequences`, and the mean length
-    of an answer; decayed least squares. Prefill that comes between tokens is part of what is learned."""
-
-    def __init__(self) -> None:
-        self._weight = self._n = self._nn = self._y = self._ny = self._tokens = 0.0
-        self.base_s = self.sequence_s = 0.0
-        self.answer_tokens = 0.0
-
-    def observe_answer(self, output_tokens: int, decode_s: float, sequences: float) -> None:
-        """Learn from an answer of `output_tokens` that took `decode_s` from its first token to its last, beside
-        `sequences` sequences on average, itself included."""
-        if output_tokens < MIN_TOKENS or decode_s <= 0.0 or sequences < 1.0:
-            return
-        step_s = decode_s / (output_tokens - 1)
-        self._weight = _DECAY * self._weight + 1.0
-        self._n = _DECAY * self._n + sequences
-        self._nn = _DECAY * self._nn + sequences * sequences
-        self._y = _DECAY * self._y + step_s
-        self._ny = _DECAY * self._ny + sequences * step_s
-        self._tokens = _DECAY * self._tokens + output_tokens
-        self.answer_tokens = self._tokens / self._weight
-        n = self._n / self._weight
-        y = self._y / self._weight
-        trust = _RIDGE * n * n
-        covariance = self._ny / self._weight - n * y
-        variance = self._nn / self._weight - n * n
-        slope = (covariance + trust * _PRIOR_SHARE * y / n) / (variance + trust)
-        self.sequence_s = max(0.0, min(slope, y / n))
-        self.base_s = y - self.sequence_s * n
-
-    def estimates(self) -> Mapping[str, float]:
-        """Return what is trusted now; zeros before the first answer."""
-        return {
-            "itl_base_s": self.base_s,
-            "itl_sequence_s": self.sequence_s,
-            "answer_tokens": self.answer_tokens,
-        }
-
-    def late_s(self, sequences: int, slowness: float, target_s: float) -> float:
-        """Return the total delay of all answers, against `target_s` a token, if one joins this many sequences."""
-        step_s = slowness * (self.base_s + self.sequence_s * sequences)
-        late_s = max(0.0, step_s - target_s)
-        then_late_s = max(0.0, step_s + slowness * self.sequence_s - target_s)
-        return self.answer_tokens * ((sequences + 1) * then_late_s - sequences * late_s)

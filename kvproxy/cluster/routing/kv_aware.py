@@ -20,11 +20,7 @@ behind them, and bringing up what is on lower tiers. A greedy router stops at wa
 
 For all that a request may wait longer where it saves work, but not to leave room: it does not go where its first token
 would take twice as long, and 50 ms, as at the soonest endpoint where it adds no more work. (Each second beyond counts a
-thousandfold.) A target for the time between tokens goes before this.
-
-With an operator's `target_itl` it also costs a share of what all answers there end late by for it: one sequence more
-makes every step longer, and those over the target count (`StepModel`). Without one nothing is learned of that. A
-request for an adapter also costs the seconds until it is loaded there (cluster/adapters.py).
+thousandfold.) A request for an adapter also costs the seconds until it is loaded there (cluster/adapters.py).
 
 The cost to others is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
 prefix once more is an investment and discounted. Speeds are learned (speeds.py)."""
@@ -38,12 +34,10 @@ from random import Random
 
 from kvproxy.base.types import EndpointId, count_lower
 from kvproxy.cluster.routing.costs import least, onboarding_s_of, own_s
-from kvproxy.cluster.routing.engine_samples import StepModel
 from kvproxy.cluster.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.traffic import ArrivalStats, EndpointArrivals, Pool, PoolSpeeds, Utilisation
 from kvproxy.cluster.routing.work import Features, prefill_s
-from kvproxy.cluster.settings import KvAwareSettings
 
 MAX_DELAYED = 9.0  # work delays at most this many of those bound to the endpoint, and as many of all
 #: Most sequences that count as stalled by a prefill: with hundreds in flight nothing else would decide.
@@ -56,7 +50,6 @@ MAX_UNEVEN = 15
 LATE_FROM = 2.0
 LATE_SLACK_S = 0.05
 LATE_COST = 1000.0
-LATENESS = 0.1  # cost of each second that an answer ends late by, with a target for the time between tokens
 BOUND_BELOW = 0.5  # a request with less than this share of the time it would take elsewhere is bound to its endpoint
 #: In a pool of this many candidates a choice uses the speeds of a placement at most TICK_S ago: estimates of endpoints
 #: with unchanged load are kept until then.
@@ -95,23 +88,20 @@ class KvAware(Policy):
         "no_overlap": "no endpoint is known to hold any of this prompt",
     }
     speeds: SpeedModel
-    settings: KvAwareSettings
 
     def __init__(
         self,
         *,
         rng: Random,
         speeds: SpeedModel | None = None,
-        settings: KvAwareSettings = KvAwareSettings(),
         weights: CostWeights = CostWeights(),
     ) -> None:
-        super().__init__(rng=rng, settings=settings)
+        super().__init__(rng=rng)
         self._weights = weights.crowding, weights.congestion, weights.stall, weights.usual_waits
         self._saving = 1.0 - weights.hot_discount
         self.speeds = SpeedModel() if speeds is None else speeds
         self.utilisation = Utilisation()
         self.arrivals = ArrivalStats()
-        self.steps = StepModel()  # learned while there is a target
         self._pool: Pool | None = None  # of the latest candidates
         self._latest: PoolSpeeds | None = None  # of the latest placement, where it was in a large pool
 
@@ -136,7 +126,6 @@ class KvAware(Policy):
         most_uneven = max(MAX_UNEVEN, MAX_STALLED - least_in_flight)
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
         crowding, congestion, stall, usual_waits = self._weights
-        target_itl = self.settings.target_itl
         rho, arrivals_per_s = self.utilisation.estimate_rates(now)
         delayed = congestion * arrivals_per_s / (1.0 - rho) * sum(waits) / len(waits)
         if delayed > MAX_DELAYED:
@@ -154,9 +143,7 @@ class KvAware(Policy):
         if request.adapter_s is not None or request.transfer_s is not None:
             costs = with_preparation(costs, request, pool)
             firsts = with_preparation(firsts, request, pool)
-        if target_itl is not None:
-            self._add_late_tokens(costs, speeds, target_itl)
-        elif max(firsts) > LATE_FROM * min(firsts) + LATE_SLACK_S:
+        if max(firsts) > LATE_FROM * min(firsts) + LATE_SLACK_S:
             costs = with_lateness(costs, firsts, owns)
         index = least(costs, self._rng)
         if self.others is not None:
@@ -181,12 +168,6 @@ class KvAware(Policy):
         if overlap is not None and overlap.lower:
             onboarding_s = onboarding_s_of(overlap, facts.prompt_tokens, endpoint, self.speeds)
         return prefill_s(facts.prompt_tokens - held, held, onboarding_s, self.speeds.seconds)
-
-    def _add_late_tokens(self, costs: list[float], speeds: PoolSpeeds, target_itl: float) -> None:
-        """Add what all answers end late by, for a target of the time between tokens."""
-        pool = speeds.pool
-        for index, (slow, load, weight) in enumerate(zip(speeds.slowness, pool.loads, pool.weights, strict=True)):
-            costs[index] += LATENESS * self.steps.late_s(load.in_flight, slow, target_itl) / weight
 
     def _own_s(self, facts: OverlapFacts, pool: Pool, seconds: Features) -> tuple[list[float], list[int]]:
         """Pooled seconds of the request's own prefill by candidate, hot tokens discounted, and the tokens each holds;
@@ -275,19 +256,11 @@ class KvAware(Policy):
         known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.estimate_rates(now)
         return {
             **asdict(self.speeds.estimates(now)),
-            **self.steps.estimates(),
             "rho": rho,
             "arrivals_per_s": arrivals_per_s,
             "bound_per_s": {endpoint: past.bound_per_s for endpoint, past in known.items()},
             "usual_wait_s": {endpoint: past.usual_wait_s for endpoint, past in known.items()},
         }
-
-    def observe_answer(
-        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
-    ) -> None:
-        if self.settings.target_itl is not None:
-            slowness = self.speeds.slowness(endpoint, now)
-            self.steps.observe_answer(output_tokens, decode_s / slowness, sequences)
 
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)

@@ -118,7 +118,6 @@ class Reservation(msgspec.Struct, eq=False):
     known: bool = True  # what the endpoint holds of its prompt was looked for; else its prefill teaches nothing
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # blocks of its prompt, and the ledger that counts them
     first_token_at: float | None = None
-    sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
 
 
@@ -296,7 +295,6 @@ class EndpointLoad:
         if reservation not in self._pending:
             return
         reservation.first_token_at = now
-        reservation.sequences = self.in_flight
         if not (reservation.known and (reservation.uncached_tokens or reservation.cached_tokens)):
             self._void(reservation, now)
             return
@@ -314,8 +312,6 @@ class EndpointLoad:
         if reservation.released:
             return
         reservation.released = True
-        if reservation.hidden or reservation.first_token_at is not None:
-            reservation.sequences = 0.5 * (reservation.sequences + self.in_flight)
         if reservation in self._pending:
             self._void(reservation, now)
         self.in_flight -= 1

@@ -218,12 +218,6 @@ class Policy(ABC):
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """Record a response that reported `cached_tokens` where `predicted_tokens` had been expected."""
 
-    def observe_answer(
-        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
-    ) -> None:
-        """Record a streamed answer of `output_tokens` that took `decode_s` from its first token to its end, beside
-        `sequences` in flight on average, itself included."""
-
     def forget(self, endpoint: EndpointId) -> None:
         """Forget an endpoint that left the cluster for good."""
 

@@ -119,13 +119,13 @@ class PolicySpec:
         apart = APART_PREFIX + self.apart if self.apart else ""
         return self.name.value + "".join(suffix for suffix, has in chosen if has) + apart
 
-    def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:
+    def make(self, *, rng: Random, prior_factor: float = 1.0) -> Policy:
         """Return a fresh policy; learned speeds start from priors wrong by `prior_factor`."""
         priors = SpeedPriors()
         priors = SpeedPriors(
             priors.request_s / prior_factor, priors.tokens_per_s * prior_factor, priors.quadratic_tokens
         )
-        policy = make_policy(self.name, settings or ClusterSettings(policy=self.name), rng=rng)
+        policy = make_policy(self.name, ClusterSettings(policy=self.name), rng=rng)
         if policy.learns_speeds:
             policy.speeds = SpeedModel(priors)
         return policy

@@ -227,12 +227,6 @@ class VirtualRouter:
         cached = outcome.cached_tokens if self._reports_cached else 0
         placement.settle(predicted, cached)
         self._policy.observe_reuse(endpoint.id, predicted, cached, now)
-        reservation = placement.reservation
-        if reservation.first_token_at is not None and outcome.finished_at is not None:
-            decode_s = now - reservation.first_token_at
-            tokens = placement.request.turn.output_tokens
-            sequences = reservation.sequences
-            self._policy.observe_answer(endpoint.id, tokens, decode_s, sequences, now)
 
     def join(self, endpoint: SimEndpoint) -> None:
         """Add a new engine in the endpoint's place."""

@@ -281,10 +281,6 @@ class CarriedRequest:
             verdict = self._verdict(held, error, now)
             held.pick.endpoint.metrics.count_request(outcome.status)
             self.settle(verdict, prompt_tokens=outcome.prompt_tokens, cached_tokens=outcome.cached_tokens)
-            if verdict is AttemptOutcome.SUCCESS and outcome.completion_tokens is not None:
-                policies = held.cluster.policies
-                endpoint = held.pick.endpoint.id
-                policies.observe_answer(endpoint, held.pick.reservation, outcome.completion_tokens, now)
         self.finish(now)
 
     def _verdict(self, held: PickReservation, error: UpstreamError | None, now: float) -> AttemptOutcome:

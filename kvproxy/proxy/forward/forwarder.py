@@ -556,8 +556,6 @@ class Forwarding(Placement, kw_only=True):
         reused = outcome.cached_tokens if outcome.prefill_endpoint is None else None
         if policies.observes_reuse and reused is not None:
             self.cluster.observe_reuse(pick, reused, now)
-        if succeeded and outcome.completion_tokens is not None:
-            policies.observe_answer(pick.endpoint.id, pick.reservation, outcome.completion_tokens, now)
         return _Next.DELIVERED
 
     async def _resume(self, pick: Pick, relay: Relay, headers: Headers, error: UpstreamError) -> _Next:

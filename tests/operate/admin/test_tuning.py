@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.base.errors import ConfigError
 from kvproxy.cluster.routing.registry import make_policy, policy_types
-from kvproxy.cluster.settings import ClusterSettings, KvAwareSettings, PolicyName, PrefixAffinitySettings
+from kvproxy.cluster.settings import ClusterSettings, PolicyName, PrefixAffinitySettings
 from kvproxy.operate.admin.tuning import ranges, tuned
 
 
@@ -23,22 +23,22 @@ def test_a_change_keeps_the_rest() -> None:
 def test_every_mistake_is_named_with_what_is_allowed() -> None:
     """Unknown names get the nearest one, wrong types and values their range; text and booleans are no numbers."""
     with pytest.raises(ConfigError) as raised:
-        tuned(KvAwareSettings(), {"target_it": 1, "target_itl": "1"})
+        tuned(PrefixAffinitySettings(), {"cache_treshold": 1, "balance_rel_threshold": "1"})
     with pytest.raises(ConfigError) as others:
         tuned(PrefixAffinitySettings(), {"cache_threshold": 2, "balance_abs_threshold": True})
     found = {
         problem.path: (problem.message, problem.hint) for problem in (*raised.value.problems, *others.value.problems)
     }
-    assert found["target_it"] == ("unknown key", "did you mean 'target_itl'?")
+    assert found["cache_treshold"] == ("unknown key", "did you mean 'cache_threshold'?")
     assert found["cache_threshold"] == ("must be less than or equal to 1, not 2", "allowed: 0 to 1")
     assert found["balance_abs_threshold"][1] == "allowed: 0 to 100000"
-    assert found["target_itl"][1] == "allowed: 0.001 to 10 or null"
+    assert found["balance_rel_threshold"][1] == "allowed: 1 to 1000"
 
 
 def test_not_a_number_is_none() -> None:
     """A cost must stay comparable."""
     with pytest.raises(ConfigError):
-        tuned(KvAwareSettings(), {"target_itl": float("nan")})
+        tuned(PrefixAffinitySettings(), {"cache_threshold": float("nan")})
 
 
 @pytest.mark.parametrize("name", policy_types())

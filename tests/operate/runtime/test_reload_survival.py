@@ -16,8 +16,8 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.cluster.routing.simple import PrefixAffinity
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.operate.admin.cache_status import pins
@@ -253,9 +253,9 @@ async def test_runtime_changes_of_endpoints() -> None:
         assert endpoint(running, "c").draining
 
 
-@pytest.mark.parametrize(("policy", "target_itl"), [("kv_aware", 0.5), ("least_ttft", None)])
+@pytest.mark.parametrize(("policy", "threshold"), [("prefix_affinity", 0.5), ("least_ttft", None)])
 async def test_runtime_changes_of_routing(
-    policy: str, target_itl: float | None, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    policy: str, threshold: float | None, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They stay while the file names the same policy. With another one they are lost, and that is said three times: in
     the answer, the audit line and the log."""
@@ -265,20 +265,20 @@ async def test_runtime_changes_of_routing(
         extra = "".join(f"{name}: {value}\n" for name, value in more.items())
         file.write_text(f"endpoints: {{a: 'http://127.0.0.1:9'}}\npolicy: {policy}\nhealth: {{active: false}}\n{extra}")
 
-    write("kv_aware")
+    write("prefix_affinity")
     source = ConfigSource(path=str(file))
     async with Proxy(source.load()[0]) as proxy, FileReloader(proxy, source, interval_s=0), admin_of(proxy) as admin:
-        change = {"clusters": {"default": {"parameters": {"target_itl": 0.5}}}}
+        change = {"clusters": {"default": {"parameters": {"cache_threshold": 0.5}}}}
         assert (await admin.patch("/routing", json=change)).status_code == 200
-        write(policy, queue="{limit: 9}", max_in_flight=5)
+        write(policy, max_in_flight=5)
         with audited() as lines, caplog.at_level(logging.WARNING, "kvproxy"):
             answer = (await admin.post("/reload")).json()
         now = proxy.clusters["default"].policy
-        lost = {} if target_itl is not None else {"default": {"target_itl": 0.5}}
+        lost = {} if threshold is not None else {"default": {"cache_threshold": 0.5}}
         assert (answer["reloaded"], answer["lost"]) == (True, lost)
         assert (lines[0]["after"], lines[0]["lost"]) == ("applied", lost)
-        assert ("changed at runtime and lost: target_itl=0.5" in caplog.text) is bool(lost)
-        assert (now.settings.target_itl if isinstance(now, KvAware) else None) == target_itl
+        assert ("changed at runtime and lost: cache_threshold=0.5" in caplog.text) is bool(lost)
+        assert (now.settings.cache_threshold if isinstance(now, PrefixAffinity) else None) == threshold
 
 
 async def test_rate_limits() -> None:
