@@ -3,10 +3,11 @@
 httpx clients go straight to one engine, through `kvproxy serve`, and by a transport that routes over two engines.
 
     python -m benchmarks.embedded [--requests N] [--rounds N] > benchmarks/reports/embedded.md
-    python -m benchmarks.embedded --traces --rounds 3 >> benchmarks/reports/embedded.md
+    python -m benchmarks.embedded --traces >> benchmarks/reports/embedded.md
 
 The three take turns in one process, round by round; stub engines and the proxy have processes of their own. Traces
-(benchmarks/small_traces.py) are played to simulated engines in virtual time, through the proxy and by the transport.
+(benchmarks/small_traces.py) are played to simulated engines in virtual time, through the proxy and by the transport:
+where each request went is compared.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import random
 import statistics
 import subprocess
 import sys
@@ -21,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from benchmarks import virtual
 from benchmarks.markdown import table
 from benchmarks.processes import Process
 from benchmarks.small_traces import MODEL, TRACES, Ask, play, serve_engines, summarize
+from kvproxy.lab.replay.trace import Trace
 from kvproxy.proxy.listener.server import Server
 from tests.support.ports import free_ports
 
@@ -40,6 +44,8 @@ STRAIGHT = "httpx to one engine"
 SERVED = "through kvproxy serve"
 INSIDE = "kvproxy.AsyncTransport"
 PATH = "/v1/chat/completions"
+#: Between arrivals at one moment.
+_APART_S = 1e-5
 CASES = {"2 KB": (2_048, False), "64 KB": (65_536, False), "2 KB, stream of 64 events": (2_048, True)}
 
 
@@ -142,16 +148,24 @@ async def measure_middleware(*, rounds: int) -> dict[str, float]:
     return {kind: statistics.median(values[1:]) for kind, values in added.items()}
 
 
-async def play_trace(name: str, *, served: bool) -> dict[str, float]:
-    """Play a small trace through a proxy that listens, or by the transport."""
+def spread_ties(trace: Trace) -> Trace:
+    """Return the trace with each session begun some microseconds apart from those of the same moment, whose order is
+    left to chance otherwise."""
+    sessions = (replace(each, start_s=each.start_s + n * _APART_S) for n, each in enumerate(trace.sessions))
+    return replace(trace, sessions=tuple(sessions))
+
+
+async def play_trace(name: str, *, served: bool, seed: int) -> dict[str, Any]:
+    """Play a small trace through a proxy that listens, or by the transport; `placed` has the endpoints of each
+    session's turns."""
     small = TRACES[name]
+    placed: dict[str, list[str]] = {}
     async with AsyncExitStack() as stack:
         engines = await stack.enter_async_context(serve_engines(small))
-        transport = None if served else kvproxy.AsyncTransport(endpoints=engines)
+        proxy = await stack.enter_async_context(kvproxy.Proxy({"endpoints": engines}, rng=random.Random(seed)))
+        transport = None if served else kvproxy.AsyncTransport(proxy)
         base_url = "http://engines"
         if served:
-            proxy = kvproxy.Proxy({"endpoints": engines})
-            await stack.enter_async_context(proxy)
             base_url = (await stack.enter_async_context(Server(proxy, drain_s=0.5))).url
         http = httpx.AsyncClient(
             transport=transport, base_url=base_url, timeout=600, limits=httpx.Limits(max_connections=None)
@@ -168,10 +182,11 @@ async def play_trace(name: str, *, served: bool) -> dict[str, float]:
             }
             async with client.stream("POST", PATH, json=body) as answer:
                 answer.raise_for_status()
+                placed.setdefault(ask.session, []).append(answer.headers["x-kvproxy-endpoint"])
                 async for line in answer.aiter_lines():
                     _read_event(line, ask)
 
-        return summarize(await play(small.read(), send))
+        return {**summarize(await play(spread_ties(small.read()), send)), "placed": placed}
 
 
 def _read_event(line: str, ask: Ask) -> None:
@@ -184,27 +199,39 @@ def _read_event(line: str, ask: Ask) -> None:
         ask.read_usage(event["usage"])
 
 
-def play_traces(rounds: int) -> list[str]:
-    """Return the table of all of them. Each is played in processes of its own, in virtual time and in turn: ties are
-    drawn, so that equal programs place some request otherwise, and those after it with it."""
+def play_traces(seeds: int) -> list[str]:
+    """Return the table of all of them, each played in processes of its own with the same draws for ties."""
     rows = []
     for name in TRACES:
-        found: dict[str, list[dict[str, float]]] = {"served": [], "inside": []}
-        for _ in range(rounds):
-            for how, runs in found.items():
-                command = [sys.executable, "-m", "benchmarks.virtual", "benchmarks.embedded", "--play", name, how]
-                answer = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-                runs.append(json.loads(answer.stdout.splitlines()[-1]))
-        served = statistics.fmean(run["ttft_s"] for run in found["served"])
-        for how, label in (("served", SERVED), ("inside", INSIDE)):
-            times = [run["ttft_s"] for run in found[how]]
-            mean = statistics.fmean(times)
-            hits = statistics.fmean(run["hits"] for run in found[how])
-            failed = sum(run["failed"] for run in found[how])
-            each_run = ", ".join(f"{each:.3f}" for each in times)
-            rows.append([name, label, each_run, f"{mean:.3f}", f"{mean / served:.3f}", f"{hits:.4f}", f"{failed:.0f}"])
-    heads = ["trace", "client", "mean TTFT of each run, s", "mean", "of served", "prompt tokens cached", "failed"]
+        for seed in range(seeds):
+            served, inside = (_play_alone(name, how, seed) for how in ("served", "inside"))
+            turns = [
+                there == here
+                for session, endpoints in served["placed"].items()
+                for there, here in zip(endpoints, inside["placed"][session], strict=True)
+            ]
+            rows.append(
+                [
+                    name,
+                    str(seed),
+                    f"{sum(turns)} of {len(turns)}",
+                    *(f"{run['ttft_s']:.4f}" for run in (served, inside)),
+                    f"{inside['ttft_s'] / served['ttft_s']:.4f}",
+                    *(f"{run['hits']:.4f}" for run in (served, inside)),
+                    f"{served['failed'] + inside['failed']:.0f}",
+                ]
+            )
+    heads = ["trace", "seed", "placed alike", "mean TTFT, s: served", "transport", "of served"]
+    heads += ["prompt tokens cached: served", "transport", "failed"]
     return ["", "## Decisions", "", "Four simulated engines, in virtual time:", *table(heads, rows), ""]
+
+
+def _play_alone(name: str, how: str, seed: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.virtual", "benchmarks.embedded", "--play", name, how, str(seed)]
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return found
 
 
 def as_markdown(
@@ -254,13 +281,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--traces", action="store_true", help="only what is decided on traces")
-    parser.add_argument("--play", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--seeds", type=int, default=3, help="of the traces: draws for ties")
+    parser.add_argument("--play", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.play:
-        print(json.dumps(virtual.run(play_trace(args.play[0], served=args.play[1] == "served"))))
+        name, how, seed = args.play
+        print(json.dumps(virtual.run(play_trace(name, served=how == "served", seed=int(seed)))))
         return
     if args.traces:
-        print("\n".join(play_traces(args.rounds)))
+        print("\n".join(play_traces(args.seeds)))
         return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
