@@ -9,7 +9,11 @@ import pytest
 
 from tests.hosts.install import PYTHON
 
-pytestmark = [pytest.mark.hosts, pytest.mark.skipif(not PYTHON.exists(), reason="python -m tests.hosts.install")]
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="python -m tests.hosts.install"),
+]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.blocks import blocks
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(700)]
 FOLDER = Path(__file__).parent / "typed"
 ROOT = FOLDER.parents[2]
 PAGES = {"README.md", "docs/python.md"}
