@@ -21,7 +21,7 @@ from kvproxy.base.background_task import find_loop
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.mounted import without_root
+from kvproxy.base.mounted import may_be_below, without_root
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.tls.watch import CertificateWatch
@@ -275,7 +275,7 @@ class Proxy:
         if scope["type"] == "http":
             if self._loop is None or self._loop is not get_running_loop():
                 await self._begin()
-            if scope.get("root_path"):
+            if may_be_below(scope):
                 scope = without_root(scope)
             if "user" in scope or self._tenant_of is not None:
                 scope = self._with_tenant(scope)

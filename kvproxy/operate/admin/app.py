@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
-from kvproxy.base.mounted import without_root
+from kvproxy.base.mounted import may_be_below, without_root
 from kvproxy.base.settings.addresses import is_loopback
 from kvproxy.operate.admin.clusters import EndpointRoutes, RoutingRoutes
 from kvproxy.operate.admin.history import History
@@ -70,7 +70,7 @@ class AccessControl:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope.get("root_path"):
+        if may_be_below(scope):
             scope = without_root(scope)
 
         async def marked(message: Message) -> None:
