@@ -29,8 +29,7 @@ from benchmarks.data_plane import PROBE, Case, stub_engines
 from benchmarks.processes import Process
 from kvproxy.features.picker import messages
 from kvproxy.features.picker.grpc import GrpcServer, Replies
-from kvproxy.features.picker.messages import BodyMode
-from kvproxy.features.picker.protocol import PROCESS
+from kvproxy.features.picker.messages import PROCESS, BodyMode
 from kvproxy.operate.commands.serving import run_loop
 from kvproxy.proxy.request.body import HeldBodies
 from tests.support.ports import free_ports

@@ -41,8 +41,7 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.metrics.catalog import make_metrics
 from kvproxy.operate.metrics.learned import show_learned
-from kvproxy.operate.metrics.loop_lag import LoopLag
-from kvproxy.operate.metrics.process import ProcessMetrics
+from kvproxy.operate.metrics.process import LoopLag, ProcessMetrics
 from kvproxy.operate.receipts.recorder import make_recorder
 from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.operate.runtime.generation import Generations, Shared

@@ -22,8 +22,8 @@ from kvproxy.cli import _parser
 from kvproxy.cluster.routing.policy import FactSource, Overlap
 from kvproxy.cluster.settings import PolicyName
 from kvproxy.features.access_log.access_log import as_text, fields
-from kvproxy.features.hygiene.causes import Cause
 from kvproxy.features.hygiene.command import Row, traffic_report
+from kvproxy.features.hygiene.comparison import Cause
 from kvproxy.lab.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, why_not_given
 from kvproxy.lab.advise.adviser import PoolAdvice
 from kvproxy.lab.advise.engines import EngineSettingsSeen

@@ -34,7 +34,7 @@ def test_the_build_stage_installs_a_working_kvproxy_without_pip(tmp_path: Path) 
     kvproxy = target / "bin" / "kvproxy"
     assert run(kvproxy, "--version", cwd=tmp_path, env={"PATH": os.defpath}).strip() == f"kvproxy {__version__}"
     assert not list(target.rglob("pip"))
-    run(target / "bin" / "python", "-c", "import opentelemetry.sdk, kvproxy.features.tracing.trace_spans", cwd=tmp_path)
+    run(target / "bin" / "python", "-c", "import opentelemetry.sdk, kvproxy.features.tracing.tracing", cwd=tmp_path)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -19,9 +19,8 @@ from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.remote_load import RemoteLoad
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
-from kvproxy.features.exchange.journal import Journal
+from kvproxy.features.exchange.journal import Journal, add_to_digest, numbers
 from kvproxy.features.exchange.shared_state import ClusterPart, SharedState
-from kvproxy.features.exchange.watches import add_to_digest, numbers
 from kvproxy.features.exchange.wire import Origin, PeerSnapshot
 
 log = logging.getLogger("kvproxy.sync")

@@ -20,13 +20,12 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.deltas import Delta
-from kvproxy.features.exchange.journal import Journal, size_of
+from kvproxy.features.exchange.journal import Journal, acted, session_served, size_of
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peer_applier import PeerApplier
 from kvproxy.features.exchange.peers import Peers
 from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, StoreLink
-from kvproxy.features.exchange.watches import acted, session_served
 from kvproxy.features.exchange.wire import MAX_DELTAS, Origin, StateChunk, decode_deltas, encode_deltas
 from kvproxy.operate.runtime.saved_state import Contents, Unusable, decode, pack_checksum
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import httpx
 
 from kvproxy.base.log_lines import printable
-from kvproxy.features.hygiene.causes import ADVICE, Cause
+from kvproxy.features.hygiene.comparison import ADVICE, Cause
 from kvproxy.features.hygiene.feature import NOTE, PrefixBreak
 from kvproxy.operate.commands.doctor import print_report
 from kvproxy.operate.commands.operate import AdminAddress, AdminRefused, ask_admin

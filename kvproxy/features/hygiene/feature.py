@@ -47,7 +47,7 @@ class Hygiene(Feature):
 
     def explain(self, receipt: Receipt) -> Iterator[str]:
         """Yield what was lost, and what helps."""
-        from kvproxy.features.hygiene.causes import ADVICE
+        from kvproxy.features.hygiene.comparison import ADVICE
         from kvproxy.operate.receipts.explain import format_seconds
         from kvproxy.operate.receipts.receipt import note_of
 

@@ -13,8 +13,7 @@ from kvproxy.cache.metrics import IndexMetrics
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.prefix.session_hashes import PromptText
 from kvproxy.cluster.endpoint_metrics import OTHER
-from kvproxy.features.hygiene.causes import ADVICE, Cause
-from kvproxy.features.hygiene.comparison import Change, find_change
+from kvproxy.features.hygiene.comparison import ADVICE, Cause, Change, find_change
 from kvproxy.features.hygiene.feature import NOTE, PrefixBreak
 from kvproxy.features.hygiene.metrics import PrefixBreakMetrics
 from kvproxy.features.hygiene.parts import digest_part

@@ -83,7 +83,7 @@ class Leases(Feature):
 
     def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
         """None while it is switched off."""
-        from kvproxy.features.leases.leasing import Leasing
+        from kvproxy.features.leases.leases import Leasing
 
         return Leasing(parts) if _is_on(parts.settings) else None
 
@@ -103,7 +103,7 @@ class Leases(Feature):
 
     def describe_cache(self, observer: CacheObserver | None, view: View, now: float) -> Mapping[str, object]:
         """Describe the promises; None: there are no leases."""
-        from kvproxy.features.leases.leasing import Leasing
+        from kvproxy.features.leases.leases import Leasing
 
         if view == "status":
             return {}

@@ -10,9 +10,8 @@ from enum import IntEnum
 from typing import Protocol, Self
 
 from kvproxy.base.tls.watch import CertificateWatch
-from kvproxy.features.picker.http2 import Http2Connection
+from kvproxy.features.picker.http2 import Http2Connection, Stream, StreamHandler
 from kvproxy.features.picker.http2_frames import BUFFER_BYTES, Code, Fields, encode_fields
-from kvproxy.features.picker.http2_streams import Stream, StreamHandler
 from kvproxy.proxy.request.body import BodiesFull, HeldBodies
 from kvproxy.proxy.settings import ListenerTls
 

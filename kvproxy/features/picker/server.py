@@ -13,8 +13,7 @@ from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.features.picker.conversation import Conversations
 from kvproxy.features.picker.feature import PickerSettings
 from kvproxy.features.picker.grpc import GrpcServer, Method, Replies, Status
-from kvproxy.features.picker.metrics import PickerMetrics
-from kvproxy.features.picker.protocol import (
+from kvproxy.features.picker.messages import (
     CHECK,
     EXT_PROC,
     NOT_SERVING,
@@ -25,6 +24,7 @@ from kvproxy.features.picker.protocol import (
     HealthCheckRequest,
     HealthCheckResponse,
 )
+from kvproxy.features.picker.metrics import PickerMetrics
 from kvproxy.operate.placing.carried import Placer
 from kvproxy.operate.placing.external import PlacerTarget
 from kvproxy.proxy.request.body import HeldBodies

@@ -95,7 +95,7 @@ class TransfersFeature(Feature):
 
     def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
         """None while it is switched off."""
-        from kvproxy.features.transfers.copy_watch import CopyObserver
+        from kvproxy.features.transfers.on_demand import CopyObserver
 
         return CopyObserver(parts) if part_of(parts.settings, TransferPlace).transfers.on_demand else None
 

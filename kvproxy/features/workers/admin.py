@@ -19,10 +19,17 @@ from starlette.routing import Route
 from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.types import Clock
-from kvproxy.features.workers.answers import find_rule, merge_answers
+from kvproxy.features.workers.answers import (
+    Page,
+    add_pages,
+    find_rule,
+    keep_counts,
+    merge_answers,
+    parse_page,
+    write_page,
+)
 from kvproxy.features.workers.assignment import Change
 from kvproxy.features.workers.control import FROM
-from kvproxy.features.workers.pages import Page, add_pages, keep_counts, parse_page, write_page
 from kvproxy.features.workers.workers import ANSWER_S, Workers
 from kvproxy.operate.admin.app import AccessControl, guard_routes, set_root_level
 from kvproxy.operate.admin.config_file import describe_file, find_refused_file

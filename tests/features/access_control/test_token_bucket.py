@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.features.access_control.buckets import MAX_DEBT, TokenBucket
+from kvproxy.features.access_control.rate_limit import MAX_DEBT, TokenBucket
 
 
 def test_starts_full_and_refills_at_its_rate() -> None:

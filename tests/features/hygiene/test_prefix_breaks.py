@@ -16,7 +16,7 @@ from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.hygiene import prefix_breaks
-from kvproxy.features.hygiene.causes import Cause
+from kvproxy.features.hygiene.comparison import Cause
 from kvproxy.features.hygiene.feature import NOTE, PrefixBreak
 from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
 from kvproxy.proxy.request.parse import parse_body

@@ -12,8 +12,7 @@ import pytest
 
 from kvproxy.base.types import RequestKind
 from kvproxy.cache.prefix.session_hashes import PromptText, SessionHashes
-from kvproxy.features.hygiene.causes import ADVICE, Cause
-from kvproxy.features.hygiene.comparison import Change, find_change
+from kvproxy.features.hygiene.comparison import ADVICE, Cause, Change, find_change
 from kvproxy.features.hygiene.parts import digest_part
 from kvproxy.features.hygiene.threads import DIGEST, LENGTH, MAX_THREADS, Session, Sessions, Thread, add_messages
 from kvproxy.proxy.request.parse import parse_body

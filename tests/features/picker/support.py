@@ -14,8 +14,18 @@ from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from kvproxy.app import Proxy
 from kvproxy.base.types import EndpointId
-from kvproxy.features.picker.messages import DESTINATION, SERVED, SUBSET, BodyMode, Message
-from kvproxy.features.picker.protocol import PROCESS, HeaderMap, HeaderValue, ProcessingRequest, ProcessingResponse
+from kvproxy.features.picker.messages import (
+    DESTINATION,
+    PROCESS,
+    SERVED,
+    SUBSET,
+    BodyMode,
+    HeaderMap,
+    HeaderValue,
+    Message,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from kvproxy.features.picker.server import PickerServer
 from kvproxy.operate.config.load import load_config
 

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvproxy.features.picker.messages import DESTINATION, FORGEABLE, BodyMode, Message, request_pieces, response_piece
-from kvproxy.features.picker.protocol import ProcessingResponse
+from kvproxy.features.picker.messages import (
+    DESTINATION,
+    FORGEABLE,
+    BodyMode,
+    Message,
+    ProcessingResponse,
+    request_pieces,
+    response_piece,
+)
 from tests.features.picker.support import A, B, C, chat, destination, running_picker
 from tests.support.until import until
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import pytest
 from hpack import Encoder
 
-from kvproxy.features.picker.http2 import Http2Connection
+from kvproxy.features.picker.http2 import Http2Connection, Stream
 from kvproxy.features.picker.http2_frames import PREFACE, Code, Fields, encode_fields
-from kvproxy.features.picker.http2_streams import Stream
 from tests.support.until import until
 
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)

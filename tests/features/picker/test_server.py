@@ -16,8 +16,8 @@ from hpack import Encoder
 from kvproxy.app import Proxy
 from kvproxy.features.picker import server as server_module
 from kvproxy.features.picker.http2_frames import PREFACE
-from kvproxy.features.picker.protocol import EXT_PROC as SERVICE
-from kvproxy.features.picker.protocol import PROCESS
+from kvproxy.features.picker.messages import EXT_PROC as SERVICE
+from kvproxy.features.picker.messages import PROCESS
 from kvproxy.features.picker.server import PickerServer
 from kvproxy.operate.config.load import load_config
 from tests.features.picker.support import A, Envoy, begin_stream, chat, destination, fields_of, running_picker

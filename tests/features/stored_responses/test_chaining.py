@@ -14,7 +14,6 @@ from starlette.types import Send
 
 from kvproxy.base.errors import ConfigError
 from kvproxy.base.json_scan import MAX_DECODED_BYTES
-from kvproxy.features.stored_responses import answer as answers
 from kvproxy.features.stored_responses import filter as filters
 from kvproxy.operate.config.load import load_config
 from tests.lab.simulator.support import engine
@@ -226,7 +225,7 @@ async def test_an_unreadable_answer_reaches_the_client_all_the_same(
 
 async def test_a_too_large_answer_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is counted, and goes to the client whole."""
-    monkeypatch.setattr(answers, "MAX_BYTES", 100)
+    monkeypatch.setattr(filters, "MAX_BYTES", 100)
     long = b"event: response.created\ndata: " + b"x" * 1000
     async with one_engine(responding(long, content_type=b"text/event-stream"), tmp_path) as running:
         answer = await running.client.post(PATH, json={**FIRST, "stream": True})
@@ -317,7 +316,7 @@ def test_a_chain_that_cannot_work_is_refused(filters: list[dict[str, Any]]) -> N
 
 async def test_a_compressed_answer_is_not_kept(tmp_path: Path) -> None:
     """It could not be read."""
-    reader = answers.AnswerReader()
+    reader = filters.AnswerReader()
     reader.begin(200, [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")])
     reader.add(b"x", last=True)
     assert reader.whole is None
@@ -325,7 +324,7 @@ async def test_a_compressed_answer_is_not_kept(tmp_path: Path) -> None:
 
 def test_an_event_may_come_in_any_pieces() -> None:
     """Every byte on its own."""
-    reader = answers.AnswerReader()
+    reader = filters.AnswerReader()
     reader.begin(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
     stream = b'event: response.created\ndata: {}\n\nevent: response.completed\ndata: {"response": {"id": "r"}}\n\n'
     for at in range(len(stream)):

@@ -13,9 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.features.transfers.copy_watch import CopyObserver
 from kvproxy.features.transfers.feature import NOTE, TransferResult
-from kvproxy.features.transfers.on_demand import OnDemand
+from kvproxy.features.transfers.on_demand import CopyObserver, OnDemand
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.receipts.explain import explain_receipt
 from kvproxy.operate.receipts.receipt import Receipt, decode_receipt, note_of

@@ -16,8 +16,8 @@ from kvproxy.base.types import InferenceRequest
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.providers import ActionKind
 from kvproxy.features.transfers.copy_planner import draw_source, find_holders
-from kvproxy.features.transfers.copy_watch import CopyObserver
 from kvproxy.features.transfers.feature import TransferSettings
+from kvproxy.features.transfers.on_demand import CopyObserver
 from kvproxy.features.transfers.transfers import SPEED_AGE_S, Link, Transfers
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings

@@ -9,7 +9,7 @@ from kvproxy.base.metrics.across_workers import Across, rule_of
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cluster.metrics import EndpointRequestMetrics, EndpointStateMetrics
-from kvproxy.features.workers.pages import add_pages, keep_counts, parse_page, write_page
+from kvproxy.features.workers.answers import add_pages, keep_counts, parse_page, write_page
 from kvproxy.operate.metrics.catalog import merge_rules
 from kvproxy.operate.metrics.page import render_exposition
 from kvproxy.operate.metrics.reference import describe_metrics

@@ -9,7 +9,7 @@ import pytest
 from kvproxy.base.errors import ConfigError
 from kvproxy.cluster.routing.registry import make_policy, policy_types
 from kvproxy.cluster.settings import ClusterSettings, PolicyName, PrefixAffinitySettings
-from kvproxy.operate.admin.tuning import ranges, tuned
+from kvproxy.operate.admin.clusters import ranges, tuned
 
 
 def test_a_change_keeps_the_rest() -> None:

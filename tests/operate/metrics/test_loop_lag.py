@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.operate.metrics.loop_lag import LoopLag
-from kvproxy.operate.metrics.process import ProcessMetrics
+from kvproxy.operate.metrics.process import LoopLag, ProcessMetrics
 from tests.support.clock import FakeClock
 
 
