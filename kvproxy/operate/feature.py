@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.deployment import ClusterFacts
     from kvproxy.operate.doctor.lmcache import LmcacheFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.merge import Rule
@@ -163,6 +163,6 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         """Check of `kvproxy doctor` for LMCache, where one is configured."""
         return ()
 
-    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
+    def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
         """Check of `kvproxy doctor` for one cluster that has engines."""
         return ()

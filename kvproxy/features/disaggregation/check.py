@@ -19,9 +19,9 @@ from kvproxy.features.disaggregation.connectors import CONNECTORS
 from kvproxy.features.disaggregation.feature import Connector, DisaggregationPlace
 from kvproxy.features.disaggregation.findings import FIXES
 from kvproxy.features.disaggregation.pairs import PairState
-from kvproxy.operate.doctor.deployment import ClusterCheck
+from kvproxy.operate.doctor.deployment import ClusterFacts
 from kvproxy.operate.doctor.engine import EngineFacts
-from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.report import Finding, check, ok, problem, warning
 
 #: Pairs that are examined, at most.
 MAX_PAIRS = 16
@@ -38,59 +38,50 @@ class VisitedEngine:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PairsCheck(ClusterCheck):
+@check("disaggregation", calls=11 * MAX_PAIRS)
+async def check_pairs(cluster: ClusterFacts) -> Sequence[Finding]:
     """16 greedy tokens, separated and at the decoder alone."""
-
-    name = "disaggregation"
-    calls = 11 * MAX_PAIRS
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        engines = self.engines
-        prefillers = [one for one in engines if one.endpoint.role is not EndpointRole.DECODE]
-        decoders = [one for one in engines if one.endpoint.role is not EndpointRole.PREFILL]
-        pairs = [(p, d) for p in prefillers for d in decoders if p is not d]
-        if not pairs:
-            fix = "set `role: prefill` and `role: decode` of endpoints"
-            return [warning(self.where, "has no pair of endpoints for `disaggregation`", fix)]
-        async with UpstreamPool() as pool:
-            return [await self._examine(pool, *pair) for pair in pairs[:MAX_PAIRS]]
-
-    async def _examine(self, pool: UpstreamPool, prefill: EngineFacts, decode: EngineFacts) -> Finding:
-        settings = part_of(self.deployment.config.clusters[self.cluster], DisaggregationPlace).disaggregation
-        tools = self.deployment.tools
-        connector = CONNECTORS[settings.connector](settings.bootstrap_port, tools.rng)
-        canary = Canary(connector, pool=pool, rng=tools.rng, timeout_s=_TIMEOUT_S, clock=tools.clock)
-        models = await decode.list_models()
-        model = models[0].id if models else ""
-        verdict = await canary.examine(_visit(prefill), _visit(decode), (prefill.vllm, decode.vllm), model)
-        what = f"prefill at {prefill.endpoint.id} for {decode.endpoint.id}"
-        if verdict.state is PairState.GOOD:
-            link = f"; {1000 * verdict.s_per_token:.3g} ms to pull a token" if verdict.s_per_token else ""
-            return ok(self.where, f"{what} gives the same tokens as {decode.endpoint.id} alone{link}")
-        found = await find_connector(prefill)
-        if found not in (None, settings.connector):
-            what = f"{what} does not work by {settings.connector.value}: the engine's connector is {found.value}"
-            return problem(self.where, what, _set_to(found))
-        if verdict.state is None:
-            return problem(self.where, f"{what} fails: {verdict.why}", "see the logs of both engines")
-        return problem(self.where, f"{what} does not work: {verdict.why}", FIXES[verdict.state])
+    engines = cluster.engines
+    prefillers = [one for one in engines if one.endpoint.role is not EndpointRole.DECODE]
+    decoders = [one for one in engines if one.endpoint.role is not EndpointRole.PREFILL]
+    pairs = [(p, d) for p in prefillers for d in decoders if p is not d]
+    if not pairs:
+        fix = "set `role: prefill` and `role: decode` of endpoints"
+        return [warning(cluster.where, "has no pair of endpoints for `disaggregation`", fix)]
+    async with UpstreamPool() as pool:
+        return [await _examine(cluster, pool, *pair) for pair in pairs[:MAX_PAIRS]]
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectorCheck(ClusterCheck):
-    """A cluster whose endpoints have roles, while `connector` is off."""
+async def _examine(cluster: ClusterFacts, pool: UpstreamPool, prefill: EngineFacts, decode: EngineFacts) -> Finding:
+    settings = part_of(cluster.settings, DisaggregationPlace).disaggregation
+    tools = cluster.deployment.tools
+    connector = CONNECTORS[settings.connector](settings.bootstrap_port, tools.rng)
+    canary = Canary(connector, pool=pool, rng=tools.rng, timeout_s=_TIMEOUT_S, clock=tools.clock)
+    models = await decode.list_models()
+    model = models[0].id if models else ""
+    verdict = await canary.examine(_visit(prefill), _visit(decode), (prefill.vllm, decode.vllm), model)
+    what = f"prefill at {prefill.endpoint.id} for {decode.endpoint.id}"
+    if verdict.state is PairState.GOOD:
+        link = f"; {1000 * verdict.s_per_token:.3g} ms to pull a token" if verdict.s_per_token else ""
+        return ok(cluster.where, f"{what} gives the same tokens as {decode.endpoint.id} alone{link}")
+    found = await find_connector(prefill)
+    if found not in (None, settings.connector):
+        what = f"{what} does not work by {settings.connector.value}: the engine's connector is {found.value}"
+        return problem(cluster.where, what, _set_to(found))
+    if verdict.state is None:
+        return problem(cluster.where, f"{what} fails: {verdict.why}", "see the logs of both engines")
+    return problem(cluster.where, f"{what} does not work: {verdict.why}", FIXES[verdict.state])
 
-    name = "disaggregation"
-    calls = 2
 
-    async def collect_findings(self) -> Sequence[Finding]:
-        prefillers = [one for one in self.engines if one.endpoint.role is EndpointRole.PREFILL]
-        found = await find_connector(prefillers[0]) if prefillers else None
-        if found is None:
-            return []
-        what = f"{prefillers[0].endpoint.id} prefills for no endpoint, though its engine's connector is {found.value}"
-        return [warning(self.where, what, _set_to(found))]
+@check("disaggregation", calls=2)
+async def check_connector(cluster: ClusterFacts) -> Sequence[Finding]:
+    """Find the connector of a cluster whose endpoints have roles, while `connector` is off."""
+    prefillers = [one for one in cluster.engines if one.endpoint.role is EndpointRole.PREFILL]
+    found = await find_connector(prefillers[0]) if prefillers else None
+    if found is None:
+        return []
+    what = f"{prefillers[0].endpoint.id} prefills for no endpoint, though its engine's connector is {found.value}"
+    return [warning(cluster.where, what, _set_to(found))]
 
 
 class _ServerInfo(msgspec.Struct):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.deployment import ClusterFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.receipts.receipt import Receipt
     from kvproxy.proxy.forward.engine_request import SplitsRequests
@@ -181,13 +181,12 @@ class Disaggregation(Feature):
 
         return find_pairs_out(operated.clusters)
 
-    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
+    def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
         """Return the canary on each pair, or a look for the connector."""
-        from kvproxy.features.disaggregation.check import ConnectorCheck, PairsCheck
+        from kvproxy.features.disaggregation.check import check_connector, check_pairs
 
-        settings = part_of(deployment.config.clusters[cluster], DisaggregationPlace).disaggregation
-        kind = ConnectorCheck if settings.connector is Connector.OFF else PairsCheck
-        return (kind(deployment, cluster),)
+        settings = part_of(cluster.settings, DisaggregationPlace).disaggregation
+        return ((check_connector if settings.connector is Connector.OFF else check_pairs)(cluster),)
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""

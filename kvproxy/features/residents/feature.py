@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.routing.admission import Admission
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.deployment import ClusterFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.feature import StatusPart
     from kvproxy.operate.merge import Rule
@@ -113,13 +113,11 @@ class Sessions(Feature):
         """Return one row."""
         return (describe_capability(config, None if operated is None else operated.clusters.values()),)
 
-    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
+    def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
         """Return whether the engines show their memory."""
-        from kvproxy.features.residents.memory_check import SessionMemoryCheck
+        from kvproxy.features.residents.memory_check import check_session_memory
 
-        return (
-            (SessionMemoryCheck(deployment, cluster),) if admits_sessions(deployment.config.clusters[cluster]) else ()
-        )
+        return (check_session_memory(cluster),) if admits_sessions(cluster.settings) else ()
 
     def advise(self, receipts: Sequence[Receipt], memory_tokens: Sequence[int]) -> Iterator[str]:
         """Yield how far the contexts of sessions exceeded the memory, when, and what that takes."""

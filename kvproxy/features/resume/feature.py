@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.deployment import ClusterFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.feature import Capability
     from kvproxy.operate.merge import Rule
@@ -109,13 +109,13 @@ class Resume(Feature):
         if (note := note_of(receipt, NOTE, ResumeNote)) is not None:
             yield from map(describe_leg, note.legs)
 
-    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
+    def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
         """Return the check of the model's template, where text is continued."""
-        from kvproxy.features.resume.check import ContinuationCheck
+        from kvproxy.features.resume.check import check_continuation
 
-        routes = deployment.config.routes
+        routes = cluster.deployment.config.routes
         texts = {route.cluster for route in routes if part_of(route, ResumePlace).resume is Grade.TEXT}
-        return (ContinuationCheck(deployment, cluster),) if cluster in texts else ()
+        return (check_continuation(cluster),) if cluster.name in texts else ()
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""

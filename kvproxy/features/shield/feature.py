@@ -13,7 +13,7 @@ from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
-    from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.deployment import ClusterFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.proxy.filters.chain import FilterType
 
@@ -55,11 +55,11 @@ class Shield(Feature):
         mode = _mode(operated.config)
         return () if mode == "off" else find_open_faults(operated.clusters, mode)
 
-    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
+    def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
         """Return the same for the doctor."""
-        from kvproxy.features.shield.check import FaultsCheck
+        from kvproxy.features.shield.check import check_faults
 
-        return () if _mode(deployment.config) == "off" else (FaultsCheck(deployment, cluster),)
+        return () if _mode(cluster.deployment.config) == "off" else (check_faults(cluster),)
 
 
 def _mode(config: Config) -> ShieldMode:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.features.transfers.feature import TransferPlace
-from kvproxy.operate.doctor.lmcache import LmcacheCheck
-from kvproxy.operate.doctor.report import Finding, ok, warning
+from kvproxy.operate.doctor.lmcache import LmcacheFacts
+from kvproxy.operate.doctor.report import Finding, check, ok, warning
 
 
-@dataclass(frozen=True, slots=True)
-class TransfersCheck(LmcacheCheck):
-    """The service's ways to copy, against the settings."""
-
-    name = "actions"
-    calls = 4
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        wanted = part_of(self.lmcache.settings, TransferPlace).transfers.on_demand
-        return [judge_transfers(self.where, await self.lmcache.find_copying(), wanted=wanted)]
+@check("actions", calls=4)
+async def check_transfers(lmcache: LmcacheFacts) -> Sequence[Finding]:
+    """Compare the service's ways to copy with the settings."""
+    wanted = part_of(lmcache.settings, TransferPlace).transfers.on_demand
+    return [judge_transfers(lmcache.where, await lmcache.find_copying(), wanted=wanted)]
 
 
 def judge_transfers(where: str, lever: str, *, wanted: bool) -> Finding:

@@ -116,9 +116,9 @@ class TransfersFeature(Feature):
 
     def list_lmcache_checks(self, lmcache: LmcacheFacts) -> Sequence[Check]:
         """Return the check of the service's ways to copy."""
-        from kvproxy.features.transfers.check import TransfersCheck
+        from kvproxy.features.transfers.check import check_transfers
 
-        return (TransfersCheck(lmcache),)
+        return (check_transfers(lmcache),)
 
 
 FEATURE = TransfersFeature()

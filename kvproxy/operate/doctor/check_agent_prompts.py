@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -11,8 +10,8 @@ import msgspec
 from kvproxy.base.errors import ClientError, NotSupported, Refused
 from kvproxy.base.types import RequestKind
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
-from kvproxy.operate.doctor.engine import SAMPLE_TEXT, EngineCheck, EngineFacts
-from kvproxy.operate.doctor.report import Finding, ok, warning
+from kvproxy.operate.doctor.engine import SAMPLE_TEXT, EngineFacts
+from kvproxy.operate.doctor.report import Finding, check, ok, warning
 
 _TOOL = {"name": "look_up", "description": "Looks a word up"}
 _SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
@@ -66,53 +65,50 @@ class _Answer(msgspec.Struct):
     usage: _Counted
 
 
-@dataclass(frozen=True, slots=True)
-class AgentPromptsCheck(EngineCheck):
-    """A sample of each: messages are counted by the engine, a response is generated, of one token. `tokenizer` is the
-    engine that is asked for tokens."""
+@check("agent prompts", calls=TRIAL_CALLS + 12)
+async def check_agent_prompts(engine: EngineFacts, tokenizer: EngineFacts) -> Sequence[Finding]:
+    """Compare a sample of each: messages are counted by the engine, a response is generated, of one token. `tokenizer`
+    is the engine that is asked for tokens."""
+    if not await engine.needs_tokens():
+        return []
+    await engine.trials.try_generating()  # anything wrong before that is reported elsewhere
+    found = [
+        await _compare(engine, tokenizer, RequestKind.MESSAGES, _MESSAGES),
+        await _compare(engine, tokenizer, RequestKind.RESPONSES, _RESPONSES),
+    ]
+    return [one for one in found if one is not None]
 
-    tokenizer: EngineFacts
 
-    name = "agent prompts"
-    calls = TRIAL_CALLS + 12
+async def _compare(
+    engine: EngineFacts, tokenizer: EngineFacts, kind: RequestKind, sample: dict[str, Any]
+) -> Finding | None:
+    """None where the engine does not take the sample, with tools and thoughts or without."""
+    model = (await engine.choose_model()).id
+    for body in _variants(sample):
+        raw = msgspec.json.encode({**body, "model": model})
+        try:
+            counted = await _count(engine, kind, raw)
+        except Refused:
+            continue
+        try:
+            tokens = (await tokenizer.vllm.prompt_tokens(kind, model, raw)).tokens
+        except ValueError:
+            continue  # only SGLang's template decides on thoughts
+        except NotSupported:
+            return None  # it cannot return tokens at all, which is reported elsewhere
+        except ClientError as error:
+            return warning(engine.where, f"no tokens of a prompt of /v1/{kind}: {error}", _ASK_RENDER)
+        rendered = tokenizer.vllm.renders.get(kind) is True
+        return judge_agent_prompts(engine.where, kind, counted=counted, tokens=len(tokens), rendered=rendered)
+    return None
 
-    async def collect_findings(self) -> Sequence[Finding]:
-        if not await self.engine.needs_tokens():
-            return []
-        await self.engine.trials.try_generating()  # anything wrong before that is reported elsewhere
-        found = [
-            await self._compare(RequestKind.MESSAGES, _MESSAGES),
-            await self._compare(RequestKind.RESPONSES, _RESPONSES),
-        ]
-        return [one for one in found if one is not None]
 
-    async def _compare(self, kind: RequestKind, sample: dict[str, Any]) -> Finding | None:
-        """None where the engine does not take the sample, with tools and thoughts or without."""
-        model = (await self.engine.choose_model()).id
-        for body in _variants(sample):
-            raw = msgspec.json.encode({**body, "model": model})
-            try:
-                counted = await self._count(kind, raw)
-            except Refused:
-                continue
-            try:
-                tokens = (await self.tokenizer.vllm.prompt_tokens(kind, model, raw)).tokens
-            except ValueError:
-                continue  # only SGLang's template decides on thoughts
-            except NotSupported:
-                return None  # it cannot return tokens at all, which is reported elsewhere
-            except ClientError as error:
-                return warning(self.where, f"no tokens of a prompt of /v1/{kind}: {error}", _ASK_RENDER)
-            rendered = self.tokenizer.vllm.renders.get(kind) is True
-            return judge_agent_prompts(self.where, kind, counted=counted, tokens=len(tokens), rendered=rendered)
-        return None
-
-    async def _count(self, kind: RequestKind, raw: bytes) -> int:
-        api = self.engine.api
-        timeout_s = self.engine.tools.timeouts.exchange_s
-        if kind is RequestKind.MESSAGES:
-            return (await api.post("/v1/messages/count_tokens", raw, _Counted, timeout_s=timeout_s)).input_tokens
-        return (await api.post("/v1/responses", raw, _Answer, timeout_s=timeout_s)).usage.input_tokens
+async def _count(engine: EngineFacts, kind: RequestKind, raw: bytes) -> int:
+    api = engine.api
+    timeout_s = engine.tools.timeouts.exchange_s
+    if kind is RequestKind.MESSAGES:
+        return (await api.post("/v1/messages/count_tokens", raw, _Counted, timeout_s=timeout_s)).input_tokens
+    return (await api.post("/v1/responses", raw, _Answer, timeout_s=timeout_s)).usage.input_tokens
 
 
 def _variants(sample: dict[str, Any]) -> Iterator[dict[str, Any]]:

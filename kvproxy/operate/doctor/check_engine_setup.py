@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.cache.clients.sglang import SglangInfo
 from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode, PriorityOrder
 from kvproxy.operate.config.verify import FORECASTING
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
-from kvproxy.operate.doctor.engine import EngineCheck
-from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.engine import EngineFacts
+from kvproxy.operate.doctor.report import Finding, check, ok, problem, warning
 from kvproxy.operate.doctor.trial import MAX_TRIED, RankAnswers
 
 #: These generate a token, and check once a second whether it came.
@@ -22,73 +21,70 @@ _MARGIN = 2.0
 _SMALL_PAGE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class SglangCheck(EngineCheck):
-    """`/server_info` against the configuration of its cluster."""
+@check("sglang", calls=6)
+async def check_sglang(engine: EngineFacts, cluster: ClusterSettings) -> Sequence[Finding]:
+    """Compare `/server_info` with the configuration of its cluster."""
+    await engine.list_models()  # a server that is no engine is reported elsewhere
+    try:
+        info = await engine.sglang_info()
+    except NotSupported:
+        return []
+    faults = [*await _probes(engine, cluster), *_priority(engine, cluster, info), *_pages(engine, info)]
+    return [ok(engine.where, _describe(info)), *faults]
 
-    cluster: ClusterSettings
 
-    name = "sglang"
-    calls = 6
+async def _probes(engine: EngineFacts, cluster: ClusterSettings) -> Sequence[Finding]:
+    health = cluster.health
+    if not health.active or health.path not in _GENERATING:
+        return []
+    try:
+        took_s = (await engine.link.health_reply()).took_s
+    except ClientError:
+        return []
+    if took_s * _MARGIN < health.timeout:
+        return []
+    what = f"its {health.path} generates a token: it took {took_s:.1f} s, and probes wait {health.timeout:g} s"
+    fix = "set `health.path` of the cluster to /ready (older SGLangs: `health.timeout` to 5s)"
+    return [warning(engine.where, what, fix)]
 
-    async def collect_findings(self) -> Sequence[Finding]:
-        await self.engine.list_models()  # a server that is no engine is reported elsewhere
-        try:
-            info = await self.engine.sglang_info()
-        except NotSupported:
-            return []
-        faults = [*await self._probes(), *self._priority(info), *self._pages(info)]
-        return [ok(self.where, _describe(info)), *faults]
 
-    async def _probes(self) -> Sequence[Finding]:
-        health = self.cluster.health
-        if not health.active or health.path not in _GENERATING:
-            return []
-        try:
-            took_s = (await self.engine.link.health_reply()).took_s
-        except ClientError:
-            return []
-        if took_s * _MARGIN < health.timeout:
-            return []
-        what = f"its {health.path} generates a token: it took {took_s:.1f} s, and probes wait {health.timeout:g} s"
-        fix = "set `health.path` of the cluster to /ready (older SGLangs: `health.timeout` to 5s)"
-        return [warning(self.where, what, fix)]
+def _priority(engine: EngineFacts, cluster: ClusterSettings, info: SglangInfo) -> Iterator[Finding]:
+    right = PriorityOrder.LOWEST_FIRST if info.schedule_low_priority_values_first else PriorityOrder.HIGHEST_FIRST
+    mode = engine.endpoint.engine_priority or cluster.engine_priority
+    if mode is EnginePriorityMode.OFF:
+        if info.enable_priority_scheduling and _may_send_priority(engine, cluster):
+            fix = (
+                f"set `engine_priority: auto` and `engine_priority_order: {right.value}`, "
+                "or `engine_priority: off` where clients send a `priority` of their own"
+            )
+            yield warning(engine.where, "admits requests by `priority`, and the proxy sends none", fix)
+        return
+    if info.enable_priority_scheduling is False:
+        make = problem if mode is EnginePriorityMode.ON else warning
+        fix = "start it with `--enable-priority-scheduling`, or set engine_priority to off"
+        yield make(engine.where, "is not started with priority scheduling, and engine_priority is not off", fix)
+        return
+    order = engine.endpoint.engine_priority_order or cluster.engine_priority_order
+    if order is not right:
+        first = right.value.partition("_")[0]
+        what = f"admits the {first} `priority` first, unlike engine_priority_order"
+        yield problem(engine.where, what, f"set `engine_priority_order: {right.value}`")
 
-    def _priority(self, info: SglangInfo) -> Iterator[Finding]:
-        right = PriorityOrder.LOWEST_FIRST if info.schedule_low_priority_values_first else PriorityOrder.HIGHEST_FIRST
-        mode = self.engine.endpoint.engine_priority or self.cluster.engine_priority
-        if mode is EnginePriorityMode.OFF:
-            if info.enable_priority_scheduling and self._may_send_priority():
-                fix = (
-                    f"set `engine_priority: auto` and `engine_priority_order: {right.value}`, "
-                    "or `engine_priority: off` where clients send a `priority` of their own"
-                )
-                yield warning(self.where, "admits requests by `priority`, and the proxy sends none", fix)
-            return
-        if info.enable_priority_scheduling is False:
-            make = problem if mode is EnginePriorityMode.ON else warning
-            fix = "start it with `--enable-priority-scheduling`, or set engine_priority to off"
-            yield make(self.where, "is not started with priority scheduling, and engine_priority is not off", fix)
-            return
-        order = self.engine.endpoint.engine_priority_order or self.cluster.engine_priority_order
-        if order is not right:
-            first = right.value.partition("_")[0]
-            what = f"admits the {first} `priority` first, unlike engine_priority_order"
-            yield problem(self.where, what, f"set `engine_priority_order: {right.value}`")
 
-    def _may_send_priority(self) -> bool:
-        """Return True if the policy can order requests and no `engine_priority` is written down."""
-        written = "engine_priority" in self.cluster.model_fields_set | self.engine.endpoint.model_fields_set
-        return self.cluster.policy in FORECASTING and not written
+def _may_send_priority(engine: EngineFacts, cluster: ClusterSettings) -> bool:
+    """Return True if the policy can order requests and no `engine_priority` is written down."""
+    written = "engine_priority" in cluster.model_fields_set | engine.endpoint.model_fields_set
+    return cluster.policy in FORECASTING and not written
 
-    def _pages(self, info: SglangInfo) -> Iterator[Finding]:
-        if info.disable_radix_cache:
-            yield problem(self.where, "reuses no prefixes", "start it without `--disable-radix-cache`")
-        if not self.engine.plan.events:
-            return
-        if info.page_size is not None and info.page_size < _SMALL_PAGE:
-            what = f"has pages of {info.page_size} token(s): a KV event for each"
-            yield warning(self.where, what, "start it with `--page-size 16` (or 32, 64), or set `kv_events: false`")
+
+def _pages(engine: EngineFacts, info: SglangInfo) -> Iterator[Finding]:
+    if info.disable_radix_cache:
+        yield problem(engine.where, "reuses no prefixes", "start it without `--disable-radix-cache`")
+    if not engine.plan.events:
+        return
+    if info.page_size is not None and info.page_size < _SMALL_PAGE:
+        what = f"has pages of {info.page_size} token(s): a KV event for each"
+        yield warning(engine.where, what, "start it with `--page-size 16` (or 32, 64), or set `kv_events: false`")
 
 
 def _describe(info: SglangInfo) -> str:
@@ -104,30 +100,25 @@ _STATE = "set `data_parallel: {ranks: [%s]}` of the endpoint"
 _DO_NOT_STEER = "update the engine, or set `data_parallel: {steer: false}`"
 
 
-@dataclass(frozen=True, slots=True)
-class RanksCheck(EngineCheck):
-    """A request to each rank, and to one that there is not."""
+@check("data-parallel ranks", calls=TRIAL_CALLS + MAX_TRIED)
+async def check_ranks(engine: EngineFacts) -> Sequence[Finding]:
+    """Send a request to each rank, and to one that there is not."""
+    shown = await engine.shown_ranks()
+    if not engine.data_parallel.steer:
+        return [ok(engine.where, f"balances over its {len(shown)} data-parallel ranks by itself")] if shown else []
+    answers = await engine.trials.try_ranks()
+    if answers is None:
+        return []
+    named = await _named(engine)
+    return [judge_ranks(engine.where, answers, stated=engine.data_parallel.ranks, shown=shown, named=named)]
 
-    name = "data-parallel ranks"
-    calls = TRIAL_CALLS + MAX_TRIED
 
-    async def collect_findings(self) -> Sequence[Finding]:
-        engine = self.engine
-        shown = await self.engine.shown_ranks()
-        if not engine.data_parallel.steer:
-            return [ok(self.where, f"balances over its {len(shown)} data-parallel ranks by itself")] if shown else []
-        answers = await engine.trials.try_ranks()
-        if answers is None:
-            return []
-        named = await self._named()
-        return [judge_ranks(self.where, answers, stated=engine.data_parallel.ranks, shown=shown, named=named)]
-
-    async def _named(self) -> Collection[int]:
-        """Return the ranks in its KV event sources; SGLang reports how many it has without any."""
-        try:
-            return range((await self.engine.sglang_info()).dp_size)
-        except ClientError:
-            return {source.dp_rank for source in await self.engine.sources_or_none()}
+async def _named(engine: EngineFacts) -> Collection[int]:
+    """Return the ranks in its KV event sources; SGLang reports how many it has without any."""
+    try:
+        return range((await engine.sglang_info()).dp_size)
+    except ClientError:
+        return {source.dp_rank for source in await engine.sources_or_none()}
 
 
 def judge_ranks(
@@ -154,22 +145,17 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-@dataclass(frozen=True, slots=True)
-class CorsCheck(EngineCheck):
-    """A preflight, where no `cors` filter is configured."""
-
-    name = "cors"
-    calls = 2
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        if not await self.engine.link.is_reachable():
-            return []
-        origins = await self.engine.link.allowed_origins()
-        if not origins:
-            return []
-        what = (
-            "answers browsers of other origins, and the proxy does not: pages cannot read its lists of models and its "
-            "errors (401, 404, 429, 5xx)"
-        )
-        fix = "add the filter: `filters: {cors: {allow_origins: [...]}}`, and take `--allowed-origins` from the engine"
-        return [warning(self.where, what, fix)]
+@check("cors", calls=2)
+async def check_cors(engine: EngineFacts) -> Sequence[Finding]:
+    """Send a preflight, where no `cors` filter is configured."""
+    if not await engine.link.is_reachable():
+        return []
+    origins = await engine.link.allowed_origins()
+    if not origins:
+        return []
+    what = (
+        "answers browsers of other origins, and the proxy does not: pages cannot read its lists of models and its "
+        "errors (401, 404, 429, 5xx)"
+    )
+    fix = "add the filter: `filters: {cors: {allow_origins: [...]}}`, and take `--allowed-origins` from the engine"
+    return [warning(engine.where, what, fix)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS, caching_enabled
-from kvproxy.operate.doctor.engine import EngineCheck
-from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.engine import EngineFacts
+from kvproxy.operate.doctor.report import Finding, check, ok, problem, warning
 from kvproxy.operate.doctor.trial import StreamObservation, Trial
 
 #: vLLM's flag for KV events, a gap of which can be filled.
@@ -25,52 +24,42 @@ _ENABLE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EventSourcesCheck(EngineCheck):
-    """Checks that the engine publishes KV events, as `kv_events` of the kvcache filter expects."""
-
-    name = "kv event sources"
-    calls = 3
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        await self.engine.list_models()  # a server that is no engine is reported elsewhere
-        wanted = self.engine.plan.events
-        kind = await self.engine.find_kind()
-        try:
-            sources = await self.engine.list_sources()
-        except NotSupported:
-            if not wanted or (wanted == "auto" and kind is EngineKind.UNKNOWN):
-                return []
-            fix = (
-                "set `kv_event_sources` of the endpoint (or of the kvcache filter, where it holds for all) to the "
-                "addresses in its `--kv-events-config`; until then its index is approximate"
-            )
-            return [warning(self.where, "does not report where it publishes KV events", fix)]
-        if sources:
-            note = "" if wanted else "; `kv_events: auto` of the kvcache filter would follow them"
-            return [ok(self.where, f"publishes KV events of {len(sources)} rank(s){note}")]
-        if not wanted:
+@check("kv event sources", calls=3)
+async def check_event_sources(engine: EngineFacts) -> Sequence[Finding]:
+    """Check that the engine publishes KV events, as `kv_events` of the kvcache filter expects."""
+    await engine.list_models()  # a server that is no engine is reported elsewhere
+    wanted = engine.plan.events
+    kind = await engine.find_kind()
+    try:
+        sources = await engine.list_sources()
+    except NotSupported:
+        if not wanted or (wanted == "auto" and kind is EngineKind.UNKNOWN):
             return []
-        enable = _ENABLE.get(kind, _ENABLE[EngineKind.VLLM])
-        if wanted == "auto":
-            what = "publishes no KV events: its index follows only what is routed there"
-            return [warning(self.where, what, enable)]
-        what = "publishes no KV events, though `kv_events: true` of the kvcache filter requires them"
-        return [problem(self.where, what, f"{enable}, or set `kv_events: auto`, which follows the other engines")]
+        fix = (
+            "set `kv_event_sources` of the endpoint (or of the kvcache filter, where it holds for all) to the "
+            "addresses in its `--kv-events-config`; until then its index is approximate"
+        )
+        return [warning(engine.where, "does not report where it publishes KV events", fix)]
+    if sources:
+        note = "" if wanted else "; `kv_events: auto` of the kvcache filter would follow them"
+        return [ok(engine.where, f"publishes KV events of {len(sources)} rank(s){note}")]
+    if not wanted:
+        return []
+    enable = _ENABLE.get(kind, _ENABLE[EngineKind.VLLM])
+    if wanted == "auto":
+        what = "publishes no KV events: its index follows only what is routed there"
+        return [warning(engine.where, what, enable)]
+    what = "publishes no KV events, though `kv_events: true` of the kvcache filter requires them"
+    return [problem(engine.where, what, f"{enable}, or set `kv_events: auto`, which follows the other engines")]
 
 
-@dataclass(frozen=True, slots=True)
-class KvEventsCheck(EngineCheck):
-    """Checks the KV events that arrive while a prompt is sent."""
-
-    name = "kv events"
-    calls = TRIAL_CALLS
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        trial = await self.engine.trials.try_generating()
-        if trial.observed and caching_enabled(trial) is False:
-            raise ClientError(f"{self.where} has prefix caching off, so there is nothing to publish")
-        return list(judge_events(self.where, trial, await self.engine.find_kind())) if trial.observed else []
+@check("kv events", calls=TRIAL_CALLS)
+async def check_kv_events(engine: EngineFacts) -> Sequence[Finding]:
+    """Check the KV events that arrive while a prompt is sent."""
+    trial = await engine.trials.try_generating()
+    if trial.observed and caching_enabled(trial) is False:
+        raise ClientError(f"{engine.where} has prefix caching off, so there is nothing to publish")
+    return list(judge_events(engine.where, trial, await engine.find_kind())) if trial.observed else []
 
 
 def judge_events(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Iterator[Finding]:

@@ -4,78 +4,59 @@ that strategies need."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvproxy.base.errors import BadResponse, ClientError, NotSupported
 from kvproxy.cache.settings import CacheStrategySettings, Provider
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
 from kvproxy.operate.doctor.deployment import Deployment, gather_facts
 from kvproxy.operate.doctor.engine import EngineFacts
-from kvproxy.operate.doctor.lmcache import LmcacheCheck, LmcacheFacts
-from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.lmcache import LmcacheFacts
+from kvproxy.operate.doctor.report import Finding, check, ok, problem, warning
 
 _LOCATIONS = ("LocalCPUBackend", "LocalDiskBackend")
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceCheck(LmcacheCheck):
-    """Controller or coordinator."""
-
-    name = "lmcache"
-    calls = 4
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        if (await self.lmcache.try_link()).error is not None:
-            return []
-        try:
-            kind = await self.lmcache.find_kind()
-        except BadResponse:
-            fix = "correct `lmcache_endpoint`: the controller's own port (9000), or the coordinator's (9300)"
-            return [problem(self.where, "answers, but is neither LMCache's controller nor its coordinator", fix)]
-        except ClientError as error:
-            return [problem(self.where, f"connects, but does not answer: {error}", "restart it; read its log")]
-        configured = self.lmcache.settings.provider
-        if configured not in (Provider.AUTO, kind):
-            fix = f"set `provider: {kind}` (or auto), or correct `lmcache_endpoint`"
-            return [problem(self.where, f"is a {kind}, not the {configured} in `provider`", fix)]
-        return [ok(self.where, f"LMCache's {kind} answers")]
+@check("lmcache", calls=4)
+async def check_service(lmcache: LmcacheFacts) -> Sequence[Finding]:
+    """Check that it is the controller or the coordinator."""
+    if (await lmcache.try_link()).error is not None:
+        return []
+    try:
+        kind = await lmcache.find_kind()
+    except BadResponse:
+        fix = "correct `lmcache_endpoint`: the controller's own port (9000), or the coordinator's (9300)"
+        return [problem(lmcache.where, "answers, but is neither LMCache's controller nor its coordinator", fix)]
+    except ClientError as error:
+        return [problem(lmcache.where, f"connects, but does not answer: {error}", "restart it; read its log")]
+    configured = lmcache.settings.provider
+    if configured not in (Provider.AUTO, kind):
+        fix = f"set `provider: {kind}` (or auto), or correct `lmcache_endpoint`"
+        return [problem(lmcache.where, f"is a {kind}, not the {configured} in `provider`", fix)]
+    return [ok(lmcache.where, f"LMCache's {kind} answers")]
 
 
-@dataclass(frozen=True, slots=True)
-class InstancesCheck:
-    """All endpoints against all registered instances. `trial`: what is held for a prompt identifies an engine."""
-
-    deployment: Deployment
-    lmcache: LmcacheFacts
-    trial: bool = True
-
-    name = "instance ids"
-    calls = TRIAL_CALLS + 8
-
-    @property
-    def where(self) -> str:
-        return self.lmcache.where
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        await self.lmcache.find_kind()  # a server that is no LMCache is reported elsewhere
-        try:
-            registered = await self.lmcache.list_instances()
-        except NotSupported:
-            fix = "upgrade LMCache's controller to 0.3.11 or newer"
-            return [warning(self.where, "cannot list its instances, so their ids are not checked", fix)]
-        except ClientError as error:
-            return [problem(self.where, f"does not list its instances: {error}", "read LMCache's log")]
-        unregistered = [
-            engine
-            for engine in self.deployment.engines
-            if engine.instance_id not in registered and await engine.link.is_reachable()
-        ]
-        names: dict[EngineFacts, str] = {}
-        if self.trial and registered:
-            found = await gather_facts(unregistered, self.lmcache.find_holders)
-            names = {engine: one.holders[0] for engine, one in found.items() if len(one.holders) == 1}
-        wanted = {engine.instance_id for engine in self.deployment.engines}
-        return judge_instances(self.where, wanted, registered, unregistered, names)
+@check("instance ids", calls=TRIAL_CALLS + 8)
+async def check_instances(lmcache: LmcacheFacts, deployment: Deployment, *, trial: bool) -> Sequence[Finding]:
+    """Compare all endpoints with all registered instances. `trial`: what is held for a prompt identifies an engine."""
+    await lmcache.find_kind()  # a server that is no LMCache is reported elsewhere
+    try:
+        registered = await lmcache.list_instances()
+    except NotSupported:
+        fix = "upgrade LMCache's controller to 0.3.11 or newer"
+        return [warning(lmcache.where, "cannot list its instances, so their ids are not checked", fix)]
+    except ClientError as error:
+        return [problem(lmcache.where, f"does not list its instances: {error}", "read LMCache's log")]
+    unregistered = [
+        engine
+        for engine in deployment.engines
+        if engine.instance_id not in registered and await engine.link.is_reachable()
+    ]
+    names: dict[EngineFacts, str] = {}
+    if trial and registered:
+        found = await gather_facts(unregistered, lmcache.find_holders)
+        names = {engine: one.holders[0] for engine, one in found.items() if len(one.holders) == 1}
+    wanted = {engine.instance_id for engine in deployment.engines}
+    return judge_instances(lmcache.where, wanted, registered, unregistered, names)
 
 
 def judge_instances(
@@ -122,28 +103,24 @@ def _unregistered(engine: EngineFacts, name: str, free: Sequence[str]) -> Findin
     return problem(engine.where, what, f"{start}, and make sure that it reaches LMCache")
 
 
-@dataclass(frozen=True, slots=True)
-class ActionsCheck(LmcacheCheck):
-    """Strategies against the routes that this service has."""
+@check("actions", calls=5)
+async def check_actions(lmcache: LmcacheFacts) -> Sequence[Finding]:
+    """Compare the strategies with the routes that this service has."""
+    strategy = lmcache.settings.cache_strategy
+    acts = strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction
+    return await _judge_strategies(lmcache, strategy) if acts else ()
 
-    name = "actions"
-    calls = 5
 
-    async def collect_findings(self) -> Sequence[Finding]:
-        strategy = self.lmcache.settings.cache_strategy
-        acts = strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction
-        return await self._judge_strategies(strategy) if acts else ()
-
-    async def _judge_strategies(self, strategy: CacheStrategySettings) -> Sequence[Finding]:
-        kind = await self.lmcache.find_kind()
-        found: list[Finding] = []
-        if kind is Provider.CONTROLLER:
-            evicts = not strategy.enable_eviction or await self.lmcache.has_evict_route()
-            found += judge_strategies(self.where, strategy, evicts=evicts)
-        elif strategy.enable_compression:
-            fix = "set `enable_compression: false`"
-            found.append(warning(self.where, "the coordinator has no compression: that strategy does nothing", fix))
-        return found or [ok(self.where, "supports the strategies")]
+async def _judge_strategies(lmcache: LmcacheFacts, strategy: CacheStrategySettings) -> Sequence[Finding]:
+    kind = await lmcache.find_kind()
+    found: list[Finding] = []
+    if kind is Provider.CONTROLLER:
+        evicts = not strategy.enable_eviction or await lmcache.has_evict_route()
+        found += judge_strategies(lmcache.where, strategy, evicts=evicts)
+    elif strategy.enable_compression:
+        fix = "set `enable_compression: false`"
+        found.append(warning(lmcache.where, "the coordinator has no compression: that strategy does nothing", fix))
+    return found or [ok(lmcache.where, "supports the strategies")]
 
 
 def judge_strategies(where: str, strategy: CacheStrategySettings, *, evicts: bool) -> Iterator[Finding]:

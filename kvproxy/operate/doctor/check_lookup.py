@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvproxy.base.errors import BadResponse, ClientError
 from kvproxy.cache.settings import Provider
-from kvproxy.cache.settings import Provider as ProviderName
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
 from kvproxy.operate.doctor.deployment import gather_facts
-from kvproxy.operate.doctor.engine import EngineCheck, EngineFacts, PromptLengths, parse_prompt_lengths
+from kvproxy.operate.doctor.engine import EngineFacts, PromptLengths, parse_prompt_lengths
 from kvproxy.operate.doctor.lmcache import LmcacheFacts, LookupAnswer
-from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.report import Finding, check, ok, problem, warning
 
 LOOKUP_CALLS = TRIAL_CALLS + 8
 _HASHES = (
@@ -38,88 +36,74 @@ _WITHOUT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LookupCheck(EngineCheck):
-    """One engine's trial prompt."""
-
-    lmcache: LmcacheFacts
-
-    name = "lookup"
-    calls = LOOKUP_CALLS
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        await self.lmcache.find_kind()
-        trial = await self.engine.trials.try_generating()
-        if not trial.tokens or not await self._registered():
-            return []  # reported with tokenize, or with the instance ids
-        try:
-            found = await self.lmcache.find_holders(self.engine)
-        except BadResponse as error:
-            fix = "is it LMCache, and of a version up to 0.5? A proxy in between may have changed its answers"
-            return [problem(self.lmcache.where, f"answers lookups in an unknown shape: {error}", fix)]
-        except ClientError as error:
-            return [problem(self.lmcache.where, f"does not answer lookups: {error}", "read LMCache's log")]
-        if found.holders:
-            return [self._held(found, self.lmcache.expected_model(trial))]
-        if not found.chunks:
-            return []  # reported with the chunk size
-        return [await self._empty(found)]
-
-    async def _registered(self) -> bool:
-        """Also when the service cannot list its instances."""
-        try:
-            return self.engine.instance_id in await self.lmcache.list_instances()
-        except ClientError:
-            return True
-
-    def _held(self, found: LookupAnswer, expected_model: str) -> Finding:
-        own = self.engine.instance_id
-        if own not in found.holders:
-            what = f"LMCache holds its prompts under {', '.join(found.holders)}, not under {own!r}: hits lead elsewhere"
-            return problem(self.where, what, f"set `instance_id: {found.holders[0]}`; are two endpoints swapped?")
-        if found.model not in ("", expected_model):
-            what = f"LMCache holds its prompts for the model {found.model!r}, and lookups ask for {expected_model!r}"
-            return problem(self.where, what, f"set `directory_model: {found.model}` of the kvcache filter")
-        shapes = {"arrays": ", in LMCache's own shape", "objects": ", in Pixiu's shape: no real LMCache"}
-        return ok(self.where, f"LMCache finds what it computed{shapes.get(found.shape, '')}")
-
-    async def _empty(self, found: LookupAnswer) -> Finding:
-        provider = await self.lmcache.make_provider()
-        try:
-            indexed: int | None = await provider.indexed_chunks()
-        except ClientError:
-            indexed = None
-        if indexed == 0:
-            what = "LMCache's index is empty although the engine has just computed a long prompt"
-            return problem(self.where, what, "let the engine store in LMCache; see the causes", _EMPTY)
-        if await self.lmcache.find_kind() is Provider.COORDINATOR:
-            what = f"LMCache does not find a prompt that the engine has just computed, under the model {found.model!r}"
-            causes = ("the directory has it under another name: set `directory_model` to vLLM's --model", *_EMPTY)
-            return problem(self.where, what, "see the causes", causes)
-        what = "LMCache does not find a prompt that the engine has just computed"
-        what += ", though its index is not empty" if indexed else ""
-        return problem(self.where, what, "make controller and engines hash alike; see the causes", (*_HASHES, *_EMPTY))
+@check("lookup", calls=LOOKUP_CALLS)
+async def check_lookup(engine: EngineFacts, lmcache: LmcacheFacts) -> Sequence[Finding]:
+    """Look one engine's trial prompt up."""
+    await lmcache.find_kind()
+    trial = await engine.trials.try_generating()
+    if not trial.tokens or not await _registered(engine, lmcache):
+        return []  # reported with tokenize, or with the instance ids
+    try:
+        found = await lmcache.find_holders(engine)
+    except BadResponse as error:
+        fix = "is it LMCache, and of a version up to 0.5? A proxy in between may have changed its answers"
+        return [problem(lmcache.where, f"answers lookups in an unknown shape: {error}", fix)]
+    except ClientError as error:
+        return [problem(lmcache.where, f"does not answer lookups: {error}", "read LMCache's log")]
+    if found.holders:
+        return [_held(engine, found, lmcache.expected_model(trial))]
+    if not found.chunks:
+        return []  # reported with the chunk size
+    return [await _empty(engine, lmcache, found)]
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetCheck:
-    """Lookups in a row, against the time that the routing path gives them."""
+async def _registered(engine: EngineFacts, lmcache: LmcacheFacts) -> bool:
+    """Also when the service cannot list its instances."""
+    try:
+        return engine.instance_id in await lmcache.list_instances()
+    except ClientError:
+        return True
 
-    engines: Sequence[EngineFacts]
-    lmcache: LmcacheFacts
 
-    name = "lookup time"
-    calls = LOOKUP_CALLS + 20
+def _held(engine: EngineFacts, found: LookupAnswer, expected_model: str) -> Finding:
+    own = engine.instance_id
+    if own not in found.holders:
+        what = f"LMCache holds its prompts under {', '.join(found.holders)}, not under {own!r}: hits lead elsewhere"
+        return problem(engine.where, what, f"set `instance_id: {found.holders[0]}`; are two endpoints swapped?")
+    if found.model not in ("", expected_model):
+        what = f"LMCache holds its prompts for the model {found.model!r}, and lookups ask for {expected_model!r}"
+        return problem(engine.where, what, f"set `directory_model: {found.model}` of the kvcache filter")
+    shapes = {"arrays": ", in LMCache's own shape", "objects": ", in Pixiu's shape: no real LMCache"}
+    return ok(engine.where, f"LMCache finds what it computed{shapes.get(found.shape, '')}")
 
-    where = LmcacheFacts.where
 
-    async def collect_findings(self) -> Sequence[Finding]:
-        trials = await gather_facts(self.engines, lambda engine: engine.trials.try_generating())
-        trial = next((one for one in trials.values() if one.tokens), None)
-        if trial is None:
-            return []
-        samples = await self.lmcache.time_lookups(trial)
-        return [judge_lookup_times(self.where, samples, trial.tokenize_s, self.lmcache.settings.lookup_routing_timeout)]
+async def _empty(engine: EngineFacts, lmcache: LmcacheFacts, found: LookupAnswer) -> Finding:
+    provider = await lmcache.make_provider()
+    try:
+        indexed: int | None = await provider.indexed_chunks()
+    except ClientError:
+        indexed = None
+    if indexed == 0:
+        what = "LMCache's index is empty although the engine has just computed a long prompt"
+        return problem(engine.where, what, "let the engine store in LMCache; see the causes", _EMPTY)
+    if await lmcache.find_kind() is Provider.COORDINATOR:
+        what = f"LMCache does not find a prompt that the engine has just computed, under the model {found.model!r}"
+        causes = ("the directory has it under another name: set `directory_model` to vLLM's --model", *_EMPTY)
+        return problem(engine.where, what, "see the causes", causes)
+    what = "LMCache does not find a prompt that the engine has just computed"
+    what += ", though its index is not empty" if indexed else ""
+    return problem(engine.where, what, "make controller and engines hash alike; see the causes", (*_HASHES, *_EMPTY))
+
+
+@check("lookup time", calls=LOOKUP_CALLS + 20)
+async def check_lookup_time(lmcache: LmcacheFacts, engines: Sequence[EngineFacts]) -> Sequence[Finding]:
+    """Compare lookups in a row with the time that the routing path gives them."""
+    trials = await gather_facts(engines, lambda engine: engine.trials.try_generating())
+    trial = next((one for one in trials.values() if one.tokens), None)
+    if trial is None:
+        return []
+    samples = await lmcache.time_lookups(trial)
+    return [judge_lookup_times(lmcache.where, samples, trial.tokenize_s, lmcache.settings.lookup_routing_timeout)]
 
 
 def judge_lookup_times(where: str, lookups_s: Sequence[float], tokenize_s: float, budget_s: float) -> Finding:
@@ -146,28 +130,21 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-@dataclass(frozen=True, slots=True)
-class ChunksCheck(EngineCheck):
-    """One engine's prompts, by its own histogram, and its longest possible one, against one chunk."""
-
-    lmcache: LmcacheFacts
-
-    name = "chunk size"
-    calls = LOOKUP_CALLS
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        longest = (await self.engine.choose_model()).max_model_len
-        found = await self.lmcache.find_holders(self.engine)
-        asked = len((await self.engine.trials.try_generating()).tokens)
-        try:
-            lengths = parse_prompt_lengths(await self.engine.fetch_exposition())
-        except ClientError:
-            lengths = PromptLengths(0, ())
-        fixed = await self.lmcache.find_kind() is ProviderName.CONTROLLER
-        if not found.chunks and asked:
-            return [_too_large(self.where, asked, longest, fixed=fixed)]
-        min_tokens = self.lmcache.settings.lookup_min_tokens
-        return [judge_chunk_size(self.where, lengths, found.chunk_tokens, min_tokens, fixed=fixed)]
+@check("chunk size", calls=LOOKUP_CALLS)
+async def check_chunk_size(engine: EngineFacts, lmcache: LmcacheFacts) -> Sequence[Finding]:
+    """Compare one engine's prompts, by its own histogram, and its longest possible one with one chunk."""
+    longest = (await engine.choose_model()).max_model_len
+    found = await lmcache.find_holders(engine)
+    asked = len((await engine.trials.try_generating()).tokens)
+    try:
+        lengths = parse_prompt_lengths(await engine.fetch_exposition())
+    except ClientError:
+        lengths = PromptLengths(0, ())
+    fixed = await lmcache.find_kind() is Provider.CONTROLLER
+    if not found.chunks and asked:
+        return [_too_large(engine.where, asked, longest, fixed=fixed)]
+    min_tokens = lmcache.settings.lookup_min_tokens
+    return [judge_chunk_size(engine.where, lengths, found.chunk_tokens, min_tokens, fixed=fixed)]
 
 
 def _too_large(where: str, asked: int, longest: int | None, *, fixed: bool) -> Finding:

@@ -4,46 +4,38 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
 from kvproxy.base.errors import ClientError
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
-from kvproxy.operate.doctor.deployment import ClusterCheck, Deployment, gather_facts, list_routed_models
-from kvproxy.operate.doctor.engine import Counters, EngineCheck, EngineFacts, parse_counters
-from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.deployment import ClusterFacts, Deployment, gather_facts, list_routed_models
+from kvproxy.operate.doctor.engine import Counters, EngineFacts, parse_counters
+from kvproxy.operate.doctor.report import Finding, check, ok, problem, warning
 
 #: Text for the case that it is intended.
 _TWO = "or, if these are two models on purpose, make two clusters with `routes` by model"
 Window = tuple[Counters, Counters]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelsCheck(ClusterCheck):
-    """One cluster: declared names, routed names, and what engines without a declaration must have in common."""
-
-    name = "models"
-    calls = 3
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        engines = self.engines
-        listed = await gather_facts(engines, lambda engine: engine.list_models())
-        if not listed:
-            return []
-        served = {engine: frozenset(model.id for model in models) for engine, models in listed.items()}
-        adapters = {
-            engine: frozenset(model.id for model in models if model.parent) for engine, models in listed.items()
-        }
-        routed = list_routed_models(self.deployment.config, self.cluster)
-        found = [
-            *_declared(served),
-            *_undeclared({engine: names - adapters[engine] for engine, names in served.items()}, routed),
-            *_unserved(self.where, served, engines, routed),
-        ]
-        return found or [
-            ok(self.where, f"every engine serves its models: {_list(set().union(*served.values()))}"),
-            *_adapters(self.where, adapters),
-        ]
+@check("models", calls=3)
+async def check_models(cluster: ClusterFacts) -> Sequence[Finding]:
+    """Compare one cluster's models: declared, routed, and what engines without a declaration must have in common."""
+    engines = cluster.engines
+    listed = await gather_facts(engines, lambda engine: engine.list_models())
+    if not listed:
+        return []
+    served = {engine: frozenset(model.id for model in models) for engine, models in listed.items()}
+    adapters = {engine: frozenset(model.id for model in models if model.parent) for engine, models in listed.items()}
+    routed = list_routed_models(cluster.deployment.config, cluster.name)
+    found = [
+        *_declared(served),
+        *_undeclared({engine: names - adapters[engine] for engine, names in served.items()}, routed),
+        *_unserved(cluster.where, served, engines, routed),
+    ]
+    return found or [
+        ok(cluster.where, f"every engine serves its models: {_list(set().union(*served.values()))}"),
+        *_adapters(cluster.where, adapters),
+    ]
 
 
 def _declared(served: Mapping[EngineFacts, frozenset[str]]) -> Iterator[Finding]:
@@ -114,58 +106,44 @@ def _list(names: set[str] | frozenset[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class VersionCheck(ClusterCheck):
-    """One cluster's engines; those that do not report one are left out."""
-
-    name = "version"
-    calls = 3
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        versions = await gather_facts(self.engines, lambda engine: engine.fetch_version())
-        reported = {engine.endpoint.id: version for engine, version in versions.items()}
-        if not reported:
-            return []
-        if len(set(reported.values())) == 1:
-            return [ok(self.where, f"version {next(iter(reported.values()))}")]
-        listed = ", ".join(f"{name} {version}" for name, version in reported.items())
-        fix = "bring them to one version: block hashes, templates and KV events change between versions"
-        return [warning(self.where, f"the engines' versions differ: {listed}", fix)]
+@check("version", calls=3)
+async def check_versions(cluster: ClusterFacts) -> Sequence[Finding]:
+    """Compare the versions of one cluster's engines; those that do not report one are left out."""
+    versions = await gather_facts(cluster.engines, lambda engine: engine.fetch_version())
+    reported = {engine.endpoint.id: version for engine, version in versions.items()}
+    if not reported:
+        return []
+    if len(set(reported.values())) == 1:
+        return [ok(cluster.where, f"version {next(iter(reported.values()))}")]
+    listed = ", ".join(f"{name} {version}" for name, version in reported.items())
+    fix = "bring them to one version: block hashes, templates and KV events change between versions"
+    return [warning(cluster.where, f"the engines' versions differ: {listed}", fix)]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizersCheck(ClusterCheck):
-    """One cluster: engines whose model has the same name, and the engine that tokenizes for all where there is one."""
-
-    name = "tokenizers"
-    calls = 4
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        engines = [*self.engines, *filter(None, [self.deployment.tokenizer])]
-        samples = await gather_facts(engines, _sampled)
-        by_model: dict[str, dict[EngineFacts, tuple[int, ...]]] = {}
-        for engine, (model, tokens) in samples.items():
-            by_model.setdefault(model, {})[engine] = tokens
-        compared = {model: alike for model, alike in by_model.items() if len(alike) > 1}
-        found = [one for model, alike in compared.items() for one in compare_tokenizers(model, alike)]
-        return found or [ok(self.where, f"{len(alike)} engines tokenize alike") for alike in compared.values()]
+@check("tokenizers", calls=4)
+async def check_tokenizers(cluster: ClusterFacts) -> Sequence[Finding]:
+    """Compare the engines of one cluster whose model has the same name, and the engine that tokenizes for all where
+    there is one."""
+    engines = [*cluster.engines, *filter(None, [cluster.deployment.tokenizer])]
+    samples = await gather_facts(engines, _sampled)
+    by_model: dict[str, dict[EngineFacts, tuple[int, ...]]] = {}
+    for engine, (model, tokens) in samples.items():
+        by_model.setdefault(model, {})[engine] = tokens
+    compared = {model: alike for model, alike in by_model.items() if len(alike) > 1}
+    found = [one for model, alike in compared.items() for one in compare_tokenizers(model, alike)]
+    return found or [ok(cluster.where, f"{len(alike)} engines tokenize alike") for alike in compared.values()]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerCheck(EngineCheck):
-    """The engine that is configured to tokenize for all of them."""
-
-    name = "tokenizer"
-    calls = 4
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        await self.engine.choose_model()
-        try:
-            await self.engine.tokenize_sample()
-        except ClientError as error:
-            fix = "set `vllm_endpoint` to an engine that has /tokenize, or leave it out"
-            return [problem(self.where, f"cannot tokenize: {error}", fix)]
-        return [ok(self.where, "tokenizes")]
+@check("tokenizer", calls=4)
+async def check_tokenizer(engine: EngineFacts) -> Sequence[Finding]:
+    """Ask the engine that is configured to tokenize for all of them."""
+    await engine.choose_model()
+    try:
+        await engine.tokenize_sample()
+    except ClientError as error:
+        fix = "set `vllm_endpoint` to an engine that has /tokenize, or leave it out"
+        return [problem(engine.where, f"cannot tokenize: {error}", fix)]
+    return [ok(engine.where, "tokenizes")]
 
 
 async def _sampled(engine: EngineFacts) -> tuple[str, tuple[int, ...]]:
@@ -181,29 +159,21 @@ def compare_tokenizers(model: str, samples: Mapping[EngineFacts, tuple[int, ...]
     return [problem(engine.where, what, fix) for engine, tokens in samples.items() if tokens != usual]
 
 
-@dataclass(frozen=True, slots=True)
-class DuplicatesCheck:
-    """Every engine counts what it does: two endpoints that count the same are one."""
-
-    deployment: Deployment
-
-    name = "duplicates"
-    calls = TRIAL_CALLS + 2
-    where = "endpoints"
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        tried = await gather_facts(self.deployment.engines, lambda engine: engine.trials.try_generating())
-        first = await gather_facts(tuple(tried), lambda engine: engine.exposition_now())
-        second = await gather_facts(tuple(first), lambda engine: engine.exposition_now())
-        windows: dict[EngineFacts, Window] = {}
-        for engine in second:
-            earlier = parse_counters(first[engine])
-            later = parse_counters(second[engine])
-            if earlier is not None and later is not None and earlier.used:
-                windows[engine] = earlier, later
-        if len(windows) < 2:
-            return []
-        return list(_same(windows)) or [ok(self.where, f"{len(windows)} different engines")]
+@check("duplicates", calls=TRIAL_CALLS + 2, where="endpoints")
+async def check_duplicates(deployment: Deployment) -> Sequence[Finding]:
+    """Find engines with two endpoints: every engine counts what it does: two endpoints that count the same are one."""
+    tried = await gather_facts(deployment.engines, lambda engine: engine.trials.try_generating())
+    first = await gather_facts(tuple(tried), lambda engine: engine.exposition_now())
+    second = await gather_facts(tuple(first), lambda engine: engine.exposition_now())
+    windows: dict[EngineFacts, Window] = {}
+    for engine in second:
+        earlier = parse_counters(first[engine])
+        later = parse_counters(second[engine])
+        if earlier is not None and later is not None and earlier.used:
+            windows[engine] = earlier, later
+    if len(windows) < 2:
+        return []
+    return list(_same(windows)) or [ok("endpoints", f"{len(windows)} different engines")]
 
 
 def _same(windows: Mapping[EngineFacts, Window]) -> Iterator[Finding]:

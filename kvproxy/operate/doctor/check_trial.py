@@ -4,15 +4,14 @@ whether it takes a priority."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvproxy.base.errors import ClientError, ClientTimeout, NotSupported, Refused
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.feedback.reuse_step import LEAST_STEP_TOKENS
 from kvproxy.cluster.settings import EnginePriorityMode
 from kvproxy.operate.doctor.deployment import Deployment
-from kvproxy.operate.doctor.engine import EngineCheck, EngineFacts
-from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.engine import EngineFacts
+from kvproxy.operate.doctor.report import Finding, check, ok, problem, warning
 from kvproxy.operate.doctor.trial import Trial, TrialReply
 
 #: A trial: link, models, metrics, event sources, subscriptions, two to five requests, tokenize, events, replays.
@@ -35,23 +34,18 @@ _BY_PRIORITY = (
 _TOLERATED_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateCheck(EngineCheck):
-    """A request of one token."""
-
-    name = "generate"
-    calls = TRIAL_CALLS
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        await self.engine.choose_model()  # anything wrong before a prompt can be sent is reported elsewhere
-        if await self.engine.is_asleep():
-            raise ClientError("it sleeps")
-        try:
-            trial = await self.engine.trials.try_generating()
-        except ClientError as error:
-            return [_failed(self.where, error)]
-        form = "chat" if trial.chat else "text completion (it refuses chats)"
-        return [ok(self.where, f"answers a {form} of {trial.first.prompt_tokens} tokens")]
+@check("generate", calls=TRIAL_CALLS)
+async def check_generating(engine: EngineFacts) -> Sequence[Finding]:
+    """Send a request of one token."""
+    await engine.choose_model()  # anything wrong before a prompt can be sent is reported elsewhere
+    if await engine.is_asleep():
+        raise ClientError("it sleeps")
+    try:
+        trial = await engine.trials.try_generating()
+    except ClientError as error:
+        return [_failed(engine.where, error)]
+    form = "chat" if trial.chat else "text completion (it refuses chats)"
+    return [ok(engine.where, f"answers a {form} of {trial.first.prompt_tokens} tokens")]
 
 
 def _failed(where: str, error: ClientError) -> Finding:
@@ -67,18 +61,11 @@ def _failed(where: str, error: ClientError) -> Finding:
     return problem(where, f"gives a bad answer to a small prompt: {error}", "read the engine's log")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizeCheck(EngineCheck):
-    """`/tokenize` against the prompt as the engine counted it. `elsewhere`: another engine tokenizes for all."""
-
-    elsewhere: bool
-
-    name = "tokenize"
-    calls = TRIAL_CALLS
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        needed = not self.elsewhere and await self.engine.needs_tokens()
-        return [judge_tokenize(self.where, await self.engine.trials.try_generating(), needed=needed)]
+@check("tokenize", calls=TRIAL_CALLS)
+async def check_tokenize(engine: EngineFacts, *, elsewhere: bool) -> Sequence[Finding]:
+    """Compare `/tokenize` with the prompt as the engine counted it. `elsewhere`: another engine tokenizes for all."""
+    needed = not elsewhere and await engine.needs_tokens()
+    return [judge_tokenize(engine.where, await engine.trials.try_generating(), needed=needed)]
 
 
 def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
@@ -104,15 +91,10 @@ def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
     return make(where, f"{what}: lookups and KV events cannot match", fix)
 
 
-@dataclass(frozen=True, slots=True)
-class CachingCheck(EngineCheck):
-    """One prompt, sent twice."""
-
-    name = "prefix caching"
-    calls = TRIAL_CALLS
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        return [judge_caching(self.where, await self.engine.trials.try_generating(), await self.engine.find_kind())]
+@check("prefix caching", calls=TRIAL_CALLS)
+async def check_caching(engine: EngineFacts) -> Sequence[Finding]:
+    """Send one prompt twice."""
+    return [judge_caching(engine.where, await engine.trials.try_generating(), await engine.find_kind())]
 
 
 def judge_caching(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Finding:
@@ -185,34 +167,28 @@ def _hits(trial: Trial) -> int | None:
     return None if before is None or after is None else after - before
 
 
-@dataclass(frozen=True, slots=True)
-class ClockCheck(EngineCheck):
-    """By the time stamps of its KV events, and by the Date header where these are missing or late: a batch that waited
-    looks like a clock that is behind. `trial`: a prompt is sent."""
+@check("clock", calls=TRIAL_CALLS)
+async def check_clock(engine: EngineFacts, *, trial: bool) -> Sequence[Finding]:
+    """Compare clocks by the time stamps of its KV events, and by the Date header where these are missing or late: a
+    batch that waited looks like a clock that is behind. `trial`: a prompt is sent."""
+    skew_s = await _event_skew_s(engine) if trial else None
+    if skew_s is None or abs(skew_s) > _TOLERATED_S:
+        stated = [skew_s, (await engine.link.health_reply()).skew_s]
+        skew_s = min((one for one in stated if one is not None), key=abs, default=None)
+    if skew_s is None:
+        return []
+    if abs(skew_s) <= _TOLERATED_S:
+        return [ok(engine.where, "its clock agrees with ours")]
+    what = f"its clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} ours"
+    return [warning(engine.where, what, "run NTP on both hosts: event lag, pins and logs are compared by clock")]
 
-    trial: bool = True
 
-    name = "clock"
-    calls = TRIAL_CALLS
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        skew_s = await self._event_skew_s() if self.trial else None
-        if skew_s is None or abs(skew_s) > _TOLERATED_S:
-            stated = [skew_s, (await self.engine.link.health_reply()).skew_s]
-            skew_s = min((one for one in stated if one is not None), key=abs, default=None)
-        if skew_s is None:
-            return []
-        if abs(skew_s) <= _TOLERATED_S:
-            return [ok(self.where, "its clock agrees with ours")]
-        what = f"its clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} ours"
-        return [warning(self.where, what, "run NTP on both hosts: event lag, pins and logs are compared by clock")]
-
-    async def _event_skew_s(self) -> float | None:
-        try:
-            observed = (await self.engine.trials.try_generating()).observed
-        except ClientError:
-            return None
-        return next((-one.lag_s for one in observed if one.mine is not None and one.lag_s is not None), None)
+async def _event_skew_s(engine: EngineFacts) -> float | None:
+    try:
+        observed = (await engine.trials.try_generating()).observed
+    except ClientError:
+        return None
+    return next((-one.lag_s for one in observed if one.mine is not None and one.lag_s is not None), None)
 
 
 def priority_mode(deployment: Deployment, engine: EngineFacts) -> EnginePriorityMode:
@@ -220,21 +196,14 @@ def priority_mode(deployment: Deployment, engine: EngineFacts) -> EnginePriority
     return engine.endpoint.engine_priority or deployment.config.clusters[engine.cluster].engine_priority
 
 
-@dataclass(frozen=True, slots=True)
-class PriorityCheck(EngineCheck):
-    """Sends a request of one token with a `priority`, after the same without was answered. Obedience shows only where
+@check("engine priority", calls=TRIAL_CALLS + 1)
+async def check_priority(engine: EngineFacts, mode: EnginePriorityMode) -> Sequence[Finding]:
+    """Send a request of one token with a `priority`, after the same without was answered. Obedience shows only where
     requests wait: the running proxy finds that out."""
-
-    mode: EnginePriorityMode
-
-    name = "engine priority"
-    calls = TRIAL_CALLS + 1
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        trial = await self.engine.trials.try_generating()
-        try:
-            await self.engine.trials.send_priority(chat=trial.chat)
-        except Refused as error:
-            make = problem if self.mode is EnginePriorityMode.ON else warning
-            return [make(self.where, f"takes no request with a `priority`: {error}", _BY_PRIORITY)]
-        return [ok(self.where, "takes a request's `priority`; whether it obeys it, `/endpoints` shows under load")]
+    trial = await engine.trials.try_generating()
+    try:
+        await engine.trials.send_priority(chat=trial.chat)
+    except Refused as error:
+        make = problem if mode is EnginePriorityMode.ON else warning
+        return [make(engine.where, f"takes no request with a `priority`: {error}", _BY_PRIORITY)]
+    return [ok(engine.where, "takes a request's `priority`; whether it obeys it, `/endpoints` shows under load")]

@@ -16,32 +16,32 @@ from kvproxy.base.errors import ClientError, Problem
 from kvproxy.base.installed import installed
 from kvproxy.cluster.settings import EnginePriorityMode
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.doctor.check_agent_prompts import AgentPromptsCheck
+from kvproxy.operate.doctor.check_agent_prompts import check_agent_prompts
 from kvproxy.operate.doctor.check_configuration import (
-    CertificatesCheck,
-    ConfigurationCheck,
-    LimitsCheck,
-    PublicCheck,
+    check_certificates,
+    check_configuration,
+    check_open_files,
+    check_public_paths,
     convert_problems,
 )
-from kvproxy.operate.doctor.check_engine_setup import CorsCheck, RanksCheck, SglangCheck
-from kvproxy.operate.doctor.check_kv_events import EventSourcesCheck, KvEventsCheck
-from kvproxy.operate.doctor.check_lmcache import ActionsCheck, InstancesCheck, ServiceCheck
-from kvproxy.operate.doctor.check_lookup import BudgetCheck, ChunksCheck, LookupCheck
+from kvproxy.operate.doctor.check_engine_setup import check_cors, check_ranks, check_sglang
+from kvproxy.operate.doctor.check_kv_events import check_event_sources, check_kv_events
+from kvproxy.operate.doctor.check_lmcache import check_actions, check_instances, check_service
+from kvproxy.operate.doctor.check_lookup import check_chunk_size, check_lookup, check_lookup_time
 from kvproxy.operate.doctor.check_models import (
-    DuplicatesCheck,
-    ModelsCheck,
-    TokenizerCheck,
-    TokenizersCheck,
-    VersionCheck,
+    check_duplicates,
+    check_models,
+    check_tokenizer,
+    check_tokenizers,
+    check_versions,
 )
-from kvproxy.operate.doctor.check_reachability import ApiCheck, ConnectionCheck, HealthCheck, MetricsCheck
+from kvproxy.operate.doctor.check_reachability import check_api, check_connection, check_health, check_metrics
 from kvproxy.operate.doctor.check_trial import (
-    CachingCheck,
-    ClockCheck,
-    GenerateCheck,
-    PriorityCheck,
-    TokenizeCheck,
+    check_caching,
+    check_clock,
+    check_generating,
+    check_priority,
+    check_tokenize,
     priority_mode,
 )
 from kvproxy.operate.doctor.deployment import Deployment, survey_deployment
@@ -70,7 +70,7 @@ async def _run(check: Check, timeout_s: float) -> Sequence[Finding] | SkippedChe
     deadline_s = check.calls * timeout_s
     try:
         async with asyncio.timeout(deadline_s):
-            found = await check.collect_findings()
+            found = await check.collect()
     except TimeoutError:
         found = [warning(check.where, f"not known after {deadline_s:g} s", "the service is slow: raise --timeout")]
     except ClientError as error:
@@ -91,7 +91,7 @@ def list_timed_checks(deployment: Deployment) -> list[Check]:
     """Return what must run alone, after all the rest: it measures time."""
     if deployment.lmcache is None or not deployment.engines:
         return []
-    return [BudgetCheck(deployment.engines, deployment.lmcache)]
+    return [check_lookup_time(deployment.lmcache, deployment.engines)]
 
 
 def list_light_checks(deployment: Deployment, problems: Sequence[Problem] = ()) -> list[Check]:
@@ -102,60 +102,58 @@ def list_light_checks(deployment: Deployment, problems: Sequence[Problem] = ()) 
 def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) -> Iterator[Check]:
     wall_clock = deployment.tools.wall_clock
     lmcache = deployment.lmcache
-    yield ConfigurationCheck(problems, deployment.undiscovered)
-    yield LimitsCheck(deployment)
-    yield CertificatesCheck(deployment.config, wall_clock)
-    yield PublicCheck(deployment.config)
+    yield check_configuration(problems, deployment.undiscovered)
+    yield check_open_files(deployment)
+    yield check_certificates(deployment.config, wall_clock)
+    yield check_public_paths(deployment.config)
     for engine in (*deployment.engines, *filter(None, [deployment.tokenizer])):
-        yield ConnectionCheck(engine.where, engine.origin, engine.link.try_link, wall_clock)
-        yield ApiCheck(engine)
+        yield check_connection(engine.where, engine.origin, engine.link.try_link, wall_clock)
+        yield check_api(engine)
     for engine in deployment.engines:
-        yield HealthCheck(engine)
-        yield MetricsCheck(engine)
-        yield EventSourcesCheck(engine)
-        yield SglangCheck(engine, deployment.config.clusters[engine.cluster])
-        yield ClockCheck(engine, trial)
+        yield check_health(engine)
+        yield check_metrics(engine)
+        yield check_event_sources(engine)
+        yield check_sglang(engine, deployment.config.clusters[engine.cluster])
+        yield check_clock(engine, trial=trial)
         if not any(spec.name == "cors" for spec in deployment.config.filters):
-            yield CorsCheck(engine)
-    for name, engines in deployment.group_engines():
-        if engines:
-            yield ModelsCheck(deployment, name)
-            yield VersionCheck(deployment, name)
-            for feature in installed(Feature):
-                yield from feature.list_cluster_checks(deployment, name)
+            yield check_cors(engine)
+    for cluster in deployment.clusters:
+        yield check_models(cluster)
+        yield check_versions(cluster)
+        for feature in installed(Feature):
+            yield from feature.list_cluster_checks(cluster)
     if lmcache is not None:
-        yield ConnectionCheck(lmcache.where, lmcache.origin, lmcache.try_link, wall_clock)
-        yield ServiceCheck(lmcache)
-        yield InstancesCheck(deployment, lmcache, trial)
-        yield ActionsCheck(lmcache)
+        yield check_connection(lmcache.where, lmcache.origin, lmcache.try_link, wall_clock)
+        yield check_service(lmcache)
+        yield check_instances(lmcache, deployment, trial=trial)
+        yield check_actions(lmcache)
         for feature in installed(Feature):
             yield from feature.list_lmcache_checks(lmcache)
 
 
 def _trials(deployment: Deployment) -> Iterator[Check]:
     for engine in deployment.engines:
-        yield GenerateCheck(engine)
-        yield TokenizeCheck(engine, deployment.tokenizer is not None)
-        yield AgentPromptsCheck(engine, deployment.tokenizer or engine)
-        yield CachingCheck(engine)
-        yield KvEventsCheck(engine)
-        yield RanksCheck(engine)
+        yield check_generating(engine)
+        yield check_tokenize(engine, elsewhere=deployment.tokenizer is not None)
+        yield check_agent_prompts(engine, deployment.tokenizer or engine)
+        yield check_caching(engine)
+        yield check_kv_events(engine)
+        yield check_ranks(engine)
         if (mode := priority_mode(deployment, engine)) is not EnginePriorityMode.OFF:
-            yield PriorityCheck(engine, mode)
-    for name, engines in deployment.group_engines():
-        if engines:
-            yield TokenizersCheck(deployment, name)
+            yield check_priority(engine, mode)
+    for cluster in deployment.clusters:
+        yield check_tokenizers(cluster)
     if deployment.tokenizer is not None:
-        yield TokenizerCheck(deployment.tokenizer)
-    yield DuplicatesCheck(deployment)
+        yield check_tokenizer(deployment.tokenizer)
+    yield check_duplicates(deployment)
 
 
 def _lookups(deployment: Deployment) -> Iterator[Check]:
     if deployment.lmcache is None:
         return
     for engine in deployment.engines:
-        yield LookupCheck(engine, deployment.lmcache)
-        yield ChunksCheck(engine, deployment.lmcache)
+        yield check_lookup(engine, deployment.lmcache)
+        yield check_chunk_size(engine, deployment.lmcache)
 
 
 async def diagnose_setup(

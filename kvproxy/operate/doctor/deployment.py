@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -46,10 +46,32 @@ class Deployment:
     undiscovered: tuple[Finding, ...] = ()
     open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
-    def group_engines(self) -> Iterable[tuple[str, tuple[EngineFacts, ...]]]:
-        """Engines by cluster."""
-        for name in self.config.clusters:
-            yield name, tuple(engine for engine in self.engines if engine.cluster == name)
+    @property
+    def clusters(self) -> Sequence[ClusterFacts]:
+        """Those that have engines."""
+        found = (ClusterFacts(self, name) for name in self.config.clusters)
+        return [cluster for cluster in found if cluster.engines]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """One cluster of a deployment."""
+
+    deployment: Deployment
+    name: str
+
+    @property
+    def where(self) -> str:
+        return f"cluster {self.name}"
+
+    @property
+    def settings(self) -> ClusterSettings:
+        return self.deployment.config.clusters[self.name]
+
+    @property
+    def engines(self) -> tuple[EngineFacts, ...]:
+        """Its engines in the order of the configuration."""
+        return tuple(engine for engine in self.deployment.engines if engine.cluster == self.name)
 
 
 async def survey_deployment(config: Config, *, tools: Tools, open_files: int | None = None) -> Deployment:
@@ -176,19 +198,3 @@ def _tokenizer(kvcache: KvCacheSettings | None, tools: Tools) -> EngineFacts | N
     return EngineFacts(
         endpoint, cluster="", health_path="/health", tools=tools, plan=TrialPlan(), label="vllm_endpoint of kvcache"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterCheck:
-    """Base of the checks of one cluster."""
-
-    deployment: Deployment
-    cluster: str
-
-    @property
-    def where(self) -> str:
-        return f"cluster {self.cluster}"
-
-    @property
-    def engines(self) -> tuple[EngineFacts, ...]:
-        return dict(self.deployment.group_engines())[self.cluster]

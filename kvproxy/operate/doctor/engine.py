@@ -295,14 +295,3 @@ class EngineTrials:
         engine = self._engine
         model = await engine.choose_model()
         return TrialTarget(model, engine.api, engine.vllm, sources, engine.metrics_now, engine.tools)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCheck:
-    """Base of the checks of one engine."""
-
-    engine: EngineFacts
-
-    @property
-    def where(self) -> str:
-        return self.engine.where

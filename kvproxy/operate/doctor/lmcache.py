@@ -185,14 +185,3 @@ class LmcacheFacts:
         answer = await self._coordinator.read_directory(Prefix(tokens, model), model=model)
         holders = tuple([one.instance_id for one in answer.holders if one.instance_id != EVERY_INSTANCE])
         return LookupAnswer(holders, model, answer.chunk_tokens, answer.chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class LmcacheCheck:
-    """Base of the checks of the service."""
-
-    lmcache: LmcacheFacts
-
-    @property
-    def where(self) -> str:
-        return self.lmcache.where

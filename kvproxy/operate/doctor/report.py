@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Protocol, TextIO
+from functools import partial, wraps
+from typing import Any, ParamSpec, TextIO
+
+P = ParamSpec("P")
 
 _MARK_WIDTH = 9
 _CHECK_WIDTH = 18
@@ -36,24 +39,33 @@ class Finding:
     check: str = ""
 
 
-class Check(Protocol):
-    """One question. `calls` is how many exchanges it waits for, one after another, at most: its deadline."""
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question about `where`. `calls` is how many exchanges it waits for, one after another, at most: its deadline.
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def calls(self) -> int: ...
-    @property
-    def where(self) -> str:
-        """Object of the check."""
-        ...
+    `collect` returns the findings, good ones included. A ClientError means that the check was not possible; the check
+    that owns the failed exchange reports the cause."""
 
-    async def collect_findings(self) -> Sequence[Finding]:
-        """Return the findings, good ones included.
+    name: str
+    where: str
+    calls: int
+    collect: Callable[[], Awaitable[Sequence[Finding]]]
 
-        A ClientError means that the check was not possible; the check that owns the failed exchange reports the
-        cause."""
-        ...
+
+def check(
+    name: str, *, calls: int, where: str = ""
+) -> Callable[[Callable[P, Awaitable[Sequence[Finding]]]], Callable[P, Check]]:
+    """Have a function that finds make a check with these arguments; without `where` that of its first one."""
+
+    def make(collect: Callable[P, Awaitable[Sequence[Finding]]]) -> Callable[P, Check]:
+        @wraps(collect)
+        def bind(*args: P.args, **options: P.kwargs) -> Check:
+            subject: Any = args[0]
+            return Check(name, where or subject.where, calls, partial(collect, *args, **options))
+
+        return bind
+
+    return make
 
 
 def ok(where: str, what: str) -> Finding:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvproxy.operate.config.load import check_config
-from kvproxy.operate.doctor.check_configuration import CertificatesCheck
+from kvproxy.operate.doctor.check_configuration import check_certificates
 from tests.operate.doctor.setup import parsed
 from tests.support.certificates import make_certificate
 
@@ -51,7 +51,7 @@ async def test_the_doctor_looks_at_its_certificate(tmp_path: Path) -> None:
     files = make_certificate(tmp_path, "127.0.0.1")  # until tomorrow
     tls = {"certificate": str(files.certificate), "private_key": str(files.private_key)}
     config = parsed({"endpoints": ["http://127.0.0.1:1"], "picker": {"tls": tls}})
-    (found,) = await CertificatesCheck(config, lambda: 0.0).collect_findings()
+    (found,) = await check_certificates(config, lambda: 0.0).collect()
     assert found.what == "last for 14 days or longer"
     config = parsed({"endpoints": ["http://127.0.0.1:1"], "picker": {}})
-    assert not await CertificatesCheck(config, lambda: 0.0).collect_findings()
+    assert not await check_certificates(config, lambda: 0.0).collect()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from kvproxy.features.resume.check import ContinuationCheck
+from kvproxy.features.resume.check import check_continuation
 from kvproxy.features.resume.proof import find_middle
 from kvproxy.operate.config.load import check_config
-from kvproxy.operate.doctor.deployment import survey_deployment
+from kvproxy.operate.doctor.deployment import ClusterFacts, survey_deployment
 from kvproxy.operate.doctor.report import Finding, Severity
 from kvproxy.operate.doctor.tools import Tools
 from tests.lab.simulator.support import engine
@@ -25,7 +25,7 @@ async def examine(url: str) -> Finding:
     assert config is not None, problems
     async with Tools() as tools:
         deployment = await survey_deployment(config, tools=tools)
-        (found,) = await ContinuationCheck(deployment, "default").collect_findings()
+        (found,) = await check_continuation(ClusterFacts(deployment, "default")).collect()
     return found
 
 

@@ -14,7 +14,7 @@ from kvproxy.base.tls.files import ClientTls
 from kvproxy.base.types import utc_seconds
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.lab.simulator.json_app import JsonApp
-from kvproxy.operate.doctor.check_reachability import ConnectionCheck
+from kvproxy.operate.doctor.check_reachability import check_connection
 from kvproxy.operate.doctor.report import Finding, Severity
 from kvproxy.operate.doctor.tools import explain_failure, try_connect
 from kvproxy.proxy.settings import ListenerTls
@@ -24,8 +24,8 @@ from tests.support.loopback import serve
 
 async def look(origin: Origin, *, timeout_s: float = 20.0) -> Finding:
     """Return the verdict on one address."""
-    check = ConnectionCheck("endpoint a", origin, lambda: try_connect(origin, timeout_s=timeout_s), utc_seconds)
-    (found,) = await check.collect_findings()
+    check = check_connection("endpoint a", origin, lambda: try_connect(origin, timeout_s=timeout_s), utc_seconds)
+    (found,) = await check.collect()
     return found
 
 

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 import pytest
 
 from kvproxy.base.errors import ClientUnavailable
 from kvproxy.operate.doctor.checks import run_checks
-from kvproxy.operate.doctor.report import Finding, Severity, ok
+from kvproxy.operate.doctor.report import Check, Finding, Severity, ok
 from kvproxy.operate.doctor.tools import SharedAnswers
 
 
-@dataclass
-class Probe:
-    """A check that does what a test says."""
-
-    act: Callable[[], Awaitable[Sequence[Finding]]]
-    name: str = "probe"
-    calls: int = 1
-    where: str = "here"
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        return await self.act()
+def probe(act: Callable[[], Awaitable[Sequence[Finding]]], *, calls: int = 1) -> Check:
+    """Return a check that does what a test says."""
+    return Check("probe", "here", calls, act)
 
 
 async def test_checks_run_at_the_same_time() -> None:
@@ -35,7 +26,7 @@ async def test_checks_run_at_the_same_time() -> None:
         await barrier.wait()
         return [ok("here", "met")]
 
-    report = await run_checks([Probe(meet), Probe(meet)], timeout_s=20)
+    report = await run_checks([probe(meet), probe(meet)], timeout_s=20)
     assert [one.what for one in report.passed] == ["met", "met"]
     assert {one.check for one in report.passed} == {"probe"}
 
@@ -50,7 +41,7 @@ async def test_a_deadline_is_a_finding() -> None:
     async def fine() -> Sequence[Finding]:
         return [ok("here", "fine")]
 
-    report = await run_checks([Probe(hang, calls=2), Probe(fine)], timeout_s=0.01)
+    report = await run_checks([probe(hang, calls=2), probe(fine)], timeout_s=0.01)
     assert [one.what for one in report.findings] == ["not known after 0.02 s"]
     assert len(report.passed) == 1
 
@@ -61,7 +52,7 @@ async def test_checks_without_an_answer_are_skipped() -> None:
     async def unavailable() -> Sequence[Finding]:
         raise ClientUnavailable("endpoint a cannot be connected to")
 
-    report = await run_checks([Probe(unavailable)], timeout_s=20)
+    report = await run_checks([probe(unavailable)], timeout_s=20)
     assert report.findings == ()
     assert [one.reason for one in report.skipped] == ["endpoint a cannot be connected to"]
 
@@ -72,7 +63,7 @@ async def test_a_broken_check_is_a_finding(caplog: pytest.LogCaptureFixture) -> 
     async def broken() -> Sequence[Finding]:
         raise ZeroDivisionError
 
-    report = await run_checks([Probe(broken)], timeout_s=20)
+    report = await run_checks([probe(broken)], timeout_s=20)
     assert [(one.severity, one.what) for one in report.findings] == [
         (Severity.WARNING, "the check itself failed: ZeroDivisionError")
     ]

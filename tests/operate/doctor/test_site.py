@@ -13,7 +13,7 @@ from kvproxy.base.settings.compose import composed
 from kvproxy.base.types import utc_seconds
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.operate.config.schema import find_kvcache_settings
-from kvproxy.operate.doctor.check_configuration import CertificatesCheck, PublicCheck
+from kvproxy.operate.doctor.check_configuration import check_certificates, check_public_paths
 from kvproxy.operate.doctor.checks import diagnose_setup
 from kvproxy.operate.doctor.deployment import survey_deployment
 from kvproxy.operate.doctor.report import Severity
@@ -103,7 +103,7 @@ async def test_the_default_model_must_be_served() -> None:
 )
 async def test_which_paths_are_public_is_said(more: dict[str, Any], said: list[str]) -> None:
     """That all of them are is a warning of the configuration."""
-    found = await PublicCheck(parsed({"endpoints": ["http://127.0.0.1:8000"], **more})).collect_findings()
+    found = await check_public_paths(parsed({"endpoints": ["http://127.0.0.1:8000"], **more})).collect()
     assert [one.what for one in found] == said
 
 
@@ -113,10 +113,10 @@ async def test_certificates_of_its_own_that_expire_soon(tmp_path: Path) -> None:
     tls = {"certificate": str(files.certificate), "private_key": str(files.private_key)}
     engine = {"id": "a", "url": "https://127.0.0.1:1", "cert_file": tls["certificate"], "key_file": tls["private_key"]}
     config = parsed({"endpoints": [engine], "listen": {"tls": tls}})
-    found = await CertificatesCheck(config, utc_seconds).collect_findings()
+    found = await check_certificates(config, utc_seconds).collect()
     places = ["listen.tls.certificate", "default/a cert_file"]
     assert [(one.severity, one.where) for one in found] == [(Severity.WARNING, place) for place in places]
     assert {one.what for one in found} == {"the certificate expires in 1.0 days"}
-    (well,) = await CertificatesCheck(config, lambda: utc_seconds() - 30 * 86_400).collect_findings()
+    (well,) = await check_certificates(config, lambda: utc_seconds() - 30 * 86_400).collect()
     assert well.severity is Severity.OK
-    assert not await CertificatesCheck(parsed({"endpoints": ["http://h:1"]}), utc_seconds).collect_findings()
+    assert not await check_certificates(parsed({"endpoints": ["http://h:1"]}), utc_seconds).collect()
