@@ -64,10 +64,9 @@ def _slots(slots: str, measured: Mapping[str, Any], modes: Sequence[str]) -> Ite
     for mode in modes:
         said = measured["engine_priority"][mode]
         if said is not None:
-            heed = f"{said['pairs_in_order']} of {said['pairs']} pairs in order"
             sends = "sends" if said["sends"] else "does not send"
             yield ""
-            yield f"In the end the proxy with `{mode}` says of the engine: {said['state']} ({heed}); it {sends} it."
+            yield f"In the end the proxy with `{mode}` says of the engine: {said['state']}; it {sends} it."
 
 
 def _row(repeat: str, mode: str, requests: _Requests) -> str:

@@ -22,19 +22,8 @@ class EndpointObserver:
 
     __slots__ = ()
 
-    @property
-    def follows_requests(self) -> bool:
-        """Return True if `first_token` and `request_over` are to be called, by the settings."""
-        return False
-
     def configure(self, config: EndpointSettings, settings: ClusterSettings) -> None:
         """Apply the configuration."""
-
-    def first_token(self, request: object, now: float) -> None:
-        """Note the first token of a request that was placed here; not called where it cannot be seen."""
-
-    def request_over(self, request: object) -> None:
-        """Note the end of a request here."""
 
     def process_replaced(self) -> None:
         """Forget findings: the engine is another process, maybe with other flags."""
@@ -135,7 +124,6 @@ class Endpoint:
         self._shown = False
         #: Of features, and those among them that follow requests.
         self.observers: tuple[EndpointObserver, ...] = ()
-        self.followers: tuple[EndpointObserver, ...] = ()
         self.configure(config, settings)
 
     def __repr__(self) -> str:
@@ -165,7 +153,6 @@ class Endpoint:
         self._list_followers()
 
     def _list_followers(self) -> None:
-        self.followers = tuple(one for one in self.observers if one.follows_requests)
         if self._shown and not self.metrics.closed:
             for observer in self.observers:
                 observer.bind_gauges()

@@ -85,9 +85,6 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.load.first_token(self.reservation, now)
         if self.placement is not None:
             self.placement.first_token(now)
-        if self.endpoint.followers and not self.reservation.hidden:
-            for follower in self.endpoint.followers:
-                follower.first_token(self, now)
         if self.owner.queue is not None:
             self.owner.queue.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
@@ -142,8 +139,6 @@ class Pick(msgspec.Struct, eq=False):
             self.placement.end()
         if self.stay is not None:
             self.stay.end(now, served=served)
-        for follower in self.endpoint.followers:
-            follower.request_over(self)
 
 
 def reserve(endpoint: Ledgered, request: PickRequest, speeds: SpeedModel | None, now: float) -> Reservation:

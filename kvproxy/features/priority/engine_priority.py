@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
@@ -17,41 +16,31 @@ from kvproxy.cluster.routing.urgency import UrgencyScale
 from kvproxy.cluster.routing.waiting_lines import engine_priority
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
 from kvproxy.features.priority.metrics import EnginePriorityMetrics
-from kvproxy.features.priority.priority_trial import PriorityTrial, Verdict
 from kvproxy.proxy.placement import MAX_PRIORITY
 
 #: Of the number on the outcome of a request.
 NOTE = "engine_priority"
-#: Requests without a first token from which a request takes part in the experiment, itself among them.
-_PENDING = 4
 #: Least number of waiting requests that can be ordered; after this long without, no request waits in an engine.
 _WAITING = 2
 _NOTHING_WAITS_S = 60.0
-#: When an engine that ignored the number is tried again: requests may have waited in front of its scheduler.
-_ASK_AGAIN_S = 1800.0
 
 
 class PriorityState(StrEnum):
     """Findings about one engine; a metric label."""
 
-    UNKNOWN = "unknown"  # not enough waited in it yet to see an effect
-    OBEYS = "obeys"
-    IGNORES = "ignores"  # it accepts the number and orders by something else
+    UNKNOWN = "unknown"  # it takes the number, as far as is known
     REFUSED = "refused"  # it answered with an error that names the field
 
 
 class EndpointPriority(EndpointObserver):
-    """One engine: whether it is sent the number, and the experiment that reports whether it heeds it."""
+    """One engine: whether it is sent the number."""
 
     __slots__ = (
         "_endpoint",
-        "_ignored_at",
         "_load",
         "_metrics",
         "_refused",
-        "_rng",
         "_shown",
-        "_trial",
         "_waited_at",
         "mode",
         "off",
@@ -64,7 +53,6 @@ class EndpointPriority(EndpointObserver):
         cluster: ClusterSettings,
         *,
         load: EndpointLoad,
-        rng: random.Random,
         endpoint: Endpoint | None = None,
         metrics: Metrics | None = None,
     ) -> None:
@@ -72,32 +60,20 @@ class EndpointPriority(EndpointObserver):
         self._metrics = None if metrics is None else metrics.group(EnginePriorityMetrics)
         self._shown = False
         self._load = load
-        self._rng = rng
         self._waited_at = -math.inf  # when its own count last had several waiting
-        self._trial = PriorityTrial(rng)
-        self._ignored_at = -math.inf  # time of that verdict
         self.configure(settings, cluster)
         self.process_replaced()
-
-    @property
-    def follows_requests(self) -> bool:
-        """Return True if the engine gets a priority."""
-        return not self.off
 
     def configure(self, config: EndpointSettings, settings: ClusterSettings) -> None:
         """Apply the configuration; findings about the engine stay."""
         self.mode = config.engine_priority or settings.engine_priority
         self.order = config.engine_priority_order or settings.engine_priority_order
-        self.off = self.mode is EnginePriorityMode.OFF  # no number is sent and no effect looked for
-        if self.off:
-            self._trial.drop_pair()
+        self.off = self.mode is EnginePriorityMode.OFF
 
     @property
     def state(self) -> PriorityState:
         """As far as it is known."""
-        if self._refused:
-            return PriorityState.REFUSED
-        return PriorityState(self._trial.verdict)
+        return PriorityState.REFUSED if self._refused else PriorityState.UNKNOWN
 
     def is_in(self, state: PriorityState) -> bool:
         """Return True if the engine gets a priority and is in this state."""
@@ -105,14 +81,10 @@ class EndpointPriority(EndpointObserver):
 
     def sends(self, now: float) -> bool:
         """Return True if a request placed there now carries the number. With `auto` not if order cannot show, because
-        no request waits in the engine by its own count, nor if it has no effect."""
+        no request waits in the engine by its own count."""
         if self.off or self._refused:
             return False
-        if self.mode is EnginePriorityMode.ON:
-            return True
-        if not self.waits(now):
-            return False
-        return self._trial.verdict is not Verdict.IGNORES or now - self._ignored_at >= _ASK_AGAIN_S
+        return self.mode is EnginePriorityMode.ON or self.waits(now)
 
     def waits(self, now: float) -> bool:
         """Return True if several requests waited in the engine recently, or if it does not report that."""
@@ -122,30 +94,6 @@ class EndpointPriority(EndpointObserver):
         if engine.waiting >= _WAITING:
             self._waited_at = engine.read_at
         return now - self._waited_at < _NOTHING_WAITS_S
-
-    def number(self, urgency: float, request: object, now: float, *, hidden: bool) -> int:
-        """Return the number in the engine's order. `request` identifies it in `first_token` and `ended`; the first
-        token of a `hidden` one will not be seen."""
-        trial = self._trial
-        if trial.verdict is Verdict.IGNORES and now - self._ignored_at >= _ASK_AGAIN_S:
-            trial = self._trial = PriorityTrial(self._rng)
-        unsettled = not hidden and trial.verdict is Verdict.UNKNOWN
-        if unsettled and self._load.pending_requests >= _PENDING and self.waits(now):
-            urgency = trial.place(request, urgency, now)
-        number = engine_priority(urgency)
-        return number if self.order is PriorityOrder.LOWEST_FIRST else -number
-
-    def first_token(self, request: object, now: float) -> None:
-        """Record the first token of a request placed on this engine; not while it is off."""
-        verdict = self._trial.verdict
-        if verdict is Verdict.UNKNOWN:
-            self._trial.first_token(request, now)
-            if self._trial.verdict is Verdict.IGNORES:
-                self._ignored_at = now
-
-    def request_over(self, request: object) -> None:
-        """Forget a finished request on this engine."""
-        self._trial.ended(request)
 
     def record_refusal(self) -> None:
         """Record that the engine refuses a request with the number, but takes the same one without."""
@@ -171,27 +119,23 @@ class EndpointPriority(EndpointObserver):
     def process_replaced(self) -> None:
         """Another process, maybe with other flags: nothing is known of it."""
         self._refused = False
-        self._trial = PriorityTrial(self._rng)
 
     def describe(self, now: float) -> Mapping[str, object]:
         """Return the finding about the engine, for people; None if it is off."""
         if self.off:
             return {"engine_priority": None}
-        trial = self._trial
         status = {
             "mode": self.mode.value,
             "order": self.order.value,
             "state": self.state.value,
             "waits": self.waits(now),
             "sends": self.sends(now),
-            "pairs": trial.pairs,
-            "pairs_in_order": trial.in_order,
         }
         return {"engine_priority": status}
 
 
 class ClusterPriority(ClusterObserver):
-    """One cluster: the numbers that its engines get, and the effect of these."""
+    """One cluster: the numbers that its engines get."""
 
     member = "priority"
     note = NOTE
@@ -210,12 +154,11 @@ class ClusterPriority(ClusterObserver):
         return self if any(one is not None and not one.off for one in told) else None
 
     def observe_endpoint(self, endpoint: Endpoint, config: EndpointSettings) -> EndpointPriority:
-        """Observe the effect of the number on this engine."""
+        """Observe whether this engine takes the number."""
         return EndpointPriority(
             config,
             self._cluster.settings,
             load=endpoint.load,
-            rng=self._tools.rng,
             endpoint=endpoint,
             metrics=self._tools.metrics,
         )
@@ -240,7 +183,8 @@ class ClusterPriority(ClusterObserver):
             endpoints=len(self._cluster.endpoints),
         )
         told.count("sent")
-        return told.number(urgency, pick, now, hidden=pick.reservation.hidden)
+        number = engine_priority(urgency)
+        return number if told.order is PriorityOrder.LOWEST_FIRST else -number
 
     def is_named(self, error: bytes) -> bool:
         """Return whether an engine's error may be about the field."""

@@ -46,10 +46,10 @@ class PriorityFeature(Feature):
         return ClusterPriority(cluster, tools)
 
     def find_troubles(self, operated: AdminTarget) -> Iterable[Trouble]:
-        """Return engines that ignore the number."""
-        from kvproxy.features.priority.findings import find_unheeded
+        """Return engines that refuse the number."""
+        from kvproxy.features.priority.findings import find_refusing
 
-        return find_unheeded(operated.clusters)
+        return find_refusing(operated.clusters)
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""

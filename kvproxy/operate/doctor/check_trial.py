@@ -198,12 +198,14 @@ def priority_mode(deployment: Deployment, engine: EngineFacts) -> EnginePriority
 
 @check("engine priority", calls=TRIAL_CALLS + 1)
 async def check_priority(engine: EngineFacts, mode: EnginePriorityMode) -> Sequence[Finding]:
-    """Send a request of one token with a `priority`, after the same without was answered. Obedience shows only where
-    requests wait: the running proxy finds that out."""
+    """Send a request of one token with a `priority`, after the same without was answered. Whether it orders
+    by it would show only where requests wait."""
     trial = await engine.trials.try_generating()
     try:
         await engine.trials.send_priority(chat=trial.chat)
     except Refused as error:
         make = problem if mode is EnginePriorityMode.ON else warning
         return [make(engine.where, f"takes no request with a `priority`: {error}", _BY_PRIORITY)]
-    return [ok(engine.where, "takes a request's `priority`; whether it obeys it, `/endpoints` shows under load")]
+    return [
+        ok(engine.where, "takes a request's `priority`, which a vLLM without `--scheduling-policy priority` ignores")
+    ]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-
 import pytest
 
 from kvproxy.base.types import EndpointId
@@ -27,7 +24,7 @@ def engine(mode: EnginePriorityMode, load: EndpointLoad | None = None) -> Endpoi
     settings = ClusterSettings(engine_priority=mode)
     load = EndpointLoad() if load is None else load
     endpoint = EndpointSettings(id="a", url="http://a")
-    return EndpointPriority(endpoint, settings, load=load, rng=random.Random(1))
+    return EndpointPriority(endpoint, settings, load=load)
 
 
 @pytest.mark.parametrize(
@@ -59,43 +56,6 @@ def test_a_lull_does_not_switch_it_off_at_once() -> None:
     load.engine = EngineState(1005.0, waiting=0)
     assert told.sends(1050.0)
     assert not told.sends(1061.0)
-
-
-def settled(mode: EnginePriorityMode, order: Callable[[int, int], int]) -> EndpointPriority:
-    """Return an engine with one slot and an order of number and arrival, for which the experiment has ended."""
-    load = EndpointLoad()
-    told = engine(mode, load)
-    waiting: list[tuple[int, int, object]] = []
-    for at in range(1000):
-        request = object()
-        load.reserve(100, 0, float(at))
-        waiting.append((told.number(float(at), request, float(at), hidden=False), at, request))
-        if len(waiting) > 8:
-            first = min(waiting, key=lambda one: order(*one[:2]))
-            waiting.remove(first)
-            told.first_token(first[2], float(at))
-            told.request_over(first[2])
-    return told
-
-
-@pytest.mark.parametrize(("mode", "sends"), [(AUTO, False), (ON, True)])
-def test_an_engine_that_pays_no_heed_is_asked_again_half_an_hour_later(mode: EnginePriorityMode, sends: bool) -> None:
-    """By `auto` it is sent none meanwhile, being no worse off; by `on` the operator's word counts, and it is shown."""
-    told = settled(mode, lambda number, arrival: arrival)
-    assert told.state is PriorityState.IGNORES
-    assert told.sends(1000.0) is sends
-    later = 1000.0 + 1800.0
-    assert told.sends(later)
-    told.number(later, object(), later, hidden=False)
-    assert told.state is PriorityState.UNKNOWN
-
-
-def test_an_engine_that_obeys_gets_it() -> None:
-    """By `auto` as by `on`, once the experiment has ended."""
-    for mode in (AUTO, ON):
-        told = settled(mode, lambda number, arrival: number)
-        assert told.state is PriorityState.OBEYS
-        assert told.sends(1000.0)
 
 
 def test_a_refusal_stands_until_the_engine_restarts() -> None:

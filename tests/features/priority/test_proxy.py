@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from kvproxy.features.priority import priority_trial
 from kvproxy.features.priority.engine_priority import ClusterPriority
 from kvproxy.lab.simulator.engine_io import EngineSettings, Scheduling
 from kvproxy.lab.simulator.timing import EngineTiming
@@ -287,67 +286,6 @@ async def test_the_next_attempt_has_a_number_of_its_own() -> None:
     assert engines["a"].calls
     assert all(sent(call)["priority"] > 0 for call in engines["a"].calls)
     assert all("priority" not in sent(call) for call in engines["b"].calls)
-
-
-class OneSlot:
-    """An engine that serves one request at a time, and only while others wait in it, by `order`; with the clients that
-    see to that."""
-
-    def __init__(self, order: Callable[[int, int], float]) -> None:
-        self._order = order
-        self._waiting: list[tuple[float, asyncio.Event]] = []
-        self._arrivals = 0
-        self._clients = 0
-        self._serving = False
-        self.engine = FakeEngine("a", self._serve)
-
-    async def ask_until_known(self, proxy: RunningProxy, *, at_once: int = 8) -> None:
-        """Until the proxy has made up its mind about the engine."""
-        await asyncio.gather(*[self._client(proxy) for _ in range(at_once)])
-
-    async def _client(self, proxy: RunningProxy) -> None:
-        self._clients += 1
-        while state(proxy) == "unknown":
-            body = chat("word " * (1 + self._arrivals % 7 * 50), stream=True, max_tokens=1)
-            answer = await proxy.client.post("/v1/chat/completions", json=body)
-            assert answer.status_code == 200
-        self._clients -= 1
-        self._serve_next()
-
-    async def _serve(self, engine: FakeEngine, call: Call, send: Send) -> None:
-        self._arrivals += 1
-        turn = asyncio.Event()
-        self._waiting.append((self._order(json.loads(call.body).get("priority", 0), self._arrivals), turn))
-        self._serve_next()
-        await turn.wait()
-        await start_stream(send)
-        await event(send, b'{"choices":[{"delta":{"content":"x"}}]}')
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-        self._serving = False
-        self._serve_next()
-
-    def _serve_next(self) -> None:
-        if not self._serving and self._waiting and len(self._waiting) >= self._clients - 1:
-            self._waiting.sort(key=lambda one: one[0], reverse=True)
-            self._serving = True
-            self._waiting.pop()[1].set()
-
-
-@pytest.fixture
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs count however shortly they waited, so that some dozens of them take no seconds."""
-    monkeypatch.setattr(priority_trial, "LEAST_WAIT_S", 0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_waits")
-async def test_an_engine_that_obeys_is_found_out_on_live_traffic() -> None:
-    """By the order of first tokens of requests that waited in it together."""
-    slot = OneSlot(lambda priority, arrival: priority)
-    async with one_engine(slot.engine, policy="kv_aware", engine_priority="on") as proxy:
-        async with asyncio.timeout(60):
-            await slot.ask_until_known(proxy)
-        assert state(proxy) == "obeys"
 
 
 @pytest.mark.parametrize("scheduling", list(Scheduling))

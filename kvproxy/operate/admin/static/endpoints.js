@@ -146,7 +146,7 @@ byId("endpoints").addEventListener("click", (event) => {
 // What the engines make of the priority they are told, where they are.
 function prioritiesOf(rows) {
   const states = rows.map((row) => row.engine_priority?.state).filter(Boolean);
-  const told = ["obeys", "unknown", "ignores", "refused"].filter((state) => states.includes(state));
+  const told = ["unknown", "refused"].filter((state) => states.includes(state));
   if (!told.length) return [];
   const counts = told.map((state) => `${words(state)} ${states.filter((one) => one === state).length}`);
   return [["", `engine priority: ${counts.join(", ")}`]];
