@@ -16,10 +16,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from benchmarks import load, peers, report
+from benchmarks import before_after, load, peers, report
 from benchmarks.processes import Process
 from tests.support.ports import free_port
 
@@ -32,6 +33,14 @@ class Case:
     connections: int
     body_bytes: int = 2048
     stream: str = ""  # "", burst, paced
+    each_new: bool = False  # no prompt comes twice
+    sessions: bool = False  # agents' turns, each with all messages of the ones before, of `body_bytes` on average
+
+    def program(self) -> str:
+        """Return wrk's program where not every request is the same; else ""."""
+        if not (self.each_new or self.sessions):
+            return ""
+        return before_after.script(before_after.Case(self.name, self.body_bytes, sessions=self.sessions))
 
     def body(self) -> bytes:
         """Return a chat request of about that size."""
@@ -49,6 +58,11 @@ CASES = (
     Case("64 KB, 1 connection", 1, 65536),
     Case("64 KB, 32", 32, 65536),
     Case("64 KB, 256", 256, 65536),
+    Case("2 KB, each new, 32", 32, each_new=True),
+    Case("64 KB, each new, 32", 32, 65536, each_new=True),
+    Case("256 KB, each new, 8", 8, 262_144, each_new=True),
+    Case("1 MB, each new, 4", 4, 1_048_576, each_new=True),
+    Case("agents, 35 to 180 KB, 8", 8, 109_000, sessions=True),
     Case("64 events at once, 32", 32, stream="burst"),
     Case("64 events 20 ms apart, 256", 256, stream="paced"),
 )
@@ -78,13 +92,16 @@ class Target:
     process: Process | None
 
 
-def measure(target: Target, case: Case, *, seconds: float, core: int) -> Sample:
+def measure(target: Target, case: Case, *, seconds: float, core: int, seed: int = 0) -> Sample:
     """One load on one target."""
     seconds = max(seconds, 4.0) if case.stream == "paced" else seconds
+    shape: dict[str, Any] = {"connections": case.connections, "seconds": seconds, "core": core}
+    program = case.program()
     before_s = target.process.cpu_s() if target.process else 0.0
-    done = load.run(
-        target.port, case.body(), connections=case.connections, seconds=seconds, core=core, streams=bool(case.stream)
-    )
+    if program:
+        done = load.run_program(target.port, program, seed=seed, **shape)
+    else:
+        done = load.run(target.port, case.body(), streams=bool(case.stream), **shape)
     cpu_s = (target.process.cpu_s() if target.process else 0.0) - before_s
     return Sample(
         rate=done.requests / done.seconds,
@@ -129,7 +146,7 @@ def run(targets: Sequence[Target], *, rounds: int, seconds: float, core: int) ->
     for number in range(rounds):
         for case in CASES:
             for target in targets:
-                sample = measure(target, case, seconds=seconds, core=core)
+                sample = measure(target, case, seconds=seconds, core=core, seed=len(samples) + number)
                 samples.setdefault((target.name, case.name), []).append(sample)
                 print(f"round {number + 1}: {target.name}, {case.name}: {sample.rate:.0f}/s", flush=True)
     return {target.name: {case.name: _median(samples[target.name, case.name]) for case in CASES} for target in targets}

@@ -105,6 +105,17 @@ async def drive(port: int, body: bytes, connections: int, seconds: float) -> Loa
     return result
 
 
+def run_program(port: int, program: str, *, connections: int, seconds: float, core: int, seed: int) -> Load:
+    """One load of wrk by its own program, which gets `seed`, in a child process pinned to `core`."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "load.lua")
+        script.write_text(program + _WRK_DONE)
+        command = ["wrk", "-t1", f"-c{connections}", f"-d{math.ceil(seconds)}s", "-s", str(script)]
+        target = f"http://127.0.0.1:{port}{PATH}"
+        output = _output(["taskset", "-c", str(core), *command, target, "--", str(seed)])
+        return Load(**json.loads(output.rstrip().splitlines()[-1]))
+
+
 def run(port: int, body: bytes, *, connections: int, seconds: float, core: int, streams: bool) -> Load:
     """One load in a child process pinned to `core`: wrk where it is installed and the case needs no event count."""
     wrk = None if streams else shutil.which("wrk")
