@@ -15,7 +15,6 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.kv_events.events import END_OF_REPLAY
 from kvproxy.cache.kv_events.follower import StreamFollower
-from kvproxy.cache.kv_events.replays import Replays
 from kvproxy.cache.kv_events.status import StreamHealth, StreamMeter
 from tests.cache.kv_events.support import CLEARED, Index, frames, removed, stored
 from tests.support.clock import FakeClock
@@ -84,12 +83,6 @@ class Stream:
             pause=self._pause,
             slice_blocks=slice_blocks,
         )
-
-    @property
-    def replays(self) -> Replays:
-        found = self.follower._replays
-        assert found is not None
-        return found
 
     @property
     def state(self) -> str:
@@ -318,7 +311,7 @@ async def test_a_long_replay_comes_in_pieces(end: bool) -> None:
                 taken.append(len(messages))
                 yield message
 
-    stream.replays.read = overflowing
+    stream.follower._replay = overflowing
     await stream.connect()
     assert stream.blocks == set(range(10_000))
     assert stream.state == "exact/following"
@@ -344,7 +337,7 @@ async def test_a_replay_with_holes_for_ever_is_given_up() -> None:
         async for message in replay(start):
             yield message
 
-    stream.replays.read = broken
+    stream.follower._replay = broken
     await stream.connect()
     assert len(engine.asked) == 5
     assert (stream.state, stream.follower.wants_retry, stream.blocks) == ("degraded/replay_failed", True, set())
