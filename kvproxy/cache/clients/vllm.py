@@ -44,38 +44,24 @@ MAX_MODELS = 5000
 _FORBIDDEN = 403
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenized:
-    """Token ids of one prompt, exactly as the engine sees them."""
-
-    tokens: TokenIds
-    max_model_len: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ModelInfo(msgspec.Struct):
     """Row of `/v1/models`. `root` is vLLM's `--model` (the name in LMCache's coordinator)."""
 
     id: str
-    root: str
-    parent: str | None  # the base model of a LoRA
-    max_model_len: int | None
+    root: str | None = None
+    parent: str | None = None  # the base model of a LoRA
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        self.root = self.root or self.id
 
 
 class _Tokens(msgspec.Struct):
     tokens: msgspec.Raw
-    max_model_len: int | None = None
 
 
 class _Rendered(msgspec.Struct):
     token_ids: msgspec.Raw
-
-
-class _Model(msgspec.Struct):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +86,7 @@ class _Generated(msgspec.Struct):
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: tuple[ModelInfo, ...]
 
 
 class _Version(msgspec.Struct):
@@ -134,40 +120,34 @@ class VllmClient:
         self.renders: dict[RequestKind, bool] = {}
         self._is_sglang: bool | None = None  # None until queried
 
-    async def tokenize_prompt(self, model: str, prompt: str, *, timeout_s: float | None = None) -> Tokenized:
+    async def tokenize_prompt(self, model: str, prompt: str) -> TokenIds:
         """Token ids of a completion prompt; special tokens as the engine's completion endpoint adds them."""
-        body = msgspec.json.encode({"model": model, "prompt": prompt} if model else {"prompt": prompt})
-        return await self._tokenize(body, timeout_s)
+        return await self._tokenize(
+            msgspec.json.encode({"model": model, "prompt": prompt} if model else {"prompt": prompt})
+        )
 
-    async def tokenize_chat(self, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
+    async def tokenize_chat(self, model: str, body: bytes) -> TokenIds:
         """Token ids of a chat request, from its raw JSON body; `model` replaces the body's unless empty.
 
         Raises ValueError when the body is not a chat request, NotSupported where `/tokenize` takes prompts alone
         (older SGLangs).
         """
         try:
-            return await self._tokenize(tokenize_body(model, body), timeout_s)
+            return await self._tokenize(tokenize_body(model, body))
         except Refused as error:
             if error.status in _INVALID and _PROMPT_MISSING.search(str(error)):
                 raise NotSupported(str(error), status=error.status) from error
             raise
 
-    async def render_prompt(
-        self, kind: RequestKind, model: str, body: bytes, *, timeout_s: float | None = None
-    ) -> Tokenized:
+    async def render_prompt(self, kind: RequestKind, model: str, body: bytes) -> TokenIds:
         """Token ids of a request by the engine's own renderer: exact for every input, where the engine has it.
 
         Raises NotSupported where it has not; `renders` then stays False for the kind.
         """
         path = RENDER_PATHS[kind]
+        asked = render_body(model, body)
         try:
-            answer = await self._api.post(
-                path,
-                render_body(model, body),
-                _Rendered,
-                timeout_s=timeout_s or self._timeout_s,
-                max_bytes=MAX_TOKENS_BYTES,
-            )
+            answer = await self._api.post(path, asked, _Rendered, timeout_s=self._timeout_s, max_bytes=MAX_TOKENS_BYTES)
         except Refused as error:
             if error.status == _FORBIDDEN:
                 self.renders[kind] = False
@@ -176,26 +156,24 @@ class VllmClient:
                 self.renders[kind] = False
             raise
         self.renders[kind] = True
-        return Tokenized(await _tokens(answer.token_ids, path))
+        return await _tokens(answer.token_ids, path)
 
-    async def prompt_tokens(
-        self, kind: RequestKind, model: str, body: bytes, *, timeout_s: float | None = None
-    ) -> Tokenized:
+    async def prompt_tokens(self, kind: RequestKind, model: str, body: bytes) -> TokenIds:
         """Return the token ids of a request by the best means this engine has: render, else `/tokenize` of its chat.
 
         Raises ValueError for an invalid request, or one that no chat can express."""
         if self.renders.get(kind) is not False:
             try:
-                return await self.render_prompt(kind, model, body, timeout_s=timeout_s)
+                return await self.render_prompt(kind, model, body)
             except NotSupported:
                 pass  # the engine answered without work, and is tried only once
         if kind is not RequestKind.CHAT:
-            sglang = kind is RequestKind.MESSAGES and await self._ask_sglang(timeout_s)
+            sglang = kind is RequestKind.MESSAGES and await self._ask_sglang()
             form = None if self._find_form is None else self._find_form(kind, sglang)
             if form is None:
                 raise ValueError(f"no feature makes chats of {kind} requests")
             body = form(body)
-        return await self.tokenize_chat(model, body, timeout_s=timeout_s)
+        return await self.tokenize_chat(model, body)
 
     async def prefill(self, path: str, body: bytes, *, timeout_s: float | None = None) -> Prefill:
         """Has a chat or completion request computed, which is to generate one token and not to be streamed."""
@@ -218,41 +196,39 @@ class VllmClient:
             raise BadResponse(f"vllm /metrics: more than {MAX_METRICS_LINES} lines")
         return text
 
-    async def kv_event_sources(self, *, timeout_s: float | None = None) -> tuple[KvEventSource, ...]:
+    async def kv_event_sources(self) -> tuple[KvEventSource, ...]:
         """Return the streams of KV events, one per data-parallel rank; NotSupported if the engine cannot report
         them."""
         shape = cast("type[WireSources]", WireSources)
         path = "/kv_event_sources"
-        timeout_s = timeout_s or self._timeout_s
         try:
-            answer = await self._api.get(path, shape, timeout_s=timeout_s, max_bytes=MAX_SOURCES_BYTES)
+            answer = await self._api.get(path, shape, timeout_s=self._timeout_s, max_bytes=MAX_SOURCES_BYTES)
         except NotSupported:
-            info = await self.sglang_info(timeout_s=timeout_s)
-            return info.event_sources(host=self._api.base_url.host)
+            return (await self.sglang_info()).event_sources(host=self._api.base_url.host)
         if len(answer) > MAX_SOURCES:
             raise BadResponse(f"vllm {path}: more than {MAX_SOURCES} streams")
         return sources_from_wire(answer, host=self._api.base_url.host)
 
-    async def sglang_info(self, *, timeout_s: float | None = None) -> SglangInfo:
+    async def sglang_info(self) -> SglangInfo:
         """Return what SGLang reports of itself; NotSupported for every other engine."""
         try:
-            info = await fetch_info(self._api, timeout_s=timeout_s or self._timeout_s)
+            info = await fetch_info(self._api, timeout_s=self._timeout_s)
         except NotSupported:
             self._is_sglang = False
             raise
         self._is_sglang = True
         return info
 
-    async def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
+    async def list_models(self) -> tuple[ModelInfo, ...]:
         """Models and LoRA adapters the engine serves. Answers even when the engine core is dead: not a health check."""
-        answer = await self._api.get("/v1/models", _Models, timeout_s=timeout_s or self._timeout_s)
-        if len(answer.data) > MAX_MODELS:
+        models = (await self._api.get("/v1/models", _Models, timeout_s=self._timeout_s)).data
+        if len(models) > MAX_MODELS:
             raise BadResponse(f"vllm /v1/models: more than {MAX_MODELS} models")
-        return tuple(ModelInfo(row.id, row.root or row.id, row.parent, row.max_model_len) for row in answer.data)
+        return models
 
-    async def fetch_version(self, *, timeout_s: float | None = None) -> str:
+    async def fetch_version(self) -> str:
         """Return the engine's version, such as `0.32.0`."""
-        return (await self._api.get("/version", _Version, timeout_s=timeout_s or self._timeout_s)).version
+        return (await self._api.get("/version", _Version, timeout_s=self._timeout_s)).version
 
     async def fetch_weight_version(self) -> str:
         """Return the name of the weights in use, as a trainer gave it: vLLM has a path for it, SGLang's model shows
@@ -267,17 +243,16 @@ class VllmClient:
         """Return the answer to an operator's own call."""
         return await self._api.call(method, path, timeout_s=timeout_s, body=body)
 
-    async def _ask_sglang(self, timeout_s: float | None) -> bool:
+    async def _ask_sglang(self) -> bool:
         if self._is_sglang is None:
             with contextlib.suppress(NotSupported):
-                await self.sglang_info(timeout_s=timeout_s)
+                await self.sglang_info()
         return self._is_sglang is True
 
-    async def _tokenize(self, body: bytes, timeout_s: float | None) -> Tokenized:
-        answer = await self._api.post(
-            "/tokenize", body, _Tokens, timeout_s=timeout_s or self._timeout_s, max_bytes=MAX_TOKENS_BYTES
-        )
-        return Tokenized(await _tokens(answer.tokens, "/tokenize"), answer.max_model_len)
+    async def _tokenize(self, body: bytes) -> TokenIds:
+        path = "/tokenize"
+        answer = await self._api.post(path, body, _Tokens, timeout_s=self._timeout_s, max_bytes=MAX_TOKENS_BYTES)
+        return await _tokens(answer.tokens, path)
 
 
 async def _tokens(raw: msgspec.Raw, path: str) -> TokenIds:

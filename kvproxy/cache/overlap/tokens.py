@@ -18,7 +18,7 @@ from kvproxy.base.types import Clock, InferenceRequest, RequestKind
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.clients.chat_body import count_text_parts, with_leading_parts
 from kvproxy.cache.clients.tokens import TokenIds, token_array
-from kvproxy.cache.clients.vllm import Tokenized, VllmClient
+from kvproxy.cache.clients.vllm import VllmClient
 from kvproxy.cache.engines import Engines
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.overlap.facts import RequestFacts
@@ -171,7 +171,7 @@ class TokenSource:
                 return self._beginning(facts, known, parts=parts)
             counted = facts.counted_tokens if whole else None
             operation = _OPERATIONS[request.kind]
-            answer = await self._breakers.call(operation, lambda: _call(client, facts, body, counted=counted))
+            tokens = await self._breakers.call(operation, lambda: _call(client, facts, body, counted=counted))
         except BreakerOpen:
             self._outcomes.labels("breaker_open").inc()
             return None
@@ -182,14 +182,14 @@ class TokenSource:
             log.debug("[kvcache] tokenize: %s", error)
             return None
         self._seconds.observe(self._clock() - started)
-        if len(answer.tokens) > MAX_TOKENS:
+        if len(tokens) > MAX_TOKENS:
             self._outcomes.labels("unusable").inc()
             return None
         self._outcomes.labels("ok").inc()
-        self.remember_tokens(facts, answer.tokens, parts=parts)
+        self.remember_tokens(facts, tokens, parts=parts)
         if whole:
-            return AskedTokens(answer.tokens, facts.prompt_bytes, True)
-        return self._beginning(facts, answer.tokens, parts=parts)
+            return AskedTokens(tokens, facts.prompt_bytes, True)
+        return self._beginning(facts, tokens, parts=parts)
 
     def _beginning(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> AskedTokens:
         """Return what these tokens of its leading messages are to a prompt."""
@@ -219,16 +219,16 @@ class TokenSource:
         return parts, body
 
 
-async def _call(client: VllmClient, facts: RequestFacts, body: bytes, *, counted: int | None) -> Tokenized:
+async def _call(client: VllmClient, facts: RequestFacts, body: bytes, *, counted: int | None) -> TokenIds:
     """Raise WrongTokens for another number than the engine `counted` when it served the prompt."""
     request = facts.request
     if request.kind is RequestKind.COMPLETION:
-        answer = await client.tokenize_prompt(facts.model, msgspec.json.decode(request.prompt.parts[0], type=str))
+        tokens = await client.tokenize_prompt(facts.model, msgspec.json.decode(request.prompt.parts[0], type=str))
     else:
-        answer = await client.prompt_tokens(request.kind, facts.model, body)
-    if counted not in (None, len(answer.tokens)):
-        raise WrongTokens(f"{len(answer.tokens)} tokens of a prompt that the engine counted as {counted}")
-    return answer
+        tokens = await client.prompt_tokens(request.kind, facts.model, body)
+    if counted not in (None, len(tokens)):
+        raise WrongTokens(f"{len(tokens)} tokens of a prompt that the engine counted as {counted}")
+    return tokens
 
 
 def _is_askable(request: InferenceRequest) -> bool:

@@ -91,7 +91,7 @@ async def _compare(
         except Refused:
             continue
         try:
-            tokens = (await tokenizer.vllm.prompt_tokens(kind, model, raw)).tokens
+            tokens = await tokenizer.vllm.prompt_tokens(kind, model, raw)
         except ValueError:
             continue  # only SGLang's template decides on thoughts
         except NotSupported:

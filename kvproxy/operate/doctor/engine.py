@@ -255,7 +255,7 @@ class EngineFacts:
             return False
 
     async def _tokenize_sample(self) -> tuple[int, ...]:
-        return tuple((await self.vllm.tokenize_prompt((await self.choose_model()).id, SAMPLE_TEXT)).tokens)
+        return tuple(await self.vllm.tokenize_prompt((await self.choose_model()).id, SAMPLE_TEXT))
 
 
 class EngineTrials:

@@ -156,9 +156,8 @@ class LmcacheFacts:
             if kind is ProviderName.CONTROLLER:
                 found = await self._ask_controller(tokens)
             else:
-                found = await self._ask_coordinator(
-                    tokens, self.expected_model(trial), (await engine.choose_model()).root
-                )
+                root = (await engine.choose_model()).root or ""
+                found = await self._ask_coordinator(tokens, self.expected_model(trial), root)
             if found.holders or not found.chunks:
                 break
         return found

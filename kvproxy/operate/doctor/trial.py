@@ -328,8 +328,8 @@ async def _tokenize(target: TrialTarget, text: str, *, chat: bool) -> tuple[int,
     try:
         if chat:
             body = msgspec.json.encode(_prompt(text, chat=True))
-            return tuple((await target.vllm.tokenize_chat(target.model.id, body)).tokens)
-        return tuple((await target.vllm.tokenize_prompt(target.model.id, text)).tokens)
+            return tuple(await target.vllm.tokenize_chat(target.model.id, body))
+        return tuple(await target.vllm.tokenize_prompt(target.model.id, text))
     except ClientError as error:
         return error
 

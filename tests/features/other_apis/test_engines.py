@@ -26,7 +26,7 @@ async def test_each_kind_is_probed_on_its_own() -> None:
     vllm = VllmClient(upstream.http, "http://engine-a:8000", find_form=FEATURE.find_chat_form)
     for _ in range(2):
         for kind in (RequestKind.CHAT, RequestKind.MESSAGES):
-            assert len((await vllm.prompt_tokens(kind, "tiny", CHAT)).tokens) == 18
+            assert len(await vllm.prompt_tokens(kind, "tiny", CHAT)) == 18
     assert [request.url.path for request in upstream.requests] == [
         *("/v1/chat/completions/render", "/v1/messages/render", "/server_info", "/get_server_info", "/tokenize"),
         *("/v1/chat/completions/render", "/tokenize"),

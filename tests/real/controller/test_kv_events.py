@@ -77,7 +77,7 @@ async def following(servers: dict[str, Vllm]) -> AsyncIterator[Follower]:
 async def tokens_of(server: Vllm, body: dict[str, Any]) -> array[int]:
     """Return the prompt of a chat body as the engine sees it."""
     async with engine_client(server) as engine:
-        return (await engine.tokenize_chat("", raw(body))).tokens
+        return await engine.tokenize_chat("", raw(body))
 
 
 def reusable(held: int, prompt: int) -> int:
