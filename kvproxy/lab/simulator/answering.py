@@ -16,8 +16,6 @@ from kvproxy.lab.simulator.json_app import HttpError, encode_json, run_while_con
 from kvproxy.lab.simulator.kv_event_publisher import KvEventPublisher
 from kvproxy.lab.simulator.tokenizer import Tokenizer
 
-KEEP_ALIVE = b": keep-alive\n\n"
-
 
 class FaultError(ValueError):
     """An unknown fault, or a value of the wrong kind."""
@@ -132,7 +130,6 @@ class Serving:
     block_size: int
     wall_clock: Callable[[], float]
     dead: Callable[[], HttpError]
-    keep_alive_s: float | None = None  # between comments in a stream that waits
     #: Members of a whole answer that depend on how it went.
     extend: Callable[[Answer], dict[str, Any]] = lambda _: {}
 
@@ -206,9 +203,7 @@ class _Stream:
         await self._faults.stall(self._faults.values.stall_first_byte_s)
         ended = False
         while not ended:
-            if not await self._group.wait_for_change(self._serving.keep_alive_s):
-                await self._write(KEEP_ALIVE)
-                continue
+            await self._group.wait_for_change()
             ended = self._group.ended
             if self._group.failed:
                 return await self._die()

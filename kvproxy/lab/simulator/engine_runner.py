@@ -80,15 +80,10 @@ class GenerationGroup:
         while not self.ended:
             await self.wait_for_change()
 
-    async def wait_for_change(self, timeout_s: float | None = None) -> bool:
-        """Wait for news; False when there was none for `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
+    async def wait_for_change(self) -> None:
+        """Wait for news."""
+        await self._changed.wait()
         self._changed.clear()
-        return True
 
 
 class EngineRunner:

@@ -203,11 +203,6 @@ class KvEventPublisher:
         for _ in range(times):
             await self._pub.send_multipart([self._topic, seq, payload])
 
-    def restart(self) -> None:
-        """As after a crash of the engine: numbering starts again and history is gone."""
-        self._next_seq = 0
-        self._buffer.clear()
-
     def _bind(self, socket: zmq.asyncio.Socket, port: int) -> str:
         socket.linger = 0
         socket.bind(f"tcp://{self.settings.host}:{port or '*'}")

@@ -179,12 +179,6 @@ class Prompts:
             raise missing_fields(body, "prompt")
         return [self._text_or_ids(one) for one in _as_batch(prompt)]
 
-    def encode_embeddings(self, body: Body) -> list[list[int]]:
-        """`/v1/embeddings`: the same forms under another name."""
-        if body.get("input") is None:
-            raise missing_fields(body, "input")
-        return [self._text_or_ids(one) for one in _as_batch(body["input"])]
-
     def encode_responses(self, body: Body) -> list[int]:
         """`/v1/responses`: a text or a list of items, with instructions as the system message."""
         if body.get("input") is None:

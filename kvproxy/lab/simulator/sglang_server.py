@@ -103,9 +103,8 @@ class SglangApp(JsonApp):
             ("POST", "/tokenize"): self._answer_tokenize,
             ("POST", "/v1/tokenize"): self._answer_tokenize,
             ("GET", "/v1/models"): self._answer_models,
-            ("GET", "/health"): self._answer_health,
+            ("GET", "/health"): self._answer_health_generate,
             ("GET", "/health_generate"): self._answer_health_generate,
-            ("GET", "/ping"): self._answer_ping,
             ("GET", f"/{prefix}server_info"): self._answer_server_info,
             ("GET", f"/{prefix}model_info"): self._answer_model_info,
             ("GET", "/flush_cache"): self._answer_flush,
@@ -114,7 +113,7 @@ class SglangApp(JsonApp):
             ("GET", "/sim/state"): self._answer_state,
         }
         if self.settings.has_ready:
-            routes["GET", "/ready"] = self._answer_ping
+            routes["GET", "/ready"] = self._answer_ready
         if self.settings.enable_metrics:
             routes["GET", "/metrics"] = self._answer_metrics
         return routes
@@ -226,12 +225,8 @@ class SglangApp(JsonApp):
         row |= {"root": model, "parent": None, "max_model_len": self.settings.context_length}
         return {"object": "list", "data": [row]}
 
-    async def _answer_health(self, request: Request) -> Any:
-        """Answer after a generated token, in whole steps, unless the environment turns that off."""
-        answer = self._answer_health_generate if self.settings.health_generates else self._answer_ping
-        return await answer(request)
-
     async def _answer_health_generate(self, request: Request) -> Any:
+        """Answer after a generated token, in whole steps."""
         check = SimRequest(
             id=f"{HEALTH_CHECK}{self._rng.getrandbits(64)}",
             block_hashes=(),
@@ -244,7 +239,7 @@ class SglangApp(JsonApp):
             well = group.ended and not group.failed and not self.faults.values.engine_dead
         return Response(status_code=200 if well else 503)
 
-    async def _answer_ping(self, request: Request) -> Any:
+    async def _answer_ready(self, request: Request) -> Any:
         return Response(status_code=503 if self.faults.values.engine_dead else 200)
 
     async def _answer_server_info(self, request: Request) -> Any:

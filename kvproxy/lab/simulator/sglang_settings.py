@@ -38,7 +38,7 @@ class SglangSettings:
     """Names after SGLang's own flags; the page size and the number of pages are the engine's blocks.
 
     `kv_events` None publishes nothing. `speculative_algorithm` EAGLE keys the radix tree by pairs of tokens.
-    `health_generates`: `/health` runs a request and looks after `health_step_s` whether its token came.
+    `/health` runs a request and looks after `health_step_s` whether its token came.
     `dp_size` ranks behind one address, `engine` that of each, with KV events a port above those of the rank before.
     `old_names` answers under `/get_server_info` alone. `tokenizes_chats`: what older releases' `/tokenize` cannot.
     """
@@ -53,7 +53,6 @@ class SglangSettings:
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False
     max_queued_requests: int | None = None
-    health_generates: bool = True
     health_step_s: float = 1.0
     has_ready: bool = True
     old_names: bool = False

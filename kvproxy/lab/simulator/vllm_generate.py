@@ -73,7 +73,6 @@ async def answer_generation(state: VllmState, route: GenerateRoute, request: Req
         state.settings.engine.block_size,
         state.wall_clock,
         engine_dead,
-        state.settings.sse_keep_alive_interval_s,
         extend=partial(_hold, state.nixl, plan) if state.nixl and params.get("do_remote_decode") else lambda _: {},
     )
     response = serving.answer(plan, route.shape(state), state.open_record(request.url.path, plan))

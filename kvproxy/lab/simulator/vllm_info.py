@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-import xxhash
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvproxy.lab.simulator.answering import FaultError
 from kvproxy.lab.simulator.generation import GenerationPlan
 from kvproxy.lab.simulator.json_app import detail_error
-from kvproxy.lab.simulator.vllm_errors import VllmError, engine_dead, missing_fields
+from kvproxy.lab.simulator.vllm_errors import VllmError, missing_fields
 from kvproxy.lab.simulator.vllm_generate import GenerateRoute, read_json
 from kvproxy.lab.simulator.vllm_state import VllmState
 
 EXPOSITION = "text/plain; version=1.0.0; charset=utf-8"
-_EMBEDDING_SIZE = 16
 
 
 async def answer_tokenize(state: VllmState, request: Request) -> Any:
@@ -143,30 +140,6 @@ async def answer_count_tokens(state: VllmState, request: Request) -> Any:
     return {"input_tokens": count, "context_management": {"original_input_tokens": count}}
 
 
-async def answer_embeddings(state: VllmState, request: Request) -> Any:
-    """Deterministic unit vectors, after the prefill their prompts cost."""
-    if not state.settings.enable_embeddings:
-        raise detail_error(404, "Not Found")
-    body = await read_json(request)
-    prompts = state.prompts.encode_embeddings(body)
-    plan = state.planner.plan({**body, "max_tokens": 1}, prompts, state.make_id())
-    with state.runner.run_requests(plan.requests) as group:
-        await group.wait_until_ended()
-    if group.failed:
-        raise engine_dead()
-    return {
-        "id": f"embd-{plan.id}",
-        "object": "list",
-        "created": int(state.wall_clock()),
-        "model": plan.model,
-        "data": [
-            {"index": number, "object": "embedding", "embedding": _embedding(prompt)}
-            for number, prompt in enumerate(plan.prompts)
-        ],
-        "usage": {"prompt_tokens": plan.prompt_tokens, "total_tokens": plan.prompt_tokens, "completion_tokens": 0},
-    }
-
-
 async def set_faults(state: VllmState, request: Request) -> Any:
     """Set the faults named in the body (the simulator's own route) and answer with all of them."""
     body = await read_json(request)
@@ -207,13 +180,6 @@ def _permission(state: VllmState) -> dict[str, Any]:
         "group": None,
         "is_blocking": False,
     }
-
-
-def _embedding(prompt: tuple[int, ...]) -> list[float]:
-    raw = repr(prompt).encode()
-    values = [xxhash.xxh3_64_intdigest(raw, seed=axis) / 2**63 - 1 for axis in range(_EMBEDDING_SIZE)]
-    length = math.sqrt(sum(value * value for value in values))
-    return [value / length for value in values]
 
 
 async def answer_render(state: VllmState, route: GenerateRoute, request: Request) -> Any:

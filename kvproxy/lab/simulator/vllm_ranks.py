@@ -24,7 +24,7 @@ from kvproxy.lab.simulator.vllm_state import OnPrefilled
 RANK_HEADER = "x-data-parallel-rank"
 #: The version stood in for reads the header here; it balances requests for `/v1/responses` itself.
 _STEERED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
-_BALANCED = _STEERED | {"/v1/responses", "/v1/embeddings"}
+_BALANCED = _STEERED | {"/v1/responses"}
 _EVERYWHERE = frozenset({"/reset_prefix_cache", "/sim/faults"})
 
 

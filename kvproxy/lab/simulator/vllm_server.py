@@ -78,7 +78,6 @@ _HANDLERS: dict[tuple[str, str], Handler] = {
     ("GET", "/is_sleeping"): info.answer_is_sleeping,
     ("POST", "/v1/messages/count_tokens"): info.answer_count_tokens,
     ("POST", "/v1/chat/completions/derender"): answer_chat_derender,
-    ("POST", "/v1/embeddings"): info.answer_embeddings,
     ("POST", "/sim/faults"): info.set_faults,
     ("GET", "/sim/state"): info.answer_state,
 }

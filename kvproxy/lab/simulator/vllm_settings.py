@@ -53,9 +53,7 @@ class VllmSettings:
     default_output_tokens: int = 128
     enable_prompt_tokens_details: bool = True
     enable_scale_out: bool = False
-    enable_embeddings: bool = False
     max_num_queued_reqs: int | None = None
-    sse_keep_alive_interval_s: float | None = None
     version: str = "0.32.0"
     word_pieces: bool = True
     refuse_priority: bool = False

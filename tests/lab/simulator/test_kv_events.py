@@ -236,15 +236,6 @@ async def test_lower_tiers_may_be_kept_silent_about() -> None:
         assert publisher.published == 1
 
 
-async def test_a_restart_begins_at_zero() -> None:
-    """A new process numbers from 0 and has no history."""
-    async with publishing() as publisher, subscribed(publisher) as subscriber:
-        publisher.restart()
-        await publisher.publish([BlockRemoved(1)])
-        assert (await subscriber.next_frames())[1] == bytes(8)
-        assert len(await subscriber.replay(0)) == 2
-
-
 async def test_a_server_publishes_what_its_cache_does() -> None:
     """Ports through /kv_event_sources; store with token ids, then silence on a hit; faults lose batches."""
     async with engine(kv_events=PublisherSettings()) as running:

@@ -138,14 +138,6 @@ async def test_a_client_that_leaves_frees_the_engine(stream: bool) -> None:
     assert state["kv_usage"] == 0.0
 
 
-async def test_keep_alive_comments_fill_silence() -> None:
-    """`--sse-keep-alive-interval`: comment lines while nothing comes, which parsers must skip."""
-    async with engine(engine=slow(prefill_step_s=0.2), sse_keep_alive_interval_s=0.005) as running:
-        reply = await running.client.post("/v1/chat/completions", json={**LONG, "stream": True})
-    assert reply.text.startswith(": keep-alive\n\n")
-    assert sse_events(reply.text)[-1] == "[DONE]"
-
-
 async def test_choices_and_prompts_multiply() -> None:
     """n choices of each of several prompts; indexes count through all of them."""
     body = {"prompt": ["Hello world", "The sea"], "n": 2, "max_tokens": 3}
@@ -421,17 +413,6 @@ async def test_nothing_is_rendered_without_scale_out() -> None:
     async with engine() as running:
         for api in ("chat/completions", "messages", "responses", "completions"):
             assert (await running.client.post(f"/v1/{api}/render", json={})).status_code == 403
-
-
-async def test_embeddings_behind_their_switch() -> None:
-    """Unit vectors, equal for equal inputs."""
-    async with engine(enable_embeddings=True) as running:
-        reply = (await running.client.post("/v1/embeddings", json={"input": ["a b", "a b", "c"]})).json()
-        missing = await running.client.post("/v1/embeddings", json={})
-    vectors = [row["embedding"] for row in reply["data"]]
-    assert vectors[0] == vectors[1] != vectors[2]
-    assert sum(value * value for value in vectors[0]) == pytest.approx(1.0)
-    assert missing.status_code == 400
 
 
 async def test_reset_is_refused_while_something_runs() -> None:
