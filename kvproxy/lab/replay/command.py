@@ -63,11 +63,15 @@ def run(
         print(f"kvproxy replay: {describe_os_error(error) if isinstance(error, OSError) else error}", file=err)
         return 1
     print(comparison.report.render_table(all_figures=args.all_figures), file=out)
-    if args.json:
-        args.json.write_text(json.dumps(comparison.report.as_json(), indent=2) + "\n")
+    _write_json(args, comparison.report.as_json())
     if args.plot:
         args.plot.write_text(render_html(comparison.report, comparison.ttft_s))
     return 0
+
+
+def _write_json(args: argparse.Namespace, report: object) -> None:
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _read(args: argparse.Namespace) -> Trace:
@@ -99,8 +103,7 @@ def _check_batch(args: argparse.Namespace) -> None:
 def _batch(trace: Trace, args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
     report = compare_batch(trace, _plan(args), sessions_at_once=args.sessions_at_once, err=err)
     print(report.render_table(), file=out)
-    if args.json:
-        args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    _write_json(args, report.as_json())
     return 0
 
 
@@ -124,8 +127,7 @@ def _scenarios(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
         report = compare(trace, replace(plan, fleet=scenario.disturb(plan.fleet)), err=err).report
         print(f"{scenario.name}: {scenario.what}\n{report.render_table(all_figures=args.all_figures)}\n", file=out)
         reports.append(report.as_json())
-    if args.json:
-        args.json.write_text(json.dumps(reports[0] if len(reports) == 1 else {"scenarios": reports}, indent=2) + "\n")
+    _write_json(args, reports[0] if len(reports) == 1 else {"scenarios": reports})
     return 0
 
 
@@ -142,8 +144,7 @@ def _receipts(args: argparse.Namespace, out: TextIO) -> int:
         )
     review = decide_again(ReceiptReader(args.receipts), policies, limit=args.requests)
     print(review.render_table(), file=out)
-    if args.json:
-        args.json.write_text(json.dumps(review.as_json(), indent=2) + "\n")
+    _write_json(args, review.as_json())
     return 0
 
 
@@ -280,7 +281,6 @@ def _live(
 
 def _write_live(report: LiveReport, args: argparse.Namespace, out: TextIO, ttft_s: list[float]) -> None:
     print(report.render_table(all_figures=args.all_figures), file=out)
-    if args.json:
-        args.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    _write_json(args, report.as_json())
     if args.plot:
         args.plot.write_text(render_html(report.plotted(), {ROW: sorted(ttft_s)}))

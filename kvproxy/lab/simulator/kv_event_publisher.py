@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -40,36 +40,29 @@ class EventEncoding(StrEnum):
         return self is EventEncoding.V0_28
 
 
-class PayloadEncoder(Protocol):
-    """One engine's way to write events."""
-
-    def encode_payload(self, events: Sequence[KvEvent], *, ts: float, rank: int = 0) -> bytes:
-        """Return the msgpack batch; `ts` is wall-clock seconds, `rank` the data-parallel rank."""
-
-
 class EventEncoder:
-    """Turns one step's events into a message payload. `bytes_hashes` writes hashes as 16 bytes instead of integers."""
+    """Turns one step's events into a message payload, as vLLM does. `bytes_hashes` writes hashes as 16 bytes instead of
+    integers."""
 
     def __init__(
         self, *, block_size: int, encoding: EventEncoding = EventEncoding.V0_28, bytes_hashes: bool = False
     ) -> None:
         self._block_size = block_size
-        self._encoding = encoding
         self._bytes_hashes = bytes_hashes
         self._encoder = msgspec.msgpack.Encoder()
-        self._write: Callable[[dict[str, Any]], Any] = {
+        self.write: Callable[[dict[str, Any]], Any] = {
             EventEncoding.V0_11: self._short_array,
             EventEncoding.V0_22: self._long_array,
         }.get(encoding, lambda event: event)
 
     def encode_payload(self, events: Sequence[KvEvent], *, ts: float, rank: int = 0) -> bytes:
         """Return the msgpack batch; `ts` is wall-clock seconds, `rank` the data-parallel rank."""
-        return self._encoder.encode([ts, [self._write(each) for each in self._map_all(events)], rank])
+        return self._encoder.encode([ts, [self.write(each) for each in self.list_fields(events)], rank])
 
     def _hash(self, block_hash: int) -> int | bytes:
         return block_hash.to_bytes(16, "big") if self._bytes_hashes else block_hash
 
-    def _map_all(self, events: Sequence[KvEvent]) -> Iterator[dict[str, Any]]:
+    def list_fields(self, events: Sequence[KvEvent]) -> Iterator[dict[str, Any]]:
         """Encode events; blocks that leave a lower tier together are one event, as LMCache sends it, while vLLM sends
         one for each block."""
         for medium, several in groupby(events, key=_left_tier):
@@ -143,7 +136,7 @@ class KvEventPublisher:
         self,
         settings: PublisherSettings,
         *,
-        encoder: PayloadEncoder,
+        encoder: EventEncoder,
         wall_clock: Callable[[], float],
         replay: bool = True,
     ) -> None:

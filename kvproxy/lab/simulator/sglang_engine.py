@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvproxy.base.types import Clock
@@ -26,7 +25,7 @@ from kvproxy.lab.simulator.engine_io import (
     KvEvent,
 )
 from kvproxy.lab.simulator.engine_runner import EngineRunner, SequenceProgress
-from kvproxy.lab.simulator.kv_event_publisher import EventEncoding, KvEventPublisher, PublisherSettings
+from kvproxy.lab.simulator.kv_event_publisher import EventEncoder, EventEncoding, KvEventPublisher, PublisherSettings
 from kvproxy.lab.simulator.sglang_radix_pages import RadixPages
 from kvproxy.lab.simulator.sglang_settings import EventForm, EventSettings, SglangSettings
 
@@ -203,27 +202,25 @@ def _free_ports(count: int, *, host: str) -> int:
 _MEDIUM = "GPU"
 
 
-class PageEncoder:
-    """Turns one step's events into a message payload."""
+class PageEncoder(EventEncoder):
+    """As SGLang does, a page at a time."""
 
     def __init__(self, *, page_size: int, form: EventForm, paired: bool) -> None:
+        super().__init__(block_size=page_size)
         self._page_size = page_size
-        self._form = form
         self._paired = paired
-        self._encoder = msgspec.msgpack.Encoder()
+        if form is EventForm.ARRAY:
+            self.write = lambda fields: [value for name, value in fields.items() if name != "cache_salt"]
 
-    def encode_payload(self, events: Sequence[KvEvent], *, ts: float, rank: int = 0) -> bytes:
-        """Return the msgpack batch; `ts` is wall-clock seconds, `rank` the attention's data-parallel rank."""
-        written = [self._write(fields) for event in events for fields in self._fields(event)]
-        return self._encoder.encode([ts, written, rank])
-
-    def _fields(self, event: KvEvent) -> Iterator[dict[str, Any]]:
-        if isinstance(event, AllBlocksCleared):
-            yield {"type": "AllBlocksCleared"}
-        elif isinstance(event, BlockRemoved):
-            yield {"type": "BlockRemoved", "block_hashes": [event.block_hash], "medium": _MEDIUM}
-        else:
-            yield from self._pages(event)
+    def list_fields(self, events: Sequence[KvEvent]) -> Iterator[dict[str, Any]]:
+        """Yield the fields of each page's event."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                yield {"type": "AllBlocksCleared"}
+            elif isinstance(event, BlockRemoved):
+                yield {"type": "BlockRemoved", "block_hashes": [event.block_hash], "medium": _MEDIUM}
+            else:
+                yield from self._pages(event)
 
     def _pages(self, event: BlockStored) -> Iterator[dict[str, Any]]:
         parent = event.parent
@@ -244,8 +241,3 @@ class PageEncoder:
                 **({"cache_salt": salts[-1]} if salts else {}),
             }
             parent = page_hash
-
-    def _write(self, fields: dict[str, Any]) -> Any:
-        if self._form is EventForm.MAP:
-            return fields
-        return [value for name, value in fields.items() if name != "cache_salt"]
