@@ -46,7 +46,13 @@ INSIDE = "kvproxy.AsyncTransport"
 PATH = "/v1/chat/completions"
 #: The most between arrivals at one moment.
 _APART_S = 1e-3
-CASES = {"2 KB": (2_048, False), "64 KB": (65_536, False), "2 KB, stream of 64 events": (2_048, True)}
+#: Size, whether it streams, and its messages.
+CASES = {
+    "2 KB": (2_048, False, 1),
+    "64 KB": (65_536, False, 1),
+    "64 KB in 16 messages": (65_536, False, 16),
+    "2 KB, stream of 64 events": (2_048, True, 1),
+}
 
 
 @dataclass
@@ -57,16 +63,18 @@ class Taken:
     cpu_us: list[float] = field(default_factory=list)
 
 
-def body_of(size: int, *, stream: bool, session: int) -> bytes:
+def body_of(size: int, *, stream: bool, session: int, messages: int = 1) -> bytes:
     """Return a chat of this size whose session has its own beginning."""
-    content = f"session {session} " + "water river mountain answer " * (size // 28)
-    return json.dumps({"model": "bench", "stream": stream, "messages": [{"role": "user", "content": content}]}).encode()
+    content = "water river mountain answer " * (size // messages // 28)
+    talk = [{"role": "user", "content": f"session {session}, {number} {content}"} for number in range(messages)]
+    return json.dumps({"model": "bench", "stream": stream, "messages": talk}).encode()
 
 
-async def run(client: httpx.AsyncClient, url: str, *, requests: int, size: int, stream: bool) -> tuple[float, float]:
+async def run(client: httpx.AsyncClient, url: str, *, requests: int, case: str) -> tuple[float, float]:
     """Median time of a request and the CPU of this process for one, in microseconds."""
     taken = []
-    bodies = [body_of(size, stream=stream, session=session) for session in range(8)]
+    size, stream, messages = CASES[case]
+    bodies = [body_of(size, stream=stream, session=session, messages=messages) for session in range(8)]
     headers = {"content-type": "application/json"}
     began = time.process_time()
     for number in range(requests):
@@ -91,10 +99,10 @@ async def measure(
             )
             for name in urls
         }
-        for case, (size, stream) in CASES.items():
+        for case in CASES:
             for number in range(rounds + 1):
                 for name, client in clients.items():
-                    p50, cpu = await run(client, urls[name], requests=requests, size=size, stream=stream)
+                    p50, cpu = await run(client, urls[name], requests=requests, case=case)
                     if number:
                         found[case][name].p50_us.append(p50)
                         found[case][name].cpu_us.append(cpu)
