@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Collection, Mapping, Sequence
-
-from cachetools import TTLCache
-from xxhash import xxh3_64_intdigest
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvproxy.base.errors import BreakerOpen, ClientError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Tier, count_lower
 from kvproxy.cache.breakers import OperationBreakers
-from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cache.overlap.denied import DeniedPlacements, trusted_tokens
@@ -32,9 +28,6 @@ log = logging.getLogger("kvproxy.kvcache")
 
 OPERATION = "lookup"
 _WARNED = 256
-#: How long, and for how many beginnings of prompts, copies are kept; full memory may have lost them by then.
-_TRANSFERRED_S = 60.0
-_TRANSFERRED = 10_000
 
 
 class LookupClient:
@@ -48,11 +41,8 @@ class LookupClient:
         self._seconds = metrics.group(KvCacheMetrics).lookup_seconds
         self._unknown = metrics.group(KvCacheMetrics).unknown_instances
         self._warned: set[str] = set()
-        #: By a prompt's beginning, for each instance: tokens that were transferred there lately, their digest, and
-        #: when. LMCache's services learn of it a second later, or (the controller) never.
-        self._transferred: TTLCache[tuple[str, str, int], dict[str, tuple[int, int, float]]] = TTLCache(
-            _TRANSFERRED, _TRANSFERRED_S, timer=clock
-        )
+        #: Holders that a feature knows of, before the service does.
+        self.find_more: Callable[[Prefix], Sequence[Holder]] | None = None
 
     @property
     def possible(self) -> bool:
@@ -77,8 +67,8 @@ class LookupClient:
             log.debug("[kvcache] lookup: %s", error)
             raise
         self._seconds.observe(self._clock() - started)
-        if self._transferred:
-            holders = [*holders, *self.find_transferred(prefix)]
+        if self.find_more is not None:
+            holders = [*holders, *self.find_more(prefix)]
         self.hits += any(holder.tokens > 0 for holder in holders)
         return holders
 
@@ -131,24 +121,6 @@ class LookupClient:
                 found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source, lower))
         return found
 
-    def note_transfer(self, instance: str, prefix: Prefix, tokens: int) -> None:
-        """So many of its leading tokens are in the memory of `instance` now."""
-        where = _beginning(prefix)
-        now = self._clock()
-        known = {name: one for name, one in self._transferred.get(where, {}).items() if now - one[2] < _TRANSFERRED_S}
-        self._transferred[where] = {**known, instance: (tokens, _digest(prefix.tokens[:tokens]), now)}
-
-    def find_transferred(self, prefix: Prefix) -> list[Holder]:
-        """Where its beginning was transferred lately."""
-        tokens = prefix.tokens
-        known = self._transferred.get(_beginning(prefix), {})
-        now = self._clock()
-        return [
-            Holder(instance, count, True, ((Tier.HOST, count),))
-            for instance, (count, digest, at) in known.items()
-            if now - at < _TRANSFERRED_S and len(tokens) >= count and _digest(tokens[:count]) == digest
-        ]
-
     def _note_unknown(self, instance_id: str, known: Collection[str]) -> None:
         if instance_id in known:
             return
@@ -160,11 +132,3 @@ class LookupClient:
                 instance_id,
                 ", ".join(sorted(known)) or "none",
             )
-
-
-def _beginning(prefix: Prefix) -> tuple[str, str, int]:
-    return prefix.model, prefix.cache_salt, _digest(prefix.tokens[:CHUNK_TOKENS])
-
-
-def _digest(tokens: TokenIds) -> int:
-    return xxh3_64_intdigest(tokens.tobytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Self
@@ -29,7 +29,7 @@ from kvproxy.cache.overlap.merge import HolderOverlap, in_steps
 from kvproxy.cache.overlap.reported_prompts import ServedPrompt
 from kvproxy.cache.overlap.tokens import TokenSource
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.cache.providers import Prefix
+from kvproxy.cache.providers import Holder, Prefix
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
@@ -187,22 +187,19 @@ class OverlapSources:
             _recall_reported(facts)
         self._assess(facts)
 
-    def add_transferred(self, facts: RequestFacts) -> None:
-        """Add the tokens that copies brought of its prompt, before a lookup's answer about the same endpoints."""
+    def add_holders(self, facts: RequestFacts, find: Callable[[Prefix], Sequence[Holder]]) -> None:
+        """Add the holders of its prompt that a feature finds, before a lookup's answer about the same endpoints."""
         if facts.tokens is None or self.lookups.provider is None:
             return
-        holders = self.lookups.find_transferred(Prefix(facts.tokens, facts.model, facts.request.cache_salt or ""))
-        local = facts.overlaps.by_endpoint
-        known = self.instance_ids()
-        brought = self.lookups.count_overlaps(
-            holders,
+        found = self.lookups.count_overlaps(
+            find(Prefix(facts.tokens, facts.model, facts.request.cache_salt or "")),
             endpoints=facts.endpoints,
-            known=known,
-            local=local,
+            known=self.instance_ids(),
+            local=facts.overlaps.by_endpoint,
             hashes=facts.hashes,
             denied=facts.indexes.denied,
         )
-        facts.lookup_overlaps = [*brought, *facts.lookup_overlaps]
+        facts.lookup_overlaps = [*found, *facts.lookup_overlaps]
 
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
         """Record the request's endpoint; an earlier attempt's entry is taken back."""

@@ -272,7 +272,7 @@ class OnDemand:
                 request.result.result = result
                 request.result.moved = tokens
             if tokens:
-                self._overlap.add_transferred(request.facts)
+                self._overlap.add_holders(request.facts, self._transfers.copied.find_holders)
 
 
 class CopyObserver(CacheObserver):

@@ -20,6 +20,7 @@ from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import prefill_s
 from kvproxy.features.transfers.feature import TransferPlace, TransferSettings
 from kvproxy.features.transfers.metrics import TransferMetrics
+from kvproxy.features.transfers.recent_copies import RecentCopies
 
 #: Weight of a new transfer's speed against earlier ones, and how long speeds are valid.
 _NEW = 0.3
@@ -81,7 +82,8 @@ class Transfers:
 
     def __init__(self, parts: CacheParts) -> None:
         self.settings = part_of(parts.settings, TransferPlace).transfers
-        self._overlap = parts.overlap
+        self.copied = RecentCopies(parts.clock)
+        parts.overlap.lookups.find_more = self.copied.find_holders
         self._executor = parts.actions.executor
         self.metrics = parts.metrics.group(TransferMetrics)
         self.clock = parts.clock
@@ -136,6 +138,6 @@ class Transfers:
         self.metrics.tokens.labels(endpoint).inc(tokens)
         if tokens:
             held = Prefix(prefix.tokens, prefix.model, prefix.cache_salt)
-            self._overlap.lookups.note_transfer(action.instance_id, held, tokens)
+            self.copied.note_copy(action.instance_id, held, tokens)
         if on_over is not None:
             on_over(result, tokens)

@@ -219,16 +219,3 @@ def test_a_stale_placement_that_an_engine_denied_is_dropped_for_a_while(clock: F
     assert worth(under_test, cluster, *disk, denied=denied) == {A: 512, B: 1024}
     clock.advance(61.0)
     assert worth(under_test, cluster, shared, *disk, denied=denied) == {A: 1024, B: 1024}
-
-
-def test_a_transfer_is_believed_for_a_minute_whatever_goes_elsewhere_meanwhile(clock: FakeClock) -> None:
-    """A beginning that is copied again and again, each time to another instance, is in the first one's memory no longer
-    for that."""
-    under_test, prefix = lookups(clock), Prefix(tokens(512), "m")
-    under_test.note_transfer("a", prefix, 512)
-    clock.advance(40.0)
-    under_test.note_transfer("b", prefix, 512)
-    assert [holder.instance_id for holder in under_test.find_transferred(prefix)] == ["a", "b"]
-    clock.advance(40.0)
-    under_test.note_transfer("c", prefix, 512)
-    assert [holder.instance_id for holder in under_test.find_transferred(prefix)] == ["b", "c"]
