@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Self
 
-from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.errors import ClientError, NotSupported
-from kvproxy.base.types import Clock
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.base.upstream.transport import HttpClients
@@ -20,8 +18,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.settings import EventSources
 
-#: Engines that others may have read since the latest turn.
-_MAX_HEARD = 4096
+log = logging.getLogger("kvproxy.kvcache")
 
 
 class Engines:
@@ -82,29 +79,6 @@ class Engines:
         kept = set(engines)
         self._unable &= kept
         self._clients = {engine: client for engine, client in self._clients.items() if engine in kept}
-
-
-log = logging.getLogger("kvproxy.kvcache")
-
-
-class SharedReadings:
-    """Readings shared by several processes: one at a time reads an engine and sends the result to the others, which
-    skip their turn. Turns must not keep step, or each would read."""
-
-    def __init__(self, *, clock: Clock, max_age_s: float) -> None:
-        self.tell: Callable[[str, str, EngineMetrics], None] | None = None  # cluster, engine and its reading
-        self._clock = clock
-        self._max_age_s = max_age_s
-        self._heard: BoundedMapping[tuple[str, str], tuple[float, EngineMetrics]] = BoundedMapping(_MAX_HEARD)
-
-    def hear(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
-        """Another process has read this engine just now."""
-        self._heard[cluster, engine] = (self._clock(), metrics)
-
-    def take(self, cluster: str, engine: str) -> EngineMetrics | None:
-        """Return the reading received since the latest turn."""
-        heard_at, metrics = self._heard.pop((cluster, engine), (0.0, None))
-        return metrics if self._clock() - heard_at <= self._max_age_s else None
 
 
 class RankFinder:

@@ -1,4 +1,5 @@
-"""Reads the engines' metrics and this host's, again and again, out of every request's path."""
+"""Reads the engines' metrics and this host's, again and again, out of every request's path, and gives each reading to
+all that learns of it: load, ranks, the size of an index, the trust in an engine that restarted or sleeps."""
 
 from __future__ import annotations
 
@@ -7,23 +8,28 @@ import logging
 import operator
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from math import lcm
 
 from kvproxy.base.background_task import BackgroundTask, ask_each, in_slices
+from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.errors import ClientError
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import Clock, Sleep
+from kvproxy.base.types import Clock, EndpointId, Sleep
 from kvproxy.cache.actions.signals import HostUse, Pressure, Signals
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
-from kvproxy.cache.engines import Engines, RankFinder, SharedReadings
+from kvproxy.cache.engines import Engines, RankFinder
+from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.metrics import HoldingMetrics, TierMetrics
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.overlap.lookup import LookupClient
-from kvproxy.cache.reading_intake import ReadingIntake
+from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
+from kvproxy.cluster.routing.engine_samples import Reading
+from kvproxy.cluster.routing.load import EngineState
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -33,8 +39,111 @@ MAX_CONCURRENT = 16
 #: A reading older than this many intervals (and a while) no longer counts.
 _STALE_INTERVALS = 3
 _STALE_S = 5.0
+#: Engines that others may have read since the latest turn.
+_MAX_HEARD = 4096
 #: Rounds without a reading still forget endpoints that left and renew pins.
 WITHOUT_READING_S = 5.0
+
+
+class SharedReadings:
+    """Readings shared by several processes: one at a time reads an engine and sends the result to the others, which
+    skip their turn. Turns must not keep step, or each would read."""
+
+    def __init__(self, *, clock: Clock, max_age_s: float) -> None:
+        self.tell: Callable[[str, str, EngineMetrics], None] | None = None  # cluster, engine and its reading
+        self._clock = clock
+        self._max_age_s = max_age_s
+        self._heard: BoundedMapping[tuple[str, str], tuple[float, EngineMetrics]] = BoundedMapping(_MAX_HEARD)
+
+    def hear(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
+        """Another process has read this engine just now."""
+        self._heard[cluster, engine] = (self._clock(), metrics)
+
+    def take(self, cluster: str, engine: str) -> EngineMetrics | None:
+        """Return the reading received since the latest turn."""
+        heard_at, metrics = self._heard.pop((cluster, engine), (0.0, None))
+        return metrics if self._clock() - heard_at <= self._max_age_s else None
+
+
+class ReadingIntake:
+    """Gives each reading to all that learns of it: `signals`, the ledgers, the `indexes` by cluster, and the state."""
+
+    def __init__(
+        self, state: CacheState, *, indexes: Mapping[str, LocalIndexes], signals: Signals, clock: Clock
+    ) -> None:
+        self._signals = signals
+        self._indexes = indexes
+        self._bytes_per_token = state.bytes_per_token
+        self._hit_ratios = state.hit_ratios
+        self._losses = state.losses
+        self._clock = clock
+
+    def take(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
+        """Distribute an engine's reading to all that learn from it."""
+        engine.adapters.use = metrics.lora
+        restarted = False
+        for endpoint in cluster.members.of_engine(engine):
+            own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
+            if own is not None:
+                restarted |= self._observe(cluster, endpoint, own)
+        if restarted:
+            log.info("[kvcache] %s/%s is a new process: its index is cleared", cluster.name, engine.id)
+            cluster.forget_process(engine)
+
+    def _observe(self, cluster: Cluster, endpoint: Endpoint, metrics: EngineMetrics) -> bool:
+        """Observe the reading of an engine, or of one rank; returns True for a new process."""
+        latest = self._signals.latest_scrape(endpoint)
+        self._signals.note_scrape(endpoint, metrics)
+        if metrics.asleep is not endpoint.asleep:
+            endpoint.asleep = metrics.asleep
+            how = "sleeps: it is left out" if metrics.asleep else "is awake again"
+            log.info("[kvcache] %s/%s %s", cluster.name, endpoint.id, how)
+        if metrics.gave_up_cache and not (latest is not None and latest[1].gave_up_cache):
+            self._gave_up(cluster.name, endpoint)
+        capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
+        now = self._clock()
+        endpoint.load.engine = EngineState(now, capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
+        if metrics.prefills is not None and metrics.prefill_s is not None:
+            cluster.observe_engine(endpoint, Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens))
+        restarted = self._restarted(cluster.name, endpoint.id, metrics)
+        if restarted:
+            self._losses.note_loss(cluster.name, endpoint.id, LossReason.RESTARTED)
+        self._size(cluster.name, endpoint, metrics)
+        return restarted
+
+    def forget_sleep(self, cluster: Cluster, engine: Engine) -> None:
+        """Forget an old report of sleep, which must not exclude the engine any longer."""
+        for endpoint in cluster.members.of_engine(engine):
+            latest = self._signals.latest_scrape(endpoint)
+            if latest is None or latest[0] > self._signals.max_age_s:
+                endpoint.asleep = False
+
+    def _gave_up(self, cluster: str, endpoint: Endpoint) -> None:
+        """Its sleep is so deep that it gave its KV memory up."""
+        self._indexes[cluster].forget_cache(endpoint.id)
+        self._losses.note_loss(cluster, endpoint.id, LossReason.ASLEEP)
+
+    def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
+        """Return True if this is another process than before; without a start time its counters decide."""
+        indexes = self._indexes[cluster]
+        restarted = self._hit_ratios.read_counters((cluster, endpoint), metrics)
+        if metrics.started_at is not None:
+            return indexes.process_started(endpoint, metrics.started_at)
+        if restarted:
+            indexes.reset_endpoint(endpoint)
+        return restarted
+
+    def _size(self, cluster: str, endpoint: Endpoint, metrics: EngineMetrics) -> None:
+        """Size the index of an endpoint by its engine's reported capacity, in blocks of its own size, unless evidence
+        contradicts."""
+        cache = metrics.cache
+        indexes = self._indexes[cluster]
+        block_tokens = None if cache is None else cache.block_tokens
+        indexes.steps.tell_block_size(endpoint.id, lcm(block_tokens or 1, indexes.precise.step_tokens(endpoint.id)))
+        if cache is None or not cache.capacity_tokens:
+            return
+        blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES
+        indexes.capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
 
 class MetricsScraper(BackgroundTask):
