@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.indexes.age_histogram import (
-    PER_OCTAVE,
-    ReuseHistogram,
-    age_bin,
-    capacity_bin,
-    capacity_of,
-)
 from kvproxy.cache.indexes.approximate import ApproximateIndex
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 
+#: Bins of an octave.
+PER_OCTAVE = 8
+_BINS = 40 * PER_OCTAVE
+#: Each outcome weighs so much more than the one before: about the last 300 count.
+_GROWTH = 1.003
+_WEIGHT_BOUND = 1e9
 #: Bounds of the estimate as a factor of the reported value, and the blocks it never exceeds on its own.
 MOST_FACTOR = 8
 MOST_BLOCKS = 1 << 20
@@ -192,3 +191,75 @@ class LearnedCapacity:
 
 def _least(reported: int) -> int:
     return -(-reported // MOST_FACTOR)
+
+
+class ReuseHistogram:
+    """Reused prefixes by their age: still there (a hit), or evicted. The latest counts 1 and older ones fade.
+
+    Ages are in bins of an eighth of an octave of blocks; a capacity that begins with bin n keeps what is in lower ones.
+    """
+
+    def __init__(self) -> None:
+        self._hit = [0.0] * _BINS
+        self._evicted = [0.0] * _BINS
+        self._weight = 1.0  # of the latest; older ones stay as they are
+
+    def add_hit(self, at: int) -> None:
+        """Count a prefix of this age that was still there."""
+        self._age()
+        self._hit[at] += self._weight
+
+    def add_evicted(self, at: int) -> None:
+        """Count a prefix of this age that was evicted."""
+        self._age()
+        self._evicted[at] += self._weight
+
+    def discount_evicted(self, at: int) -> None:
+        """One of the latest that were evicted was lost for another reason."""
+        self._evicted[at] = max(0.0, self._evicted[at] - self._weight)
+
+    def count_between(self, start: int, stop: int) -> float:
+        """Prefixes of these ages, from `start` to before `stop`."""
+        return sum(self._hit[start:stop] + self._evicted[start:stop]) / self._weight
+
+    def evicted_from(self, at: int) -> float:
+        """Prefixes of this age or older that were evicted."""
+        return sum(self._evicted[at:]) / self._weight
+
+    def find_best(self, low: int, high: int, *, near: int) -> tuple[int, float]:
+        """Return the capacity from `low` to `high` that contradicts the fewest of them, of several the one nearest to
+        `near`; and how many fewer than `near` does."""
+        wrong = sum(self._hit[low:])
+        best = near
+        least = math.inf
+        there = 0.0
+        for at in range(low, high + 1):
+            if at == near:
+                there = wrong
+            if (wrong, abs(at - near)) < (least, abs(best - near)):
+                best = at
+                least = wrong
+            wrong += self._evicted[at] - self._hit[at]
+        return best, (there - least) / self._weight
+
+    def _age(self) -> None:
+        self._weight *= _GROWTH
+        if self._weight > _WEIGHT_BOUND:
+            for bins in (self._hit, self._evicted):
+                bins[:] = [each / self._weight for each in bins]
+            self._weight = 1.0
+
+
+def age_bin(blocks: int) -> int:
+    """Return the bin an age falls into."""
+    return int(PER_OCTAVE * math.log2(blocks)) if blocks > 1 else 0
+
+
+def capacity_bin(blocks: int) -> int:
+    """Return the bin that a capacity begins with, or nearly so."""
+    return round(PER_OCTAVE * math.log2(blocks)) if blocks > 1 else 0
+
+
+def capacity_of(at: int) -> int:
+    """Blocks of a capacity that begins with this bin."""
+    return round(math.exp2(at / PER_OCTAVE))

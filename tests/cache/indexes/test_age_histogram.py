@@ -7,23 +7,23 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.cache.indexes.age_histogram import AgeHistogram
-from kvproxy.cache.indexes.radix import Node
+from kvproxy.cache.indexes.endpoint_lru import AgeHistogram
+from kvproxy.cache.indexes.heat import Run
 
 #: (which of a few blocks are touched, generation size); block n is n + 1 blocks long.
 TOUCHES = st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=4), min_size=1, max_size=300)
 
 
-def played(touches: list[set[int]], span: int) -> tuple[AgeHistogram, dict[Node, int]]:
+def played(touches: list[set[int]], span: int) -> tuple[AgeHistogram, dict[Run, int]]:
     """Return the generations, and the latest touch of each run."""
-    ages, latest = AgeHistogram(), dict[Node, int]()
-    runs = [Node(array("Q", range(length + 1))) for length in range(31)]
+    ages, latest = AgeHistogram(), dict[Run, int]()
+    runs = [Run(array("Q", range(length + 1))) for length in range(31)]
     for number, touched in enumerate(touches):
         ages.touch_runs([runs[each] for each in sorted(touched)], latest, number, span)
     return ages, latest
 
 
-def younger(latest: dict[Node, int], touch: int) -> int:
+def younger(latest: dict[Run, int], touch: int) -> int:
     return sum(len(run.hashes) for run, at in latest.items() if at > touch)
 
 
@@ -47,8 +47,8 @@ def test_tidying_up_changes_no_answer(touches: list[set[int]]) -> None:
 
 def test_generations_that_emptied_are_put_together() -> None:
     """One prompt asked for again and again beside an old one that is not evicted."""
-    old, hot = Node(array("Q", range(50))), Node(array("Q", range(10)))
-    ages, latest = AgeHistogram(), dict[Node, int]()
+    old, hot = Run(array("Q", range(50))), Run(array("Q", range(10)))
+    ages, latest = AgeHistogram(), dict[Run, int]()
     ages.touch_runs([old], latest, 0, 10)
     for touch in range(1, 1000):
         ages.touch_runs([hot], latest, touch, 10)
@@ -58,8 +58,8 @@ def test_generations_that_emptied_are_put_together() -> None:
 
 
 def test_a_dropped_entry_has_no_age() -> None:
-    old, dropped = Node(array("Q", range(30))), Node(array("Q", range(12)))
-    ages, latest = AgeHistogram(), dict[Node, int]()
+    old, dropped = Run(array("Q", range(30))), Run(array("Q", range(12)))
+    ages, latest = AgeHistogram(), dict[Run, int]()
     ages.touch_runs([old], latest, 0, 10)
     ages.touch_runs([dropped], latest, 1, 10)
     ages.change_count(1, -12)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.cache.indexes.age_histogram import ReuseHistogram, capacity_of
-from kvproxy.cache.indexes.capacity import MOST_BLOCKS, LearnedCapacity
+from kvproxy.cache.indexes.capacity import MOST_BLOCKS, LearnedCapacity, ReuseHistogram, capacity_of
 
 
 def kept(under_test: LearnedCapacity, age: int, times: int = 1) -> None:
