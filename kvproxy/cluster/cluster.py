@@ -103,9 +103,7 @@ class Cluster:
         self.admission: Admission | None = None
         #: Queue of requests; None: none waits.
         self.queue: RouterQueue | None = None
-        tools = ClusterTools(metrics, clock, wall_clock, rng)
-        found = (feature.observe_cluster(self, tools) for feature in installed(ClusterFeature))
-        self.observers: Sequence[ClusterObserver] = [one for one in found if one is not None]
+        self.observers = _observe(self, ClusterTools(metrics, clock, wall_clock, rng))
         self._on_placed = [one.placed for one in self.observers if type(one).placed is not ClusterObserver.placed]
         self._arrange_queue()
         self.apply_endpoints(settings.endpoints)
@@ -376,6 +374,12 @@ class Cluster:
             queue = self.queue
             self.queue = None
             queue.close()
+
+
+def _observe(cluster: Cluster, tools: ClusterTools) -> Sequence[ClusterObserver]:
+    """Return the observers of features."""
+    found = (feature.observe_cluster(cluster, tools) for feature in installed(ClusterFeature))
+    return [one for one in found if one is not None]
 
 
 class _Making:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvproxy.cluster.settings import ClusterSettings
     from kvproxy.proxy.filters.chain import FilterContext
     from kvproxy.proxy.forward.engine_request import HedgesRequests, SplitsRequests
+    from kvproxy.proxy.forward.relay import EditsAnswers
+    from kvproxy.proxy.settings import ServingSettings
 
 
 class FilterOrder(NamedTuple):
@@ -61,6 +63,14 @@ class ProxyFeature(BaseFeature):
     ) -> HedgesRequests | None:
         """Return how requests of the cluster, which will have these settings, are sent twice; None: they are not."""
         return None
+
+    def edit_answers(self, settings: Model, metrics: Metrics) -> EditsAnswers | None:
+        """Return what changes the answers of a `router` with these settings; None: they go down as they come."""
+        return None
+
+    def needs_facts(self, config: ServingSettings) -> bool:
+        """Return whether prompts are matched against the caches even if no policy needs that."""
+        return False
 
     def list_notes(self) -> Mapping[str, type]:
         """Return the notes it leaves in `Outcome.notes`, by name: each is a field of receipts."""

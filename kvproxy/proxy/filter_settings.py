@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any
 
@@ -48,14 +47,6 @@ PathList = Annotated[
 """Paths, or the word `all`."""
 
 
-class CachedTokens(StrEnum):
-    """Count of cached tokens that clients get if the engine's usage lacks it in the format of their API."""
-
-    OFF = "off"
-    ENGINE = "engine"
-    PREDICTED = "predicted"  # also kvproxy's prediction if the engine reports none
-
-
 class RouterSettings(Model):
     """Settings of `router`."""
 
@@ -72,10 +63,6 @@ class RouterSettings(Model):
     health_path: str = "/health"
     """`GET` here is answered by the proxy for load balancers, without a key: 200 while every cluster has an endpoint
     that takes requests, else 503. Empty: none."""
-    cached_tokens: CachedTokens = CachedTokens.OFF
-    """Writes the count of cached tokens into an answer's usage where the client's API has a place for it and the engine
-    left it empty: `engine`: if the engine reports it elsewhere in the answer; `predicted`: otherwise
-    kvproxy's own prediction. Answers that are longer than 1 MiB and not streamed stay as they are."""
 
 
 #: Settings types of the core's filters; third-party filters bring their own (entry point `kvproxy.filters`).

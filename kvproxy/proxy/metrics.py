@@ -34,12 +34,6 @@ class RequestMetrics(MetricGroup):
         "Places reserved for requests forwarded by others (`POST /pick`), and their ends",
         "result",
     )
-    #: engine, predicted
-    cached_counts = counter(
-        "kvproxy_cached_counts_written",
-        "Counts of cached tokens added to answers whose usage had none, by source",
-        "source",
-    )
     prompt_tokens = counter("kvproxy_prompt_tokens", "Prompt tokens by the engines' count", "cluster")
     media_tokens = counter(
         "kvproxy_media_tokens", "Prompt tokens of pictures, audio and video, where engines report them apart", "cluster"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,16 @@ from pydantic import Field
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.settings.model import Duration, Model, Size
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.feature import Feature
+from kvproxy.operate.feature import Feature, find_filters
+from kvproxy.proxy.filter_settings import RouterSettings
 
 if TYPE_CHECKING:
+    from kvproxy.base.metrics.groups import MetricGroup, Metrics
     from kvproxy.base.settings.paths import Finding
     from kvproxy.operate.receipts.recorder import RecorderTarget
     from kvproxy.operate.receipts.writer import WritingObserver
+    from kvproxy.proxy.forward.relay import EditsAnswers
+    from kvproxy.proxy.settings import ServingSettings
 
 
 class LedgerPrice(Model):
@@ -52,6 +57,23 @@ class LedgerSettings(Model):
     """Files kept, the present one included; the oldest goes first."""
 
 
+class CachedTokens(StrEnum):
+    """Count of cached tokens that clients get if the engine's usage lacks it in the format of their API."""
+
+    OFF = "off"
+    ENGINE = "engine"
+    PREDICTED = "predicted"  # also kvproxy's prediction if the engine reports none
+
+
+class CachedTokensPlace(Model):
+    """The setting that the filter `router` gets."""
+
+    cached_tokens: CachedTokens = CachedTokens.OFF
+    """Writes the count of cached tokens into an answer's usage where the client's API has a place for it and the engine
+    left it empty: `engine`: if the engine reports it elsewhere in the answer; `predicted`: otherwise
+    kvproxy's own prediction. Answers that are longer than 1 MiB and not streamed stay as they are."""
+
+
 class LedgerPlace(Model):
     """The section that a configuration gets."""
 
@@ -63,20 +85,40 @@ class LedgerFeature(Feature):
     """Writes down tokens by tenant and model, to be billed."""
 
     name = "ledger"
-    metric_group = "LedgerMetrics"
-    settings = {Config: (LedgerPlace,)}
+    settings = {Config: (LedgerPlace,), RouterSettings: (CachedTokensPlace,)}
     read_at_start = ("ledger",)
 
     def verify(self, config: Config) -> Iterable[Finding]:
-        """Refuse to bill predictions where the router makes none."""
+        """Refuse predictions without the filter that makes them, and a ledger of predictions without these."""
         from kvproxy.base.settings.paths import error_at
-        from kvproxy.proxy.filter_settings import CachedTokens, RouterSettings
 
-        routers = [spec.settings for spec in config.filters if isinstance(spec.settings, RouterSettings)]
-        predicts = any(settings.cached_tokens is CachedTokens.PREDICTED for settings in routers)
+        predicts = self.needs_facts(config)
+        if predicts and all(spec.name != "kvcache" for spec in config.filters):
+            at = next(at for at, _ in find_filters(config, RouterSettings))
+            yield error_at((*at, "cached_tokens"), "`predicted` needs the filter kvcache: nothing else predicts")
         if part_of(config, LedgerPlace).ledger.bill_predicted and not predicts:
             hint = "`router: {cached_tokens: predicted}`, or leave it out"
             yield error_at(("ledger", "bill_predicted"), "there are no predictions for answers", hint)
+
+    def list_metrics(self) -> Sequence[type[MetricGroup]]:
+        """Return those of the ledger and of counts for clients."""
+        from kvproxy.features.ledger.metrics import CachedCountMetrics, LedgerMetrics
+
+        return (LedgerMetrics, CachedCountMetrics)
+
+    def needs_facts(self, config: ServingSettings) -> bool:
+        """Return whether clients get predictions."""
+        routers = [spec.settings for spec in config.filters if isinstance(spec.settings, RouterSettings)]
+        return any(part_of(one, CachedTokensPlace).cached_tokens is CachedTokens.PREDICTED for one in routers)
+
+    def edit_answers(self, settings: Model, metrics: Metrics) -> EditsAnswers | None:
+        """Return what writes counts of cached tokens; None while that is off."""
+        mode = part_of(settings, CachedTokensPlace).cached_tokens
+        if mode is CachedTokens.OFF:
+            return None
+        from kvproxy.features.ledger.cached_counts import CachedCounts
+
+        return CachedCounts(mode is CachedTokens.PREDICTED, metrics)
 
     def observe_requests(self, proxy: RecorderTarget, config: Config) -> Sequence[WritingObserver[Any]]:
         """Return the ledger, if it has a path."""

@@ -27,7 +27,6 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.feature import FilterOrder, ProxyFeature
 from kvproxy.proxy.filter_settings import (
-    CachedTokens,
     RouterSettings,
     filter_models,
 )
@@ -240,9 +239,6 @@ def _instances(settings: KvCacheSettings, plan: Path, config: Config) -> Iterato
 
 
 def _router(settings: RouterSettings, at: Path, config: Config) -> Iterator[Finding]:
-    predicts = settings.cached_tokens is CachedTokens.PREDICTED
-    if predicts and all(spec.name != "kvcache" for spec in config.filters):
-        yield error_at((*at, "cached_tokens"), "`predicted` needs the filter kvcache: nothing else predicts")
     for index, path in enumerate(settings.paths):
         if path in ("all", "/"):
             why = "every path of every engine is public, also those that load adapters, clear caches or stop it"

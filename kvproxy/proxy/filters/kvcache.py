@@ -24,7 +24,7 @@ from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
-from kvproxy.proxy.filter_settings import CachedTokens, RouterSettings
+from kvproxy.proxy.feature import ProxyFeature
 from kvproxy.proxy.filters.chain import FilterContext, ResolvesRoutes
 from kvproxy.proxy.filters.step import Step, may_read_state
 from kvproxy.proxy.forward.body_guard import tenant_salt
@@ -265,8 +265,8 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
 
 def _idle(settings: KvCacheSettings, context: FilterContext) -> frozenset[str]:
     """Clusters where nothing makes use of facts."""
-    told = any(one.wants_facts for one in context.observers) or any(
-        isinstance(spec.settings, RouterSettings) and spec.settings.cached_tokens is CachedTokens.PREDICTED
-        for spec in context.config.filters
+    wanted = any(one.wants_facts for one in context.observers) or any(
+        feature.needs_facts(context.config) for feature in installed(ProxyFeature)
     )
-    return frozenset(name for name, one in context.config.clusters.items() if not (told or needs_facts(settings, one)))
+    clusters = context.config.clusters
+    return frozenset(name for name, one in clusters.items() if not (wanted or needs_facts(settings, one)))

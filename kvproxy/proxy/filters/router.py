@@ -31,18 +31,17 @@ from kvproxy.cluster.endpoint import DOWN
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.feature import ProxyFeature
-from kvproxy.proxy.filter_settings import CachedTokens, RequestIdSettings, RouterSettings
+from kvproxy.proxy.filter_settings import RequestIdSettings, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext, ResolvesRoutes
 from kvproxy.proxy.forward import models as model_list
 from kvproxy.proxy.forward.body_guard import BodySanitizer, with_model
-from kvproxy.proxy.forward.cached_count import CachedCounts
 from kvproxy.proxy.forward.engine_request import HedgesRequests, SplitsRequests
 from kvproxy.proxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply
 from kvproxy.proxy.forward.headers import RequestHeaders
 from kvproxy.proxy.forward.metrics import RouteMetrics
 from kvproxy.proxy.forward.models import ModelList, ServedModels
 from kvproxy.proxy.forward.public import PublicPaths, PublicSide
-from kvproxy.proxy.forward.relay import DisconnectWatcher, new_arming
+from kvproxy.proxy.forward.relay import DisconnectWatcher, EditsAnswers, new_arming
 from kvproxy.proxy.forward.request_body import RequestBody, Uploads
 from kvproxy.proxy.placement import POLICY_HEADER, chosen_policy
 from kvproxy.proxy.request.body import LONG_BYTES, ClientLeft
@@ -134,7 +133,7 @@ def _build_forwarder(settings: RouterSettings, context: FilterContext, budget: R
         metrics=context.metrics,
         clock=context.clock,
         rng=context.rng,
-        cached_counts=_cached_counts(settings, context.metrics),
+        editor=_find_editor(settings, context.metrics),
         legs=_find_legs(services.clusters, config),
         hedges=_find_hedges(services.clusters, context),
     )
@@ -162,10 +161,9 @@ def _find_hedges(clusters: Mapping[str, Cluster], context: FilterContext) -> dic
     return found
 
 
-def _cached_counts(settings: RouterSettings, metrics: Metrics) -> CachedCounts | None:
-    if settings.cached_tokens is CachedTokens.OFF:
-        return None
-    return CachedCounts(settings.cached_tokens is CachedTokens.PREDICTED, metrics)
+def _find_editor(settings: RouterSettings, metrics: Metrics) -> EditsAnswers | None:
+    found = (feature.edit_answers(settings, metrics) for feature in installed(ProxyFeature))
+    return next((editor for editor in found if editor is not None), None)
 
 
 def _preference_headers(config: ServingSettings) -> list[bytes]:

@@ -30,10 +30,9 @@ from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import FactSource, PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, RetryState, names_no_model, read_short, verdict_on
-from kvproxy.proxy.forward.cached_count import CachedCounts
 from kvproxy.proxy.forward.engine_request import Answer, EngineRequest, HedgesRequests, SplitsRequests
 from kvproxy.proxy.forward.headers import RequestHead, describe_decision, response_headers
-from kvproxy.proxy.forward.relay import Relay, is_comment, is_event_stream
+from kvproxy.proxy.forward.relay import EditsAnswers, Relay, is_comment, is_event_stream
 from kvproxy.proxy.forward.request_body import RequestBody
 from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
@@ -89,7 +88,7 @@ class Forwarder:
     metrics: Metrics
     clock: Clock
     rng: random.Random
-    cached_counts: CachedCounts | None = None
+    editor: EditsAnswers | None = None
     #: By cluster, of those whose requests may go in legs.
     legs: Mapping[str, SplitsRequests] = field(default_factory=dict)
     #: By cluster, of those whose requests may be sent twice.
@@ -520,8 +519,8 @@ class Forwarding(Placement, kw_only=True):
         begins_later = first.startswith(b":") and is_comment(first)
         if not begins_later:
             self._note_first_token(pick)
-        counts = self._shared.cached_counts
-        count = None if counts is None else counts.follow(self.exchange, response)
+        editor = self._shared.editor
+        edit = None if editor is None else editor.follow(self.exchange, response)
         continuation = self.exchange.continuation
         asked = self._asking
         if continuation is not None and not continuation.follow(
@@ -529,7 +528,7 @@ class Forwarding(Placement, kw_only=True):
         ):
             continuation = None
         post = asked.method == b"POST"
-        relay = Relay(self.exchange, response, self._delivery.downstream, post, count, continuation)
+        relay = Relay(self.exchange, response, self._delivery.downstream, post, edit, continuation)
         if begins_later:
             relay.on_event = functools.partial(self._note_first_token, pick)
         delivery = self._delivery

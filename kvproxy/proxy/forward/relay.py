@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 from starlette.types import Receive
@@ -14,7 +15,6 @@ from starlette.types import Receive
 from kvproxy.base.errors import EngineReportedError, UpstreamError
 from kvproxy.base.types import ClientConnection, Headers, RequestKind
 from kvproxy.base.upstream.pool import UpstreamResponse
-from kvproxy.proxy.forward.cached_count import MAX_HELD_BYTES, CachedCount
 from kvproxy.proxy.request.body import SharedTimer
 from kvproxy.proxy.request.continuation import Continuation
 from kvproxy.proxy.request.downstream import Downstream
@@ -22,6 +22,8 @@ from kvproxy.proxy.request.error_reply import error_event
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import ERROR_MARK, error_status, read_response_id, read_usage
 
+#: A longer answer that is to be edited, or event of a stream, is forwarded unchanged.
+MAX_HELD_BYTES = 1024 * 1024
 #: Bytes examined of an answer's end, in all pieces but the last.
 TAIL_BYTES = 16 * 1024
 #: Pieces that may hold its last events, wherever the network cuts them.
@@ -38,6 +40,29 @@ ARM_DELAY_S = 0.02
 Arming = SharedTimer["DisconnectWatcher"]
 
 
+class AnswerEdit(Protocol):
+    """Changes one answer on its way down."""
+
+    #: False: it needs all of the answer.
+    streams: bool
+
+    def next_piece(self, piece: bytes) -> bytes:
+        """Return what of a stream goes down now: whole events."""
+        ...
+
+    def finish(self, rest: bytes) -> bytes:
+        """Return the end of a stream, or the whole of another answer."""
+        ...
+
+
+class EditsAnswers(Protocol):
+    """Changes answers of one router."""
+
+    def follow(self, exchange: Exchange, response: UpstreamResponse) -> AnswerEdit | None:
+        """Return what changes this answer; None: it goes down as it comes."""
+        ...
+
+
 class Relay(msgspec.Struct, eq=False):
     """Sends one response down. From the first byte on nothing is retried here: a break is reported, never hidden,
     unless a continuation has another engine go on behind it.
@@ -50,7 +75,7 @@ class Relay(msgspec.Struct, eq=False):
     _response: UpstreamResponse
     _downstream: Downstream
     _post: bool = False
-    _count: CachedCount | None = None  # None: answers are forwarded unchanged
+    _change: AnswerEdit | None = None  # None: the answer is forwarded unchanged
     _continuation: Continuation | None = None  # None: a stream that breaks ends there
     #: Called before the first piece with an event, since comments before it do not mean a token.
     on_event: Callable[[], None] | None = None
@@ -68,7 +93,7 @@ class Relay(msgspec.Struct, eq=False):
         outcome = self._exchange.outcome
         status = outcome.status = response.status
         chunk = self._first = first
-        if self._count is not None and not self._count.streams:
+        if self._change is not None and not self._change.streams:
             chunk = await self._hold(chunk)
         streams = self._continuation is not None or (bool(chunk) and not response.complete)
         try:
@@ -100,7 +125,7 @@ class Relay(msgspec.Struct, eq=False):
             response.on_piece = None
         outcome.end = "completed"
         if not streams:
-            whole = chunk if self._count is None else self._count.finish(chunk)
+            whole = chunk if self._change is None else self._change.finish(chunk)
             if downstream.status:
                 await downstream.write(whole, more=False)
             else:
@@ -114,7 +139,7 @@ class Relay(msgspec.Struct, eq=False):
                 return await self._end_broken(headers, failure)
         if chunk:
             self._last.append(chunk)
-        await downstream.write(chunk if self._count is None else self._count.finish(chunk), more=False)
+        await downstream.write(chunk if self._change is None else self._change.finish(chunk), more=False)
         *earlier, last = self._last
         tail = b"".join(earlier)[-TAIL_BYTES:] + last
         return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
@@ -128,7 +153,7 @@ class Relay(msgspec.Struct, eq=False):
                 self._response.abort()
         if piece:
             self._last.append(piece)
-        return piece if self._count is None else self._count.next_piece(piece)
+        return piece if self._change is None else self._change.next_piece(piece)
 
     async def _pass_comments(self, on_event: Callable[[], None]) -> None:
         """Pass pieces on until one is an event, or the end came."""
@@ -154,7 +179,7 @@ class Relay(msgspec.Struct, eq=False):
                 pieces.append(await response.next_chunk())
                 held_bytes += len(pieces[-1])
         if not response.complete or held_bytes > MAX_HELD_BYTES:
-            self._count = None
+            self._change = None
         return b"".join(pieces)
 
     def _pass_on(self, piece: bytes) -> bool:
@@ -164,7 +189,7 @@ class Relay(msgspec.Struct, eq=False):
         connection = downstream.connection
         if connection is None or not connection.writable:
             return False
-        if self._continuation is None and self._count is None:
+        if self._continuation is None and self._change is None:
             self._last.append(piece)
         elif not (piece := self._edit(piece)):
             return True
@@ -180,8 +205,8 @@ class Relay(msgspec.Struct, eq=False):
         return True
 
     async def _write_before_break(self, piece: bytes) -> None:
-        if piece and self._count is not None:
-            piece = self._count.next_piece(piece)
+        if piece and self._change is not None:
+            piece = self._change.next_piece(piece)
         if piece:
             await self._downstream.write(piece, more=True)
 
@@ -205,8 +230,8 @@ class Relay(msgspec.Struct, eq=False):
             return
         kind = self._exchange.inference.kind if self._exchange.inference else None
         tail = b"".join(self._last)[-4:]
-        # with a count or a continuation only whole events were forwarded
-        if self._count is None and self._continuation is None and tail and not tail.endswith(_BLANK_LINES):
+        # with an edit or a continuation only whole events were forwarded
+        if self._change is None and self._continuation is None and tail and not tail.endswith(_BLANK_LINES):
             return
         message = "The engine failed in the middle of this response."
         event = error_event(kind, message=message, reason=error.reason)

@@ -1,16 +1,13 @@
-"""End of an answer, read once and never per chunk: the engine's token counts (and the insertion of a count of cached
-tokens), and the error events of streams (also those for the client of a broken stream)."""
+"""End of an answer, read once and never per chunk: the engine's token counts, and the error events of streams (also
+those for the client of a broken stream)."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
-
-from kvproxy.base.types import RequestKind
 
 #: A larger count makes its whole usage invalid.
 MAX_COUNT = 2**31
@@ -152,9 +149,9 @@ class Usage(msgspec.Struct, frozen=True):
     media_tokens: int | None = None  # of the prompt's
 
 
-_NULL = msgspec.Raw(b"null")
 _NOTHING = _Usage()
-_INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+#: Errors of a decoder.
+INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _answer = msgspec.json.Decoder(_Answer)
 _answers = msgspec.json.Decoder(list[_Answer])
 _wrapped = msgspec.json.Decoder(_Wrapped)
@@ -178,13 +175,13 @@ def read_usage(tail: bytes, head: bytes = b"", *, native: bool = False) -> Usage
 
 def _last(tail: bytes, name: bytes) -> _Usage | None:
     """Return the counts of the last member of this name at the right level."""
-    for _, rest, wraps in _places(tail, name):
-        if (found := _counts_at_top(rest, wraps=wraps)) is not None:
+    for _, rest, wraps in find_places(tail, name):
+        if (found := read_counts(rest, wraps=wraps)) is not None:
             return found
     return None
 
 
-def _places(tail: bytes, name: bytes) -> Iterator[tuple[int, bytes, bool]]:
+def find_places(tail: bytes, name: bytes) -> Iterator[tuple[int, bytes, bool]]:
     """Where this name is, the last one first; what begins there, up to the end of its answer or event; and whether it
     may stand one level down."""
     position = len(tail)
@@ -203,19 +200,19 @@ def _places(tail: bytes, name: bytes) -> Iterator[tuple[int, bytes, bool]]:
         yield position, rest, streamed and (not line or tail.find(b'"response"', line, position) >= 0)
 
 
-def _counts_at_top(rest: bytes, *, wraps: bool) -> _Usage | None:
+def read_counts(rest: bytes, *, wraps: bool) -> _Usage | None:
     """Return the counts that `rest`, the end of an answer, begins with: with one brace before it, it parses only if
     they are at the top, and with two only if they are one level down."""
     if wraps:
         try:
             response = _wrapped.decode(b'{"response":{' + rest).response
-        except _INVALID:
+        except INVALID:
             pass
         else:
             return None if response is None else response.counts()
     try:
         return _answer.decode(b"{" + rest).counts()
-    except _INVALID:
+    except INVALID:
         return None
 
 
@@ -231,7 +228,7 @@ def _started(head: bytes) -> _Usage | None:
         return None
     try:
         message = _wrapped.decode(head[line + 5 : end]).message
-    except _INVALID:
+    except INVALID:
         return None
     return None if message is None else message.counts()
 
@@ -242,7 +239,7 @@ def _of_all(whole: bytes) -> _Usage | None:
         return None
     try:
         said = [answer.meta_info for answer in _answers.decode(whole)]
-    except _INVALID:
+    except INVALID:
         return None
     known = [counts for counts in said if counts is not None]
     if not known or len(known) < len(said):
@@ -284,68 +281,6 @@ def _most(cached: int | None, prompt: int | None) -> int | None:
 
 def _either(a: int | None, b: int | None) -> int | None:
     return b if a is None else a
-
-
-#: Place of the count of cached tokens in the usage of these APIs.
-_DETAILS = {
-    RequestKind.CHAT: "prompt_tokens_details",
-    RequestKind.COMPLETION: "prompt_tokens_details",
-    RequestKind.RESPONSES: "input_tokens_details",
-}
-
-
-class _RawAnswer(msgspec.Struct):
-    usage: msgspec.Raw = _NULL
-
-
-class _RawWrapped(msgspec.Struct):
-    response: _RawAnswer
-
-
-def write_cached(answer: bytes, kind: RequestKind, *, prompt: int, cached: int) -> bytes:
-    """Return the answer, or an event of a stream, with this count of cached tokens (of its `prompt` tokens) in its
-    usage, in the words of its API. As it is where its usage has that count already, or cannot be read."""
-    for position, rest, wraps in _places(answer, b'"usage"'):
-        if (counts := _counts_at_top(rest, wraps=wraps)) is not None:
-            usage = _raw_usage(rest, wraps=wraps)
-            fresh = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0))
-            written = usage
-            with contextlib.suppress(*_INVALID):  # with fields beside the counts that only a lenient reader skips
-                written = _with_cached(usage, kind, fresh=fresh, cached=cached)
-            if written is usage:
-                return answer
-            start = answer.index(usage, position)
-            return answer[:start] + written + answer[start + len(usage) :]
-    return answer
-
-
-def _raw_usage(rest: bytes, *, wraps: bool) -> bytes:
-    """Return the bytes of the usage that `_counts_at_top` reads."""
-    if wraps:
-        with contextlib.suppress(*_INVALID):
-            return bytes(_raw_wrapped.decode(b'{"response":{' + rest).response.usage)
-    return bytes(_raw_answer.decode(b"{" + rest).usage)
-
-
-def _with_cached(usage: bytes, kind: RequestKind, *, fresh: int, cached: int) -> bytes:
-    """`fresh`: what Anthropic's `input_tokens` leaves of the prompt."""
-    fields = _raw_fields.decode(usage)
-    if kind is RequestKind.MESSAGES:
-        if fields.get("cache_read_input_tokens", _NULL) != _NULL:
-            return usage
-        fields["cache_read_input_tokens"] = msgspec.Raw(b"%d" % cached)
-        fields["input_tokens"] = msgspec.Raw(b"%d" % fresh)
-    else:
-        details = msgspec.json.decode(fields.get(_DETAILS[kind], _NULL)) or {}
-        if details.get("cached_tokens") is not None:
-            return usage
-        fields[_DETAILS[kind]] = msgspec.Raw(msgspec.json.encode({**details, "cached_tokens": cached}))
-    return msgspec.json.encode(fields)
-
-
-_raw_answer = msgspec.json.Decoder(_RawAnswer)
-_raw_wrapped = msgspec.json.Decoder(_RawWrapped)
-_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read_response_id(head: bytes) -> str:

@@ -64,8 +64,6 @@ def test_a_good_configuration_has_no_problem() -> None:
         (ROUTER.format("paths: [tts]"), "error: filters.router.paths[0]: must start with /"),
         ("filters: {router: {paths: /tts}}\n",
          "error: filters.router.paths: must be a list of paths, or `all`"),
-        ("filters: [inference_request, router: {cached_tokens: predicted}]\n",
-         "error: filters[1].router.cached_tokens: `predicted` needs the filter kvcache"),
         ("filters: {router: {health_path: up}}\n",
          "error: filters.router.health_path: must start with /"),
         # header names

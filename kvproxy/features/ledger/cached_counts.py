@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 
@@ -10,12 +11,12 @@ import msgspec
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import RequestKind
 from kvproxy.base.upstream.response import UpstreamResponse
-from kvproxy.proxy.metrics import RequestMetrics
+from kvproxy.features.ledger.metrics import CachedCountMetrics
+from kvproxy.proxy.forward.relay import MAX_HELD_BYTES
 from kvproxy.proxy.request.exchange import Exchange
-from kvproxy.proxy.request.usage import read_usage, write_cached
+from kvproxy.proxy.request.usage import INVALID, find_places, read_counts, read_usage
 
-#: A longer answer, or event of a stream, is forwarded unchanged.
-MAX_HELD_BYTES = 1024 * 1024
+_NULL = msgspec.Raw(b"null")
 
 #: Marks of the last event with a usage in a stream. Generated text cannot contain them: its quotes are escaped.
 _chat = re.compile(rb'"choices"\s?:\s?\[\]|"finish_reason"\s?:\s?"').search
@@ -98,7 +99,7 @@ class CachedCount(msgspec.Struct, eq=False):
         if written is not answer:
             self._exchange.outcome.predicted_tokens = predicted
             source = "engine" if predicted is None else "predicted"
-            self._shared.metrics.group(RequestMetrics).cached_counts.labels(source).inc()
+            self._shared.metrics.group(CachedCountMetrics).written.labels(source).inc()
         return written
 
 
@@ -113,3 +114,65 @@ def predict_cached(exchange: Exchange, prompt_tokens: int) -> int | None:
     if not (facts.searched and facts.prompt_tokens):
         return None
     return max(0, min(facts.matched_tokens(endpoint) * prompt_tokens // facts.prompt_tokens, prompt_tokens - 1))
+
+
+#: Place of the count of cached tokens in the usage of these APIs.
+_DETAILS = {
+    RequestKind.CHAT: "prompt_tokens_details",
+    RequestKind.COMPLETION: "prompt_tokens_details",
+    RequestKind.RESPONSES: "input_tokens_details",
+}
+
+
+class _RawAnswer(msgspec.Struct):
+    usage: msgspec.Raw = _NULL
+
+
+class _RawWrapped(msgspec.Struct):
+    response: _RawAnswer
+
+
+def write_cached(answer: bytes, kind: RequestKind, *, prompt: int, cached: int) -> bytes:
+    """Return the answer, or an event of a stream, with this count of cached tokens (of its `prompt` tokens) in its
+    usage, in the words of its API. As it is where its usage has that count already, or cannot be read."""
+    for position, rest, wraps in find_places(answer, b'"usage"'):
+        if (counts := read_counts(rest, wraps=wraps)) is not None:
+            usage = _raw_usage(rest, wraps=wraps)
+            fresh = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0))
+            written = usage
+            with contextlib.suppress(*INVALID):  # with fields beside the counts that only a lenient reader skips
+                written = _with_cached(usage, kind, fresh=fresh, cached=cached)
+            if written is usage:
+                return answer
+            start = answer.index(usage, position)
+            return answer[:start] + written + answer[start + len(usage) :]
+    return answer
+
+
+def _raw_usage(rest: bytes, *, wraps: bool) -> bytes:
+    """Return the bytes of the usage that `read_counts` reads."""
+    if wraps:
+        with contextlib.suppress(*INVALID):
+            return bytes(_raw_wrapped.decode(b'{"response":{' + rest).response.usage)
+    return bytes(_raw_answer.decode(b"{" + rest).usage)
+
+
+def _with_cached(usage: bytes, kind: RequestKind, *, fresh: int, cached: int) -> bytes:
+    """`fresh`: what Anthropic's `input_tokens` leaves of the prompt."""
+    fields = _raw_fields.decode(usage)
+    if kind is RequestKind.MESSAGES:
+        if fields.get("cache_read_input_tokens", _NULL) != _NULL:
+            return usage
+        fields["cache_read_input_tokens"] = msgspec.Raw(b"%d" % cached)
+        fields["input_tokens"] = msgspec.Raw(b"%d" % fresh)
+    else:
+        details = msgspec.json.decode(fields.get(_DETAILS[kind], _NULL)) or {}
+        if details.get("cached_tokens") is not None:
+            return usage
+        fields[_DETAILS[kind]] = msgspec.Raw(msgspec.json.encode({**details, "cached_tokens": cached}))
+    return msgspec.json.encode(fields)
+
+
+_raw_answer = msgspec.json.Decoder(_RawAnswer)
+_raw_wrapped = msgspec.json.Decoder(_RawWrapped)
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])

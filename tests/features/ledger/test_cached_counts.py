@@ -17,9 +17,11 @@ from starlette.types import Send
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import InferenceRequest, Prompt, RequestKind
 from kvproxy.base.upstream.response import UpstreamResponse
-from kvproxy.proxy.forward.cached_count import MAX_HELD_BYTES, CachedCounts
+from kvproxy.features.ledger.cached_counts import CachedCounts, write_cached
+from kvproxy.operate.config.load import check_config
+from kvproxy.proxy.forward.relay import MAX_HELD_BYTES
 from kvproxy.proxy.request.exchange import Exchange
-from kvproxy.proxy.request.usage import read_usage, write_cached
+from kvproxy.proxy.request.usage import read_usage
 from tests.support.fake_engine import Call, FakeEngine, reply, start_stream
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, chat, running_proxy
@@ -328,6 +330,14 @@ async def test_a_prediction_is_told_only_if_the_operator_says_so() -> None:
             assert 800 < second["prompt_tokens_details"]["cached_tokens"] < 1000
             assert proxy.metric("kvproxy_cached_counts_written_total", source="predicted") == 2
             assert proxy.metric("kvproxy_cached_tokens_total", cluster="default") == 0
+
+
+def test_predictions_need_the_filter_that_makes_them() -> None:
+    """Refused with the place of the setting."""
+    filters = ["inference_request", {"router": {"cached_tokens": "predicted"}}]
+    config, [problem] = check_config({"endpoints": ["http://127.0.0.1:9"], "policy": "random", "filters": filters})
+    assert config is None
+    assert problem.path == "filters[1].router.cached_tokens"
 
 
 async def test_a_prediction_never_replaces_a_count() -> None:
