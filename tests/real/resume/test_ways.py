@@ -199,9 +199,18 @@ async def test_no_word_is_wrong(pair: Pair, saw: Saw, how: str) -> None:
     )
     saw(f"{how}: {'; '.join(each)}")
     for stream, other in zip(streams, undisturbed, strict=True):
-        fits = other.words.startswith(stream.words) if stream.error else stream.words == other.words
-        assert fits, (stream.api, stream.error, stream.words, other.words)
+        assert _fits(stream, other), (stream.api, stream.error, stream.words, other.words)
     assert found["chat"] == found["completion"] == (EACH, 0)
+
+
+def _fits(stream: Stream, other: Stream) -> bool:
+    """Return whether no word is wrong. Tokens of responses and messages cannot be counted where an event has several,
+    as on busy machines: with `resume_best_effort` such an answer may go on behind its limit."""
+    if stream.error:
+        return other.words.startswith(stream.words)
+    if stream.api in ("response", "message"):
+        return stream.words.startswith(other.words)
+    return stream.words == other.words
 
 
 def _strike(pair: Pair, line: Line, how: str) -> None:
