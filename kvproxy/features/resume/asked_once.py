@@ -13,6 +13,8 @@ from kvproxy.cluster.endpoint import Endpoint
 
 _MAX_ANSWER_BYTES = 256 * 1024
 _MAX_FACTS = 4096
+#: Nothing waits for an answer, and a busy engine is late.
+_TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=60.0, idle_s=60.0)
 #: Until an engine that gave no answer is asked again.
 _AGAIN_S = 60.0
 
@@ -51,13 +53,13 @@ class AskedOnce(Generic[V]):
         if found is None:
             asyncio.get_running_loop().call_later(_AGAIN_S, self._known.pop, key, None)
 
-    async def fetch(self, endpoint: Endpoint, method: bytes, path: bytes, body: bytes, *, timeouts: Timeouts) -> bytes:
+    async def fetch(self, endpoint: Endpoint, method: bytes, path: bytes, body: bytes) -> bytes:
         """Return the body of an engine's good answer. Raises UpstreamError."""
         headers = [(b"content-type", b"application/json")]
         if endpoint.authorization is not None:
             headers.append((b"authorization", endpoint.authorization))
         answer = b""
-        response = await self._pool.request(endpoint.origin, method, path, headers, body or None, timeouts=timeouts)
+        response = await self._pool.request(endpoint.origin, method, path, headers, body or None, timeouts=_TIMEOUTS)
         try:
             while len(answer) <= _MAX_ANSWER_BYTES and (piece := await response.next_chunk()):
                 answer += piece

@@ -5,12 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from kvproxy.base.errors import UpstreamError
-from kvproxy.base.upstream.pool import Timeouts
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.features.resume.asked_once import AskedOnce
 
 _PATH = b"/v1/models"
-_TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=5.0, idle_s=5.0)
 
 
 class _Row(msgspec.Struct):
@@ -31,7 +29,7 @@ class ContextLengths(AskedOnce[int]):
 
     async def _ask(self, endpoint: Endpoint) -> int | None:
         try:
-            rows = msgspec.json.decode(await self.fetch(endpoint, b"GET", _PATH, b"", timeouts=_TIMEOUTS), type=_List)
+            rows = msgspec.json.decode(await self.fetch(endpoint, b"GET", _PATH, b""), type=_List)
         except (UpstreamError, msgspec.DecodeError, UnicodeDecodeError):
             return None
         return min((row.max_model_len for row in rows.data if row.max_model_len), default=None)

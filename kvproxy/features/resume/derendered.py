@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvproxy.base.errors import UpstreamDisconnected, UpstreamError
-from kvproxy.base.upstream.pool import Timeouts
 from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
@@ -32,8 +31,6 @@ _RENDER = b"/render"
 _DERENDER = b"/derender"
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _STREAM = ((b"content-type", b"text/event-stream"),)
-#: Of a trial, for which nothing waits: a busy engine answers late.
-_TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=60.0, idle_s=60.0)
 
 
 class Came(NamedTuple):
@@ -95,7 +92,7 @@ class Derenderers(AskedOnce[bool]):
         chat = {"model": model, "messages": [{"role": "user", "content": "."}]}
         body = _encode({"model": model, "generate_response": {"choices": []}, "chat_request": chat})
         try:
-            await self.fetch(endpoint, b"POST", _CHAT + _DERENDER, body, timeouts=_TIMEOUTS)
+            await self.fetch(endpoint, b"POST", _CHAT + _DERENDER, body)
         except UpstreamError:
             return None
         return True

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from kvproxy.base.errors import UpstreamError
-from kvproxy.base.upstream.pool import Timeouts
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.features.resume.asked_once import AskedOnce
 
@@ -22,7 +21,6 @@ _QUESTION = {
     "role": "user",
     "content": "Describe in three long sentences how rain comes to be and where its water goes.",
 }
-_TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=60.0, idle_s=60.0)
 _word_ends = re.compile(r"(?<=\S)(?=\s)").finditer
 
 
@@ -86,6 +84,4 @@ class Proofs(AskedOnce[bool]):
 
     async def _ask(self, endpoint: Endpoint, body: Mapping[str, Any]) -> str:
         asked = msgspec.json.encode(body)
-        return msgspec.json.decode(
-            await self.fetch(endpoint, b"POST", PATH.encode(), asked, timeouts=_TIMEOUTS), type=Answer
-        ).text
+        return msgspec.json.decode(await self.fetch(endpoint, b"POST", PATH.encode(), asked), type=Answer).text
