@@ -384,4 +384,4 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _add_completion(commands: _Commands[argparse.ArgumentParser]) -> None:
     completion = commands.add_parser("completion", help="a script that completes commands and options in your shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
-    completion.set_defaults(run="kvproxy.operate.commands.completion:main")
+    completion.set_defaults(run="kvproxy.operate.commands.help_text:main_completion")

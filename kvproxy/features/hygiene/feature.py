@@ -75,9 +75,9 @@ class Hygiene(Feature):
 
     def list_admin_routes(self, operated: AdminTarget, audit: Audit) -> Sequence[Route]:
         """Return the list of breaks."""
-        from kvproxy.features.hygiene.admin import BreakRoutes
+        from kvproxy.features.hygiene.prefix_breaks import list_routes
 
-        return BreakRoutes(operated).list_routes()
+        return list_routes(operated)
 
 
 FEATURE = Hygiene()

@@ -11,9 +11,8 @@ import socket
 from contextlib import AsyncExitStack
 
 from kvproxy.app import Proxy
-from kvproxy.features.workers.assignment import Assignment, Link, receive_assignment, remove_left_folder
+from kvproxy.features.workers.assignment import Assignment, Link, receive_assignment, remove_left_folder, take_share
 from kvproxy.features.workers.control import ControlApp
-from kvproxy.features.workers.share import take_share
 from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.commands.serving import diagnosis, public_listener, run_bounded, run_loop

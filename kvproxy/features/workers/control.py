@@ -16,8 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvproxy.app import Proxy
 from kvproxy.base.errors import ConfigError, Problem
-from kvproxy.features.workers.assignment import Assignment, Change
-from kvproxy.features.workers.share import take_share
+from kvproxy.features.workers.assignment import Assignment, Change, take_share
 from kvproxy.operate.admin.replies import REPEATED, receive_body, reply_error, reply_json
 from kvproxy.operate.runtime.generation import Generation
 

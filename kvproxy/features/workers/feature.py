@@ -39,7 +39,7 @@ class WorkersFeature(Feature):
 
     def find_runner(self, config: Config) -> Run | None:
         """Return the supervisor, unless one process is enough."""
-        from kvproxy.features.workers.share import count_workers
+        from kvproxy.features.workers.assignment import count_workers
 
         if count_workers(part_of(config, WorkersPlace).workers) == 1:
             return None

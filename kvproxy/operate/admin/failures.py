@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, TAKING, Condition, Endpoint
 from kvproxy.cluster.routes import clusters_without_endpoint
-from kvproxy.operate.admin.conditions import Conditions
 from kvproxy.operate.admin.findings import Rank, Trouble
-from kvproxy.operate.admin.operated import AdminTarget
+from kvproxy.operate.admin.operated import AdminTarget, Conditions
 from kvproxy.operate.admin.recent import FailureTally, Tally
 from kvproxy.proxy.request.exchange import BROKEN_OFF, ENGINE_5XX, FAILED, QUEUE_FULL
 

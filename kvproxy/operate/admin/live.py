@@ -18,13 +18,12 @@ from kvproxy.base.installed import installed
 from kvproxy.cluster.endpoint import TAKING
 from kvproxy.operate.admin.cache_status import hot_prefixes, pins, running_jobs
 from kvproxy.operate.admin.clusters import describe_endpoint, describe_routing
-from kvproxy.operate.admin.conditions import Conditions, read_conditions
 from kvproxy.operate.admin.config_file import describe_file
 from kvproxy.operate.admin.event_log import EventLog, describe_events
 from kvproxy.operate.admin.failures import count_by_cluster, count_by_endpoint, describe_state
 from kvproxy.operate.admin.findings import Trouble
 from kvproxy.operate.admin.history import History, HistorySample, add_tallies, list_quantiles
-from kvproxy.operate.admin.operated import AdminTarget
+from kvproxy.operate.admin.operated import AdminTarget, Conditions, read_conditions
 from kvproxy.operate.admin.process import check_readiness
 from kvproxy.operate.admin.recent import Tally
 from kvproxy.operate.admin.replies import RequestRefused, encode_part

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
 
+from kvproxy.base.background_task import in_slices
 from kvproxy.base.errors import Problem
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.base.types import Clock
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import Routes
 from kvproxy.operate.admin.recent import RecentDecisions
 from kvproxy.operate.companion import Companion
@@ -153,3 +155,15 @@ class AdminTarget(OperatedProcess, Protocol):
 
     @property
     def wall_clock(self) -> Callable[[], datetime]: ...
+
+
+#: By cluster, in the order of its endpoints.
+Conditions = Mapping[str, Mapping[Endpoint, Condition]]
+
+
+async def read_conditions(clusters: Mapping[str, Cluster], now: float) -> Conditions:
+    """Return the conditions of all endpoints, of which thousands are read in slices."""
+    return {
+        name: {endpoint: endpoint.condition(now) async for endpoint in in_slices(cluster.endpoints)}
+        for name, cluster in list(clusters.items())
+    }

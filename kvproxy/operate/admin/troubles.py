@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from kvproxy.base.background_task import in_slices
 from kvproxy.base.installed import installed
 from kvproxy.cluster.endpoint import DOWN, TAKING, Condition, Endpoint
-from kvproxy.operate.admin.conditions import Conditions
 from kvproxy.operate.admin.config_file import find_refused_file
 from kvproxy.operate.admin.failures import count_by_endpoint, find_failing
 from kvproxy.operate.admin.findings import (
@@ -23,7 +22,7 @@ from kvproxy.operate.admin.findings import (
     list_names,
     source_trouble,
 )
-from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
+from kvproxy.operate.admin.operated import AdminTarget, Conditions, OperatorFinding
 from kvproxy.operate.admin.recent import FailureTally, Tally
 from kvproxy.operate.feature import Feature
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -151,3 +152,11 @@ def hide_options(name: str, parser: argparse.ArgumentParser) -> Iterator[None]:
             action.help = text
         for group, text in zip(empty, descriptions, strict=True):
             group.description = text
+
+
+def main_completion(args: argparse.Namespace) -> int:
+    """`kvproxy completion`."""
+    from argcomplete.shell_integration import shellcode
+
+    sys.stdout.write(shellcode(["kvproxy"], shell=args.shell))
+    return 0

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 import httpx
@@ -48,25 +47,17 @@ _RESULTS = {"ok": "good", "failed": "down", "client_error": "warn", "client_left
 _DECISION_HEADS = ("ENDED", "REQUEST", "MODEL", "ENDPOINT", "WHY", "PROMPT", "PREDICTED", "REUSED", "FIRST BYTE", "END")
 
 
-@dataclass(frozen=True, slots=True)
-class StatusOptions:
-    """The listener to ask, and how often."""
-
-    url: str
-    token_file: str | None = None
-    watch: bool = False
-    as_json: bool = False
-
-
 def main(args: argparse.Namespace) -> int:
     """`kvproxy status`."""
-    options = StatusOptions(args.url, args.token_file, args.watch, args.json)
-    return run(options, out=sys.stdout, err=sys.stderr)
+    address = AdminAddress(args.url, args.token_file)
+    return run(address, watch=args.watch, as_json=args.json, out=sys.stdout, err=sys.stderr)
 
 
 def run(
-    options: StatusOptions,
+    address: AdminAddress,
     *,
+    watch: bool = False,
+    as_json: bool = False,
     out: TextIO,
     err: TextIO,
     sleep: Callable[[float], None] = time.sleep,
@@ -74,14 +65,14 @@ def run(
 ) -> int:
     """Show it once, or again and again until Ctrl-C. 1 when the only attempt gets no answer."""
     colour = out.isatty() and "NO_COLOR" not in os.environ
-    with AdminAddress(options.url, options.token_file).connect(transport=transport) as client:
+    with address.connect(transport=transport) as client:
 
         def shown() -> str:
-            live = _ask(client, options.url)
-            return f"{json.dumps(live)}\n" if options.as_json else render_page(live, colour=colour)
+            live = _ask(client, address.url)
+            return f"{json.dumps(live)}\n" if as_json else render_page(live, colour=colour)
 
-        if options.watch:
-            return _watch(shown, out=out, over=out.isatty() and not options.as_json, sleep=sleep)
+        if watch:
+            return _watch(shown, out=out, over=out.isatty() and not as_json, sleep=sleep)
         try:
             out.write(shown())
         except AdminRefused as error:

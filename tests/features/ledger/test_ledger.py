@@ -17,7 +17,7 @@ from kvproxy.cli import main
 from kvproxy.features.ledger import command
 from kvproxy.features.ledger.feature import LedgerPlace, LedgerPrice
 from kvproxy.features.ledger.ledger import Ledger, LedgerReader, price_of
-from kvproxy.features.workers.share import take_share
+from kvproxy.features.workers.assignment import take_share
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.receipts.files import RotatingFile, list_files
 from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.features.workers.share import begins_alone, count_workers, take_share, usable_cores
+from kvproxy.features.workers.assignment import begins_alone, count_workers, take_share, usable_cores
 from kvproxy.operate.config.load import load_config
 
 CONFIG = load_config(

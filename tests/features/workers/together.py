@@ -20,10 +20,9 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.features.exchange.operated import find_service
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.workers.admin import WorkersAdmin
-from kvproxy.features.workers.assignment import Assignment
+from kvproxy.features.workers.assignment import Assignment, take_share
 from kvproxy.features.workers.control import ControlApp
 from kvproxy.features.workers.process import WorkerProcess
-from kvproxy.features.workers.share import take_share
 from kvproxy.features.workers.supervisor import ServedConfig, Supervisor, bind_control
 from kvproxy.features.workers.workers import Workers
 from kvproxy.operate.companion import Siblings

@@ -16,7 +16,8 @@ from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from kvproxy.cli import main
 from kvproxy.operate.admin.app import build_admin_app
 from kvproxy.operate.admin.history import History
-from kvproxy.operate.commands.status import StatusOptions, describe_adapters, render_page, run
+from kvproxy.operate.commands.operate import AdminAddress
+from kvproxy.operate.commands.status import describe_adapters, render_page, run
 from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.request.exchange import Exchange, Outcome
 from tests.operate.admin.support import admin_of, proxy_of
@@ -195,7 +196,7 @@ def test_nobody_who_could_tell(url: str, answer: httpx.Response | Exception, sai
     """Exit 1 and what to do about it."""
     out, err = io.StringIO(), io.StringIO()
     transport = None if url == "nonsense" else answering(answer)
-    assert run(StatusOptions(url), out=out, err=err, transport=transport) == 1
+    assert run(AdminAddress(url), out=out, err=err, transport=transport) == 1
     assert said in err.getvalue()
     assert out.getvalue() == ""
 
@@ -212,12 +213,12 @@ async def test_the_token_comes_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("s3cret\n")
     out = io.StringIO()
-    options = StatusOptions(URL, token_file=str(file))
-    assert run(options, out=out, err=out, transport=httpx.MockTransport(handle)) == 0
+    address = AdminAddress(URL, str(file))
+    assert run(address, out=out, err=out, transport=httpx.MockTransport(handle)) == 0
     assert seen == ["Bearer s3cret"]
     file.write_text("\n")
     with pytest.raises(ConfigError, match="holds no token"):
-        run(options, out=out, err=out)
+        run(address, out=out, err=out)
 
 
 class Terminal(io.StringIO):
@@ -245,8 +246,8 @@ async def test_watching_outlives_an_outage(monkeypatch: pytest.MonkeyPatch) -> N
     live = await live_of(proxy_of())
     screen = Terminal()
     transport = answering(live, httpx.ConnectError("refused"), live)
-    options = StatusOptions(URL, watch=True)
-    assert run(options, out=screen, err=screen, sleep=sleeping(3), transport=transport) == 0
+    address = AdminAddress(URL)
+    assert run(address, watch=True, out=screen, err=screen, sleep=sleeping(3), transport=transport) == 0
     begun, *shown = screen.getvalue().split("\x1b[H")
     assert begun == "\x1b[?1049h\x1b[?25l"  # a screen of its own, and afterwards the one before
     assert shown[-1].endswith("\x1b[J\x1b[?25h\x1b[?1049l")
@@ -264,7 +265,7 @@ async def test_watching_into_a_file() -> None:
     """Plain text, one screen after the other."""
     live = await live_of(proxy_of())
     out = io.StringIO()
-    assert run(StatusOptions(URL, watch=True), out=out, err=out, sleep=sleeping(2), transport=answering(live)) == 0
+    assert run(AdminAddress(URL), watch=True, out=out, err=out, sleep=sleeping(2), transport=answering(live)) == 0
     assert out.getvalue().count("ENDPOINT  STATE") == 2
     assert "\x1b" not in out.getvalue()
 
