@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,9 @@ MAX_N = 1024
 #: A longer value of a watched member counts as harmful: it is not decoded.
 MAX_VALUE_BYTES = 128 * 1024
 _MAX_REGEX_CHARS = 4096
+#: A shorter value is searched sooner than compared. So many longer ones are remembered.
+_LONG_BYTES = 1024
+_REMEMBERED = 16
 _MAX_DEPTH = 64
 
 Members = Iterable[tuple[str, bytes]]  # names, and values as in the body
@@ -217,6 +221,23 @@ def has_bad_pattern(value: bytes) -> bool:
 def may_hold_pattern(value: bytes) -> bool:
     """Return the cheap look before."""
     return b'"pattern"' in value or (b"\\" in value and b"\\u00" in value)
+
+
+class PlainValues:
+    """Long values without a pattern that were seen last: agents send the same tools with every turn."""
+
+    def __init__(self) -> None:
+        self._seen: deque[bytes] = deque(maxlen=_REMEMBERED)
+
+    def has_pattern(self, value: bytes) -> bool:
+        """Return False for a value that surely has none."""
+        if value in self._seen:
+            return False
+        if may_hold_pattern(value):
+            return True
+        if _LONG_BYTES <= len(value) <= MAX_VALUE_BYTES:
+            self._seen.append(value)
+        return False
 
 
 _PATTERN = re.compile(

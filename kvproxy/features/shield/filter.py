@@ -16,7 +16,7 @@ from kvproxy.base.types import Clock, Headers
 from kvproxy.cache.engines import Engines
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import RouteTarget
-from kvproxy.features.shield.fields import FORMATS, TELLING, WATCHED, find_rules, may_hold_pattern
+from kvproxy.features.shield.fields import FORMATS, TELLING, WATCHED, PlainValues, find_rules
 from kvproxy.features.shield.metrics import ShieldMetrics
 from kvproxy.features.shield.rules import ADVISORIES, Rule, open_rules
 from kvproxy.features.shield.versions import TIMEOUT_S, EngineVersions
@@ -72,6 +72,7 @@ class ShieldFilter(Step):
         self._make_id = partial(RandomHex().take, 32) if make_id is None else make_id
         self._counts = metrics.group(ShieldMetrics)
         self._logged: set[tuple[str, Rule]] = set()
+        self._plain = PlainValues()
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
         """Wait only for a body that was not read yet, or that holds a member which some engine may not bear."""
@@ -82,7 +83,7 @@ class ShieldFilter(Step):
         if Rule.CLIENT_REQUEST_ID in rules and _is_scoring(scope["path"]):
             self._replace_id(exchange, downstream)
         body = exchange.body
-        if body is not None and _is_harmless(body, exchange):
+        if body is not None and self._is_harmless(body, exchange):
             return None
         if not (exchange.trusted or self._trusts_all):
             rules -= _TRUSTED_ONLY
@@ -113,7 +114,7 @@ class ShieldFilter(Step):
         if Rule.CLIENT_REQUEST_ID in rules and _is_scoring(path):
             exchange.upstream_id = self._make_id()
             self._counts.requests.labels(Rule.CLIENT_REQUEST_ID.value, "rewritten").inc()
-        if body and not rules <= _BY_HEADER and not _is_harmless(body, exchange) and not _is_form(headers):
+        if body and not rules <= _BY_HEADER and not self._is_harmless(body, exchange) and not _is_form(headers):
             await self._examine(exchange, path, body, rules)
 
     async def _read(self, exchange: Exchange, downstream: Downstream, rules: frozenset[Rule]) -> None:
@@ -132,7 +133,7 @@ class ShieldFilter(Step):
         exchange.body = downstream.replayed = body
         exchange.held_bytes += len(body)
         exchange.release = self._reader.release
-        if not _is_harmless(body, exchange):
+        if not self._is_harmless(body, exchange):
             await self._examine(exchange, downstream.scope["path"], body, rules)
 
     async def _examine(self, exchange: Exchange, path: str, body: bytes, rules: frozenset[Rule]) -> None:
@@ -181,6 +182,18 @@ class ShieldFilter(Step):
             safe = [one for one in others if one.engine.software]
             exchange.barred = frozenset(one.id for one in serving if one not in (safe or others))
 
+    def _is_harmless(self, body: bytes, exchange: Exchange) -> bool:
+        """Return True if no member of the body matters, as for nearly every body."""
+        if exchange.members is not None:
+            return TELLING.isdisjoint(one.name for one in exchange.members.found)
+        names = read_names(body, exchange)
+        if names is None:
+            return not body
+        if TELLING.isdisjoint(names):
+            return True
+        telling = TELLING & names.keys()
+        return telling <= FORMATS and not any(self._plain.has_pattern(bytes(names[name])) for name in telling)
+
     def _count(self, cluster: str, rules: Iterable[Rule], action: str) -> None:
         for rule in sorted(rules):
             self._counts.requests.labels(rule.value, action).inc()
@@ -215,19 +228,6 @@ def _refusal(rules: Iterable[Rule]) -> str:
     """Without the engines' versions, which are no client's business."""
     fields = "; ".join(ADVISORIES[one].field if one in ADVISORIES else "the body" for one in sorted(rules))
     return f"This request could harm the engine that serves it and is refused (see: {fields})."
-
-
-def _is_harmless(body: bytes, exchange: Exchange) -> bool:
-    """Return True if no member of the body matters, as for nearly every body."""
-    if exchange.members is not None:
-        return TELLING.isdisjoint(one.name for one in exchange.members.found)
-    names = read_names(body, exchange)
-    if names is None:
-        return not body
-    if TELLING.isdisjoint(names):
-        return True
-    telling = TELLING & names.keys()
-    return telling <= FORMATS and not any(may_hold_pattern(bytes(names[name])) for name in telling)
 
 
 def _in_utf8(body: bytes) -> bytes:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kvproxy.features.shield import rules
-from kvproxy.features.shield.fields import WATCHED, fails_as_regex, find_rules
+from kvproxy.features.shield.fields import WATCHED, PlainValues, fails_as_regex, find_rules
 from kvproxy.features.shield.filter import ShieldFilter
 from kvproxy.features.shield.rules import ADVISORIES, ALL_RULES, Rule, open_rules, parse_version
 from kvproxy.proxy.forward.body_guard import EXAMINED_FIELDS
@@ -354,3 +354,16 @@ def test_the_table_is_whole() -> None:
     """Each rule has its row, and a scan for the proxy keeps what the rules look at."""
     assert set(ADVISORIES) == set(Rule) - {Rule.UNREADABLE}
     assert WATCHED <= EXAMINED_FIELDS
+
+
+@pytest.mark.parametrize("words", [1, 400])
+def test_a_value_with_a_pattern_is_never_taken_for_one_that_was_plain(words: int) -> None:
+    """Agents send the same tools again; others of the same length are looked through all the same."""
+    values = PlainValues()
+    plain = b'[{"type": "function", "parameters": {"pattirn": "%b"}}]' % (b"word " * words)
+    for _ in range(2):
+        assert not values.has_pattern(plain)
+        assert values.has_pattern(plain.replace(b"pattirn", b"pattern"))
+    for number in range(100):
+        assert not values.has_pattern(plain.replace(b"pattirn", b"%07d" % number))
+    assert not values.has_pattern(plain)
