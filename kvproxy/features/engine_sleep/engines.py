@@ -182,7 +182,8 @@ class EngineSleep(CacheObserver):
         """Wake one more engine of a model if requests wait in all that are awake."""
         for model in cluster.screening.declared or ("",):
             pool = cluster.screening.find_pool(model, now)
-            crowded = not pool.panic and all(one.load.engine and one.load.engine.waiting for one in pool.usable)
+            awake = () if pool.panic else pool.usable
+            crowded = bool(awake) and all(one.load.engine and one.load.engine.waiting for one in awake)
             key = (cluster.name, model)
             self._crowded[key] = self._crowded[key] + 1 if crowded else 0
             if self._crowded[key] >= CROWDED:

@@ -26,7 +26,7 @@ class Rollouts(Feature):
     """Has all engines of a cluster do one thing, and their caches forgotten where it empties them."""
 
     name = "rollouts"
-    slow_changes = {"/call": CALL_S + ANSWER_S}
+    slow_changes = {"/call": CALL_S + ANSWER_S, "/flush": CALL_S + ANSWER_S}  # both may ask every engine
 
     def list_admin_routes(self, operated: AdminTarget, audit: Audit) -> Sequence[Route]:
         """Return `/call` and `/flush`."""

@@ -371,6 +371,18 @@ async def test_a_call_starts_an_engine_where_there_is_none(tmp_path: Path) -> No
         assert "hidden" not in shown
 
 
+async def test_nothing_is_started_without_a_request(tmp_path: Path) -> None:
+    """However often the engines' metrics are read meanwhile."""
+    async with started_by_call(tmp_path) as (starter, proxy):
+        assert proxy.proxy.kvcache is not None
+        engines = proxy.proxy.kvcache.observers.find(EngineSleep)
+        assert engines is not None
+        for _ in range(2 * CROWDED):
+            engines.tick()
+        assert not engines._waking
+        assert starter.calls == []
+
+
 async def test_a_call_that_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its answer is in no log, since it may repeat the headers."""
     async with started_by_call(tmp_path) as (starter, proxy):
