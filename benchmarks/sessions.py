@@ -66,7 +66,7 @@ class Cell:
         preset = ENGINES["h100"]
         timing = replace(preset.timing, prefill_tokens_per_s=20_000.0)
         draw = SHAPES[self.shape]
-        if self.shape in ("agents", "mixed"):
+        if self.shape in ("agents", "mixed", "talks"):
             trace = draw(round(AGENTS_AN_ENGINE * self.engines * self.ratio), seed)
             capacity = CAPACITY_TOKENS
         else:
@@ -87,6 +87,7 @@ CELLS = (
     *(Cell("agents", engines, ratio) for engines in (2, 8) for ratio in (1.5, 2.0, 4.0)),
     *(Cell("mixed", 4, ratio) for ratio in (1.5, 2.0, 4.0)),
     *(Cell(shape, 4, 2.0) for shape in ("cc", "agent", "forks", "paused", "giant")),
+    *(Cell("talks", 4, ratio) for ratio in (1.2, 2.4, 4.0)),
     Cell("agents", 4, 2.0, lost=True),
     *(Cell(shape, 4, ratio) for shape in ("cc", "agent") for ratio in (1.5, 4.0)),
     *(Cell("agents", 16, ratio) for ratio in (1.5, 2.0, 4.0)),

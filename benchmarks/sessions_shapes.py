@@ -55,6 +55,7 @@ def _turns(
         answer = rng.randrange(100, 600)
         made.append(Turn(gap_s() if turn else 0.0, context, answer, array("Q", blocks)))
         context += answer
+    made[-1] = replace(made[-1], calls_tool=False)
     return made
 
 
@@ -82,6 +83,17 @@ def draw_agents(sessions: int, seed: int, *, pauses: float = 0.0) -> Trace:
 def draw_paused(sessions: int, seed: int) -> Trace:
     """Draw agents with a human who looks at every tenth answer."""
     return replace(draw_agents(sessions, seed, pauses=0.1), name="paused")
+
+
+def draw_talks(sessions: int, seed: int) -> Trace:
+    """Draw conversations as long as agents', with pauses of 5 to 25 s."""
+    rng = Random(seed + 2)
+    made = []
+    for session in draw_agents(sessions, seed).sessions:
+        first, *others = session.turns
+        later = (replace(turn, delay_s=rng.uniform(5.0, 25.0), calls_tool=False) for turn in others)
+        made.append(replace(session, turns=(replace(first, calls_tool=False), *later)))
+    return _trace("talks", made)
 
 
 def draw_forks(sessions: int, seed: int) -> Trace:
@@ -126,7 +138,8 @@ def draw_mixed(sessions: int, seed: int) -> Trace:
         for turn in range(8):
             new.grow(blocks, context)
             answer = rng.randrange(50, 500)
-            turns.append(Turn(rng.uniform(20.0, 90.0) if turn else 0.0, context, answer, array("Q", blocks)))
+            delay_s = rng.uniform(20.0, 90.0) if turn else 0.0
+            turns.append(Turn(delay_s, context, answer, array("Q", blocks), calls_tool=False))
             context += answer + rng.randrange(20, 200)
         chats.append(TraceSession(rng.uniform(0.0, 600.0), tuple(turns), "chat"))
     return _trace("mixed", [*agents.sessions, *chats])
@@ -145,6 +158,7 @@ SHAPES: Mapping[str, Draw] = {
     "agents": draw_agents,
     "mixed": draw_mixed,
     "paused": draw_paused,
+    "talks": draw_talks,
     "forks": draw_forks,
     "giant": draw_giant,
     "cc": lambda sessions, seed: take_batch("cc_dev", sessions, seed),

@@ -129,6 +129,11 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
             outcome.candidates = decision.candidates
             outcome.costs = () if decision.choice is None else decision.choice.costs
 
+    def note_answer(self, pick: Pick) -> None:
+        """Record, before the pick is settled, what the answer tells of its session."""
+        if pick.stay is not None and not self.exchange.outcome.calls_tool:
+            pick.stay.calls_no_tool()
+
     def _decide_again(self, now: float) -> Decision[Endpoint] | Refusal:
         """Decide by fresh facts: during a wait, others with the same prompt may have been placed."""
         if self.exchange.facts_source is not None:

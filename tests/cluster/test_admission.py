@@ -34,6 +34,8 @@ class FakeStay:
 
     def is_last(self) -> None: ...
 
+    def calls_no_tool(self) -> None: ...
+
     def end(self, now: float, *, served: bool) -> None:
         self.served.append(served)
 

@@ -22,6 +22,10 @@ class Stay(Protocol):
         """Note that the client ends its session with this request."""
         ...
 
+    def calls_no_tool(self) -> None:
+        """Note, before its end, that the answer calls no tool: agents stop so."""
+        ...
+
     def end(self, now: float, *, served: bool) -> None:
         """Note its end; `served` is false where the client left or the engine failed."""
         ...

@@ -28,6 +28,8 @@ from kvproxy.features.residents.resident_set import ResidentSet, Session
 #: Share of an engine's memory up to which sessions are admitted, and at which the youngest gives way.
 ADMIT_BELOW = 0.9
 GIVE_WAY_AT = 0.98
+#: Share of the sessions' pauses in which an engine computes contexts again that are admitted beyond its memory.
+RECOMPUTED = 0.25
 #: Bound on the sessions that are known; the longest idle are forgotten first.
 MAX_SESSIONS = 65_536
 #: Sessions that got room of late, by which the rate is measured at which it becomes free.
@@ -49,6 +51,10 @@ class SessionStay(msgspec.Struct, eq=False):
     def is_last(self) -> None:
         """As of Stay."""
         self._last = True
+
+    def calls_no_tool(self) -> None:
+        """As of Stay."""
+        self._session.calls_tool = False
 
     def end(self, now: float, *, served: bool) -> None:
         """As of Stay."""
@@ -117,11 +123,11 @@ class SessionAdmission:
         """Sessions known."""
         return len(self._by_tail)
 
-    def describe(self, endpoint: EndpointId) -> dict[str, object]:
-        """Return the residents of an endpoint that has or had some, for people."""
-        residents = self.sets[endpoint]
-        tokens = round(residents.tokens(self.habits.growth_tokens))
-        return {"residents": len(residents), "context_tokens": tokens}
+    def limit_tokens(self, capacity_tokens: int, *, share: float = ADMIT_BELOW) -> float:
+        """Return the tokens of contexts up to which sessions are admitted: this share of the memory, and what an engine
+        has the time to compute again while they pause. If that is all that its memory holds, there is no limit."""
+        paused = 0.0 if self.speeds is None else self.habits.pause_s / self.speeds.seconds[1]
+        return share * capacity_tokens + RECOMPUTED * paused if paused < capacity_tokens else math.inf
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         """As of Admission."""
@@ -226,6 +232,8 @@ class SessionAdmission:
         if not goes_on:
             self._forget(session)
             return
+        if session.endpoint is not None and not session.calls_tool and self.habits.ends_without_call(session.head):
+            self.sets[session.endpoint].leave(session)
         self._ended_last(session)
         if len(self._known) > MAX_SESSIONS:
             self._forget(next(iter(self._known)))
@@ -334,7 +342,7 @@ class SessionAdmission:
                 self.sets[first.endpoint].leave(first)
         while (first := next(iter(self._known), None)) is not None and now - first.ended_at > HORIZON_S:
             if not (self._shares and self._is_crowded()):  # else it may wait at another router
-                self.habits.note_last(first.head)
+                self.habits.note_last(first.head, calls_tool=first.calls_tool)
             self._forget(first)
 
     def _is_crowded(self) -> bool:
@@ -405,25 +413,21 @@ class SessionAdmission:
         load = cast("EndpointLoad", one.load)
         engine = load.engine
         residents = self.sets.get(one.id)
-        if engine is None or not engine.capacity_tokens or not residents or not self._is_worth(engine.capacity_tokens):
+        if engine is None or not engine.capacity_tokens or not residents:
             return 0.0
         residents.capacity_tokens = engine.capacity_tokens
-        if session is not None and session.endpoint == one.id:
+        limit = self.limit_tokens(engine.capacity_tokens)
+        if limit == math.inf or (session is not None and session.endpoint == one.id):
             return 0.0
         if (self._reserved or load.remote_load is not None) and self._is_kept(one, holder):
             return engine.capacity_tokens
         tokens = request.facts.prompt_tokens
         single_tokens = max(0, load.resident_tokens - residents.running_tokens)
         taken = residents.tokens(self.habits.growth_tokens) + single_tokens
-        missing = taken + tokens + self._growth_of(request) - ADMIT_BELOW * engine.capacity_tokens
+        missing = taken + tokens + self._growth_of(request) - limit
         if missing <= 0.0:
             return missing
         return missing - residents.count_shared(cast("array[int]", request.facts.blocks)) * tokens
-
-    def _is_worth(self, capacity_tokens: int) -> bool:
-        """Return whether contexts are worth their memory: what it holds is used once a turn, and if sessions pause for
-        longer than an engine takes to compute all of it, the engine has the time to compute it again."""
-        return self.speeds is None or capacity_tokens * self.speeds.seconds[1] > self.habits.pause_s
 
     def _growth_of(self, request: PickRequest) -> float:
         """Return the tokens that the turn will add: as learned, unless a longer answer is expected."""
@@ -432,7 +436,10 @@ class SessionAdmission:
     def _return(self, session: Session, tokens: int, now: float) -> None:
         if session.running:
             self.turn_ended(session, now, goes_on=True)
-        self.habits.note_return(session.head, now - session.ended_at, tokens - session.tokens)
+        gap_s = now - session.ended_at
+        grown = tokens - session.tokens
+        self.habits.note_return(session.head, gap_s, session.tokens, grown, calls_tool=session.calls_tool)
+        session.calls_tool = True
         session.turns += 1
         session.running = True
         self._idle.pop(session, None)
@@ -442,7 +449,7 @@ class SessionAdmission:
 
     def _make_room(self, residents: ResidentSet) -> None:
         """Have the youngest sessions between turns give way, where contexts have outgrown the memory."""
-        limit = GIVE_WAY_AT * residents.capacity_tokens
+        limit = self.limit_tokens(residents.capacity_tokens, share=GIVE_WAY_AT)
         while residents.tokens(self.habits.growth_tokens) > limit:
             youngest = residents.youngest_idle()
             if youngest is None:

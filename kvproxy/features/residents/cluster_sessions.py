@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -11,7 +12,7 @@ from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
-from kvproxy.features.residents.admission import ADMIT_BELOW, SessionAdmission
+from kvproxy.features.residents.admission import SessionAdmission
 from kvproxy.features.residents.feature import SessionsPlace
 from kvproxy.features.residents.metrics import SessionMetrics
 from kvproxy.operate.commands.status import plain
@@ -61,15 +62,22 @@ class ClusterSessions(ClusterObserver):
             "growth_tokens": round(habits.growth_tokens),
             "memory_known": any(memory_of(one) for one in self._cluster.endpoints),
             "endpoints": {
-                name: {**self.rule.describe(name), "limit_tokens": limit} for name, limit in self.list_limits().items()
+                name: {**self._describe_residents(name), "limit_tokens": limit}
+                for name, limit in self.list_limits().items()
             },
         }
+
+    def _describe_residents(self, endpoint: EndpointId) -> dict[str, object]:
+        residents = self.rule.sets[endpoint]
+        tokens = round(residents.tokens(self.rule.habits.growth_tokens))
+        return {"residents": len(residents), "context_tokens": tokens}
 
     def list_limits(self) -> Mapping[EndpointId, int | None]:
         """Return the tokens up to which sessions are admitted to each endpoint that has or had residents; None: there
         is no limit."""
         shown = (one for one in self._cluster.endpoints if one.id in self.rule.sets)
-        return {one.id: round(ADMIT_BELOW * memory_of(one)) or None for one in shown}
+        limits = {one.id: self.rule.limit_tokens(memory_of(one)) for one in shown}
+        return {name: None if limit == math.inf else round(limit) for name, limit in limits.items()}
 
 
 #: How the answers of several workers, which share their sessions but not those that wait, become one.

@@ -28,34 +28,44 @@ class Habits:
     """Updated at every turn of every session."""
 
     def __init__(self) -> None:
-        self._gaps: deque[float] = deque(maxlen=_GAPS)
+        self._gaps: deque[tuple[float, int]] = deque(maxlen=_GAPS)  # and the tokens that memory held meanwhile
         self._seen = 0
         #: Seconds without a turn after which a session gives up its room.
         self.idle_limit_s = _FIRST_LIMIT_S
-        #: Seconds between an answer and the next turn, on average.
+        #: Seconds between an answer and the next turn, on average over the tokens of contexts.
         self.pause_s = 0.0
         #: Tokens by which a context grows in a turn, on average.
         self.growth_tokens = _FIRST_GROWTH_TOKENS
-        self._heads: OrderedDict[int, list[int]] = OrderedDict()  # turns that another one followed, and last ones
+        #: Turns that another one followed, and last ones: of all, by beginning; of those without a tool call, by ~.
+        self._heads: OrderedDict[int, list[int]] = OrderedDict()
         #: Of these, the beginnings of prompts most of which were followed by their session's next turn.
         self.returning: set[int] = set()
 
-    def note_return(self, head: int, gap_s: float, growth_tokens: int) -> None:
-        """Note the next turn of a session."""
+    def note_return(self, head: int, gap_s: float, tokens: int, growth_tokens: int, *, calls_tool: bool = True) -> None:
+        """Note the next turn of a session with a prompt of so many tokens, after an answer that called a tool or
+        not."""
         self._note_outcome(head, 0)
+        if not calls_tool:
+            self._note_outcome(~head, 0)
         self._seen += 1
         weight = max(_GROWTH_WEIGHT, 1.0 / self._seen)
         self.growth_tokens += weight * (max(0, growth_tokens) - self.growth_tokens)
-        self._gaps.append(gap_s)
+        self._gaps.append((gap_s, tokens))
         if self._seen % _EVERY == 0:
-            gaps = sorted(self._gaps)
-            self.pause_s = fmean(gaps)
+            gaps, weights = zip(*sorted(self._gaps), strict=True)
+            self.pause_s = fmean(gaps, weights)
             longest_s = gaps[min(len(gaps) - 1, int(_QUANTILE * len(gaps)))]
             self.idle_limit_s = min(HORIZON_S, max(_LEAST_LIMIT_S, longest_s))
 
-    def note_last(self, head: int) -> None:
+    def note_last(self, head: int, *, calls_tool: bool = True) -> None:
         """Note a turn that none followed within the horizon."""
         self._note_outcome(head, 1)
+        if not calls_tool:
+            self._note_outcome(~head, 1)
+
+    def ends_without_call(self, head: int) -> bool:
+        """Return whether most answers without a tool call were the last of prompts that begin so."""
+        return ~head in self._heads and ~head not in self.returning
 
     def _note_outcome(self, head: int, which: int) -> None:
         heads = self._heads

@@ -23,7 +23,7 @@ class SessionMetrics(MetricGroup):
     )
     limit_tokens = callback_gauge(
         "kvproxy_resident_limit_tokens",
-        "Such tokens up to which sessions are admitted; none: the engine's memory is not known",
+        "Such tokens up to which sessions are admitted; none: there is no limit",
         "cluster endpoint",
         across=Across.MAX,
     )

@@ -35,6 +35,7 @@ class Session(msgspec.Struct, eq=False):
     running: bool = True  # between a prompt and the end of its answer
     turns: int = 1
     stays: bool = False  # resident between its turns
+    calls_tool: bool = True  # the latest answer calls one, or that is not known
     elsewhere: bool = False  # another router placed its latest turn
     name: int = 0  # as its client names it; 0: not at all
     parent: int = 0  # name of the session that it was made from

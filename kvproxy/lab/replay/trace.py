@@ -41,6 +41,7 @@ class Turn:
     prompt_tokens: int
     output_tokens: int
     blocks: array[int]  # `array('Q')`
+    calls_tool: bool = True  # its answer does, or that is not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvproxy.proxy.request.continuation import Continuation
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import error_event
 from kvproxy.proxy.request.exchange import Exchange
-from kvproxy.proxy.request.usage import ERROR_MARK, error_status, read_response_id, read_usage
+from kvproxy.proxy.request.usage import ERROR_MARK, calls_tool, error_status, read_response_id, read_usage
 
 #: A longer answer that is to be edited, or event of a stream, is forwarded unchanged.
 MAX_HELD_BYTES = 1024 * 1024
@@ -33,6 +33,9 @@ _NO_PIECES = deque[bytes](maxlen=0)
 _BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
 #: Content types of answers that may count tokens.
 _TELLING = (b"application/json", b"text/event-stream")
+
+#: Kinds of requests whose answers may call tools.
+_CONVERSATIONS = (RequestKind.CHAT, RequestKind.MESSAGES, RequestKind.RESPONSES)
 
 #: Most unary replies are complete by then and need no watcher (a task waiting on `receive` costs 11 us).
 ARM_DELAY_S = 0.02
@@ -259,6 +262,8 @@ def read_end(
         outcome.cached_tokens = usage.cached_tokens
         outcome.media_tokens = usage.media_tokens
         outcome.completion_tokens = usage.completion_tokens
+    if inference is not None and inference.kind in _CONVERSATIONS:
+        outcome.calls_tool = calls_tool(tail)
     if inference is not None and inference.continuable:
         outcome.response_id = read_response_id(first)
     return None

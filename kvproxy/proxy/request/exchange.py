@@ -77,6 +77,7 @@ class Outcome(msgspec.Struct, eq=False):
     media_tokens: int | None = None  # of the prompt's: pictures, audio and video
     completion_tokens: int | None = None
     predicted_tokens: int | None = None  # cached tokens in the answer to the client, since the engine reported none
+    calls_tool: bool = True  # the answer does, or that is not known
     response_id: str = ""  # by which another request may continue this one
     candidates: Sequence[Endpoint] = ()  # of the last pick, and the policy's cost of each; () if there
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED

@@ -29,6 +29,14 @@ _MAX_ERROR_BYTES = 64 * 1024
 _ID_BYTES = 1024
 _response_id = re.compile(rb'"id"\s{0,2}:\s{0,2}"(resp_[\w.-]{1,120})"').search
 
+#: Every call of a tool has one of these, and few other answers do.
+_CALL_HINTS = (b"_call", b"tool_use")
+#: Chat's, Anthropic's and the responses API's; generated text cannot contain them.
+_call = re.compile(
+    rb'"(?:tool_calls|function_call)"\s?:(?!\s?(?:\[\]|null))'
+    rb'|"(?:type|finish_reason|stop_reason)"\s?:\s?"(?:tool_calls|tool_use|\w{1,30}_call)"'
+).search
+
 _STATUS_KEYS = ("code", "status", "status_code", "http_status_code")
 _NAME_KEYS = ("type", "code", "error_type")
 
@@ -287,6 +295,11 @@ def read_response_id(head: bytes) -> str:
     """Return the id that a response of the responses API begins with, streamed or not; "" if it does not."""
     found = _response_id(head, 0, _ID_BYTES)
     return "" if found is None else found[1].decode()
+
+
+def calls_tool(tail: bytes) -> bool:
+    """Return whether an answer calls a tool, by its end."""
+    return any(hint in tail for hint in _CALL_HINTS) and _call(tail) is not None
 
 
 def error_status(events: bytes, *, first: bool = False) -> int | None:

@@ -54,7 +54,7 @@ def prompt(session: int, blocks: int, *, shared: int = 0) -> PickRequest:
 def knows(admission: SessionAdmission, *sessions: int, shared: int = 0) -> None:
     """Teach it that prompts which begin like those of these sessions come back."""
     for session in sessions:
-        admission.habits.note_return(prompt(session, 2, shared=shared).facts.blocks[0], 0.5, 0)
+        admission.habits.note_return(prompt(session, 2, shared=shared).facts.blocks[0], 0.5, 1, 0)
 
 
 def begin(admission: SessionAdmission, request: PickRequest, at: Engine, now: float = 0.0) -> SessionStay:
@@ -116,13 +116,15 @@ def test_turns_of_residents_never_wait(admission: SessionAdmission) -> None:
     assert not waits(admission, prompt(1, 700), A)
 
 
-def test_sessions_do_not_wait_where_memory_saves_less_than_they_pause(admission: SessionAdmission) -> None:
-    """To compute all that it holds once a pause would not fill an engine's time. Those that wait already go."""
+def test_contexts_that_are_computed_again_within_pauses_need_no_room(admission: SessionAdmission) -> None:
+    """Those that take an engine a quarter of a pause; where a pause is enough for all that memory holds, any number,
+    and those that wait already go."""
     knows(admission, 1, 2)
     turn(admission, prompt(1, 500), A)
-    asked = prompt(2, 401)
     admission.speeds = SpeedModel(SpeedPriors(tokens_per_s=10_000.0))  # the memory holds 10 s of prefill
-    admission.habits.pause_s = 9.9
+    admission.habits.pause_s = 4.0
+    assert not waits(admission, prompt(2, 500), A)
+    asked = prompt(2, 501)
     assert waits(admission, asked, A)
     room = wait_for_room(admission, asked, 0.0)
     assert not room.has_room([A], 0.0)
@@ -131,6 +133,31 @@ def test_sessions_do_not_wait_where_memory_saves_less_than_they_pause(admission:
     assert not waits(admission, asked, A)
     assert room.has_room([A], 0.0)
     assert A.load.kept_since is None
+    assert not waits(admission, prompt(2, 5_000), A)
+
+
+def test_an_answer_without_a_tool_call_gives_up_room_where_sessions_end_so(admission: SessionAdmission) -> None:
+    """As learned for each beginning; one that goes on all the same is still the session that it was."""
+    head = prompt(1, 1).facts.blocks[0]
+    last = begin(admission, prompt(1, 10), A)
+    last.calls_no_tool()
+    last.end(0.0, served=True)
+    assert not admission.habits.ends_without_call(head)  # not before one has ended so
+    admission.expire(HORIZON_S + 1.0)
+    assert admission.habits.ends_without_call(head)
+    knows(admission, 1, 1, 1, 2)
+    turn(admission, prompt(1, 800), A)
+    assert len(admission.sets[A.id]) == 1
+    last = begin(admission, prompt(1, 810), A)
+    last.calls_no_tool()
+    assert waits(admission, prompt(2, 200), A)
+    last.end(0.0, served=True)
+    assert not waits(admission, prompt(2, 200), A)
+    assert len(admission.sets[A.id]) == 0
+    turn(admission, prompt(1, 820), A)
+    assert [(one.turns, one.calls_tool) for one in admission.sets[A.id]] == [(3, True)]
+    admission.habits.note_return(head, 0.5, 1, 0, calls_tool=False)
+    assert not admission.habits.ends_without_call(head)  # more went on than ended
 
 
 def test_prefixes_shared_by_sessions_count_once(admission: SessionAdmission) -> None:
@@ -427,7 +454,7 @@ def test_waiting_is_no_part_of_the_gap_between_turns(admission: SessionAdmission
     admission.expire(500.0)
     wait.over(500.0)
     turn(admission, prompt(1, 510), A, now=500.0)
-    assert max(admission.habits._gaps) == pytest.approx(1.0)
+    assert max(admission.habits._gaps)[0] == pytest.approx(1.0)
 
 
 def test_a_session_whose_turn_waits_in_the_queue_is_not_idle(admission: SessionAdmission) -> None:
@@ -443,7 +470,7 @@ def test_a_session_whose_turn_waits_in_the_queue_is_not_idle(admission: SessionA
     wait.over(later_s + 1.0)  # its client's task ends later
     stay = begin(admission, prompt(1, 510), A, now=later_s)
     assert stay.note == (NOTE, SessionTurn(2, resident=True))
-    assert max(admission.habits._gaps) == pytest.approx(1.0)
+    assert max(admission.habits._gaps)[0] == pytest.approx(1.0)
 
 
 def test_one_that_left_the_queue_is_idle_from_then_on(admission: SessionAdmission) -> None:
@@ -574,7 +601,7 @@ def test_kept_entries_are_bounded(admission: SessionAdmission, monkeypatch: pyte
     assert admission.sessions == 3
     habits = Habits()
     for head in range(MAX_HEADS + 2):
-        habits.note_return(head, 1.0, 0)
+        habits.note_return(head, 1.0, 1, 0)
     assert 0 not in habits.returning
     assert MAX_HEADS + 1 in habits.returning
     assert len(habits.returning) == MAX_HEADS
@@ -585,13 +612,17 @@ def test_habits_follow_the_traffic() -> None:
     fade."""
     habits = Habits()
     for _ in range(300):
-        habits.note_return(7, 25.0, 1000)
+        habits.note_return(7, 25.0, 1, 1000)
     assert habits.idle_limit_s == habits.pause_s == 25.0
     assert habits.growth_tokens == pytest.approx(1000, rel=0.05)
     for _ in range(300):
-        habits.note_return(7, 0.2, 1000)
+        habits.note_return(7, 0.2, 1, 1000)
     assert habits.idle_limit_s == 2.0
     assert habits.pause_s == pytest.approx(0.2)
+    for _ in range(128):
+        habits.note_return(7, 20.0, 1, 1000)
+        habits.note_return(8, 0.2, 98, 1000)
+    assert habits.pause_s == pytest.approx(0.4)  # people who write little take little memory
     for _ in range(40):
         habits.note_last(7)
     assert 7 not in habits.returning
@@ -638,7 +669,7 @@ def test_a_parent_keeps_its_place_while_its_children_work(admission: SessionAdmi
     child.end(1.6 * limit_s, served=True)
     assert waits(admission, prompt(3, 200), A, now=2.4 * limit_s)
     turn(admission, named(prompt(1, 710), 11), A, now=2.4 * limit_s)
-    assert max(admission.habits._gaps) == pytest.approx(0.8 * limit_s)
+    assert max(admission.habits._gaps)[0] == pytest.approx(0.8 * limit_s)
     admission.expire(10 * HORIZON_S)
     assert not admission._by_name
     turn(admission, named(prompt(2, 100), 12, parent=11), A, 10 * HORIZON_S)

@@ -126,6 +126,19 @@ async def test_the_last_request_of_a_session_leaves_no_resident(tmp_path: Path) 
         assert not sessions.rule.sets[EndpointId("only")]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+async def test_answers_show_whether_a_session_goes_on(tmp_path: Path, path: str, stream: bool) -> None:
+    """Those of every API, whole or streamed: they call no tool."""
+    async with proxied(tmp_path) as (_, client, sessions):
+        body = {**chat(1, 2), "stream": stream}
+        if path == "responses":
+            body = {"model": "sim", "input": body["messages"], "max_output_tokens": 16, "stream": stream}
+        answer = await client.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 200
+        assert [one.calls_tool for one in sessions.rule._known] == [False]
+
+
 async def test_sessions_are_those_that_clients_name(tmp_path: Path) -> None:
     """By a header of theirs, for each model and tenant; an end user is none, since it may have several at a time."""
     async with proxied(tmp_path) as (_, client, sessions):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.proxy.request.usage import Usage, read_response_id, read_usage
+from kvproxy.proxy.request.usage import Usage, calls_tool, read_response_id, read_usage
 
 CHAT = (
     b'"usage":{"prompt_tokens":96,"total_tokens":98,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":64}}'
@@ -208,3 +208,23 @@ def test_the_search_for_usage_ends() -> None:
     assert read_usage(usage + b'{"usage":{}},' * 50 + b"1]}") == Usage(5, None, None)
     assert read_usage(usage + b'{"usage":{}},' * 300 + b"1]}") is None
     assert read_usage(usage + b'{"usage":{}},' * 50 + b'"' + b"x" * 10_000 + b'"]}') is None
+
+
+@pytest.mark.parametrize(
+    ("tail", "calls"),
+    [
+        (b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"tool_calls"}]}\n\ndata: [DONE]\n\n', True),
+        (b'{"choices":[{"message":{"content":null,"tool_calls":[{"id":"c"}]},"finish_reason":"stop"}]}', True),
+        (b'{"choices": [{"message": {"content": "the api_call", "tool_calls": []}, "finish_reason": "stop"}]}', False),
+        (b'{"choices":[{"message":{"content":"a","function_call":null,"tool_calls":null}}]}', False),
+        (b'data: {"type":"message_delta","delta":{"stop_reason":"tool_use"}}\n\n', True),
+        (b'{"content":[{"type":"text","text":"tool_use"}],"stop_reason":"end_turn"}', False),
+        (b'{"output":[{"type":"function_call","name":"f"}],"parallel_tool_calls":true}', True),
+        (b'{"output":[{"type": "custom_tool_call"}]}', True),
+        (b'{"output":[{"type":"message"}],"parallel_tool_calls":true,"max_tool_calls":null}', False),
+        (b"", False),
+    ],
+)
+def test_calls_of_tools_are_found_in_every_api(tail: bytes, calls: bool) -> None:
+    """In chat, Anthropic's messages and responses, whole or at the end of a stream; not in generated text."""
+    assert calls_tool(tail) is calls
