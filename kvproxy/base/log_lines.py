@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 #: Where a record keeps its fields, for logs that are JSON.
@@ -30,6 +30,14 @@ def printable(text: str) -> str:
     if text.isascii() and text.isprintable() and " " not in text:
         return text
     return text.encode("unicode_escape").decode("ascii").replace(" ", "\\x20")
+
+
+def align_columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Return lines with columns of equal width: the first `left` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [str.ljust if column < left else str.rjust for column in range(len(widths))]
+    places = [list(zip(aligned, row, widths, strict=True)) for row in rows]
+    return ["  ".join(align(cell, width) for align, cell, width in line).rstrip() for line in places]
 
 
 def log_fields(logger: logging.Logger, event: str, fields: Mapping[str, object]) -> None:

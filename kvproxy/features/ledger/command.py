@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvproxy.base.log_lines import printable
+from kvproxy.base.log_lines import align_columns, printable
 from kvproxy.features.ledger.ledger import LedgerReader, LedgerSum
 
 #: Beginnings of a formula in spreadsheets.
@@ -40,7 +40,8 @@ def run(file: Path, *, since: datetime | None, until: datetime | None, form: str
     if form == "json":
         print(json.dumps({"rows": rows, "broken_lines": reader.broken}), file=out)
         return 0
-    _print_table([_HEADER, *(_row(tenant, model, one) for (tenant, model), one in ordered)], out)
+    table = [_HEADER, *(_row(tenant, model, one) for (tenant, model), one in ordered)]
+    print(*align_columns(table, left=2), sep="\n", file=out)
     uncounted, unpriced = (sum(getattr(one, name) for one in sums.values()) for name in ("uncounted", "unpriced"))
     if unpriced:
         print(f"{unpriced} without a price, {uncounted} of them without the engine's count", file=out)
@@ -64,11 +65,3 @@ def _print_csv(rows: list[dict[str, Any]], out: TextIO) -> None:
         names = {key: printable(row[key]) for key in ("tenant", "model")}
         plain = {key: f"'{name}" if name.startswith(_FORMULA) else name for key, name in names.items()}
         table.writerow({**row, **plain})
-
-
-def _print_table(rows: list[tuple[str, ...]], out: TextIO) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        aligned = (str.ljust, str.ljust, *(str.rjust for _ in row[2:]))
-        cells = [align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)]
-        print("  ".join(cells).rstrip(), file=out)

@@ -9,8 +9,9 @@ from random import Random
 from statistics import StatisticsError, correlation, fmean
 from typing import Any, NamedTuple, TextIO
 
+from kvproxy.base.log_lines import align_columns
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, play_all, play_policy
-from kvproxy.lab.replay.report import align_columns, format_seconds, name_half
+from kvproxy.lab.replay.report import format_seconds, name_half
 from kvproxy.lab.replay.results import Ratio, ReplayOutcome, jain_index, mean_ratio, percentile
 from kvproxy.lab.replay.sessions.rules import BEST_PLACES, find_best_places
 from kvproxy.lab.replay.settings import Pace, ReplayFleet

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from kvproxy.base.log_lines import align_columns
 from kvproxy.lab.replay.live import LiveReplay, LiveSettings
 from kvproxy.lab.replay.results import (
     GoodputLimits,
@@ -195,18 +196,6 @@ class ReplayReport:
 
 def _cells(name: str, summary: Summary, columns: Sequence[Column]) -> list[str]:
     return [name_row(name, summary), *(column.show(summary) for column in columns)]
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width; the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 ROW = "live"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvproxy.base.installed import installed
-from kvproxy.base.log_lines import printable
+from kvproxy.base.log_lines import align_columns, printable
 from kvproxy.cluster.routing import selector
 from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.operate.feature import Feature
@@ -110,7 +110,7 @@ def _attempt(receipt: Receipt, attempt: Attempt, number: int) -> Iterator[str]:
     if attempt.preference is not None:
         yield f"  an earlier filter's preference was {attempt.preference}"
     ordered = sorted(attempt.candidates, key=lambda one: (one.cost is None, one.cost, one.id))
-    yield from _table([_HEADER, *(_row(receipt, attempt, one) for one in ordered)])
+    yield from _indent_table([_HEADER, *(_row(receipt, attempt, one) for one in ordered)])
     if attempt.left_out:
         yield f"  and {attempt.left_out} more"
     yield from _alternatives(attempt, ordered)
@@ -230,10 +230,8 @@ def _remembered_candidates(decision: Mapping[str, Any]) -> Iterator[str]:
                 "-" if source is None else f"{source}, {age_s or 0:.1f} s old",
             )
         )
-    yield from _table(rows)
+    yield from _indent_table(rows)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+def _indent_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    return (f"  {line}" for line in align_columns(rows, left=len(rows[0])))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.lab.replay.report import FIGURES, MORE_FIGURES, ReplayReport, align_columns
+from kvproxy.base.log_lines import align_columns
+from kvproxy.lab.replay.report import FIGURES, MORE_FIGURES, ReplayReport
 from kvproxy.lab.replay.results import GoodputLimits, Ratio, ReplayOutcome, mean_ratio, summarize_outcomes
 from kvproxy.lab.replay.trace import Half, Trace, TraceError, parse_trace, read_trace
 from kvproxy.lab.simulator.timing import TokenGaps
