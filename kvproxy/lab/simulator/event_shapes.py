@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvproxy.lab.simulator.generation import Answer, Delta
-from kvproxy.lab.simulator.json_app import encode_json
-from kvproxy.lab.simulator.openai_shapes import DONE
+from kvproxy.lab.simulator.openai_shapes import DONE, format_event, format_typed_event, name_stop_reason
 
 
 class ResponsesShape:
@@ -92,7 +91,7 @@ class ResponsesShape:
     def _event(self, kind: str, body: dict[str, Any]) -> bytes:
         numbered = {**body, "sequence_number": self._number, "type": kind}
         self._number += 1
-        return f"event: {kind}\n".encode() + b"data: " + encode_json(numbered) + b"\n\n"
+        return f"event: {kind}\n".encode() + format_event(numbered)
 
     def _item(self, answer: Answer, text: str, status: str) -> dict[str, Any]:
         return {
@@ -144,7 +143,7 @@ class AnthropicShape:
             "role": "assistant",
             "content": [{"type": "text", "text": whole.text}],
             "model": answer.plan.model,
-            "stop_reason": _stop_reason(whole),
+            "stop_reason": name_stop_reason(whole),
             "usage": self._usage(answer),
         }
 
@@ -155,24 +154,24 @@ class AnthropicShape:
                 self._opened = True
                 yield from self._opening(answer)
             text = {"type": "text_delta", "text": delta.text}
-            yield _event("content_block_delta", {"index": 0, "delta": text})
+            yield format_typed_event("content_block_delta", index=0, delta=text)
         if last:
-            yield _event("content_block_stop", {"index": 0})
-            stop = {"stop_reason": _stop_reason(answer.read_choice(0))}
-            yield _event("message_delta", {"delta": stop, "usage": self._usage(answer)})
-            yield _event("message_stop", {})
+            yield format_typed_event("content_block_stop", index=0)
+            stop = {"stop_reason": name_stop_reason(answer.read_choice(0))}
+            yield format_typed_event("message_delta", delta=stop, usage=self._usage(answer))
+            yield format_typed_event("message_stop")
             yield DONE
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
         """Yield a failure in mid-stream."""
-        yield _event("error", {"error": {"type": "internal_error", "message": body["error"]["message"]}})
+        yield format_typed_event("error", error={"type": "internal_error", "message": body["error"]["message"]})
         yield DONE
 
     def _opening(self, answer: Answer) -> Iterator[bytes]:
         usage = {"input_tokens": answer.count_usage().prompt_tokens, "output_tokens": 0}
         message = {**self.build_body(answer), "content": [], "stop_reason": None, "usage": usage}
-        yield _event("message_start", {"message": message})
-        yield _event("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
+        yield format_typed_event("message_start", message=message)
+        yield format_typed_event("content_block_start", index=0, content_block={"type": "text", "text": ""})
 
     def _usage(self, answer: Answer) -> dict[str, int]:
         """`input_tokens` is what was neither read from the cache nor written to it."""
@@ -183,11 +182,3 @@ class AnthropicShape:
             "cache_creation_input_tokens": usage.created_cache_tokens,
             "cache_read_input_tokens": usage.cached_tokens,
         }
-
-
-def _stop_reason(whole: Delta) -> str:
-    return "max_tokens" if whole.finish_reason == "length" else "end_turn"
-
-
-def _event(kind: str, body: dict[str, Any]) -> bytes:
-    return f"event: {kind}\n".encode() + b"data: " + encode_json({"type": kind, **body}) + b"\n\n"

@@ -18,6 +18,16 @@ def format_event(body: Any) -> bytes:
     return b"data: " + encode_json(body) + b"\n\n"
 
 
+def format_typed_event(kind: str, **fields: Any) -> bytes:
+    """One event of this type."""
+    return f"event: {kind}\n".encode() + format_event({"type": kind, **fields})
+
+
+def name_stop_reason(whole: Delta) -> str:
+    """Return the end of an answer in the words of `/v1/messages`."""
+    return "max_tokens" if whole.finish_reason == "length" else "end_turn"
+
+
 class OpenAiShape(ABC):
     """Common part of chat and text completions; `details` shows whether usage names the cached tokens."""
 

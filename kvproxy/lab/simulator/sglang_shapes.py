@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvproxy.lab.simulator.generation import Answer, AnswerUsage, Delta
-from kvproxy.lab.simulator.openai_shapes import DONE, format_event
+from kvproxy.lab.simulator.openai_shapes import DONE, format_event, format_typed_event, name_stop_reason
 
 _METADATA = {"metadata": {"weight_version": "default"}}
 
@@ -136,7 +136,7 @@ class SglangMessages:
         whole = answer.read_choice(0)
         usage = {**self._input(answer), "output_tokens": answer.count_usage().completion_tokens}
         content = [{"type": "text", "text": whole.text}]
-        return {**self._message(answer), "content": content, "stop_reason": _stop_reason(whole), "usage": usage}
+        return {**self._message(answer), "content": content, "stop_reason": name_stop_reason(whole), "usage": usage}
 
     def build_events(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
         """Anthropic's sequence, and nothing behind it."""
@@ -144,22 +144,24 @@ class SglangMessages:
             if not self._opened:
                 self._opened = True
                 usage = {**self._input(answer), "output_tokens": 0}
-                yield _named("message_start", message={**self._message(answer), "content": [], "usage": usage})
-                yield _named("content_block_start", index=0, content_block={"type": "text", "text": ""})
-            yield _named("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
+                yield format_typed_event(
+                    "message_start", message={**self._message(answer), "content": [], "usage": usage}
+                )
+                yield format_typed_event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+            yield format_typed_event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
         if last:
-            stop = {"stop_reason": _stop_reason(answer.read_choice(0))}
-            yield _named("content_block_stop", index=0)
+            stop = {"stop_reason": name_stop_reason(answer.read_choice(0))}
+            yield format_typed_event("content_block_stop", index=0)
             usage = {"output_tokens": answer.count_usage().completion_tokens}
-            yield _named("message_delta", delta=stop, usage=usage)
-            yield _named("message_stop")
+            yield format_typed_event("message_delta", delta=stop, usage=usage)
+            yield format_typed_event("message_stop")
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
         """Yield a failure in mid-stream."""
         if self._opened:
-            yield _named("content_block_stop", index=0)
-        yield _named("error", error={"type": "api_error", "message": body["error"]["message"]})
-        yield _named("message_stop")
+            yield format_typed_event("content_block_stop", index=0)
+        yield format_typed_event("error", error={"type": "api_error", "message": body["error"]["message"]})
+        yield format_typed_event("message_stop")
 
     def _message(self, answer: Answer) -> dict[str, Any]:
         return {"id": f"msg_{answer.plan.id}", "type": "message", "role": "assistant", "model": answer.plan.model}
@@ -169,14 +171,6 @@ class SglangMessages:
         cached = usage.cached_tokens if self._report else 0
         counts = {"input_tokens": usage.prompt_tokens - cached}
         return {**counts, "cache_read_input_tokens": cached} if cached else counts
-
-
-def _stop_reason(whole: Delta) -> str:
-    return "max_tokens" if whole.finish_reason == "length" else "end_turn"
-
-
-def _named(name: str, **fields: Any) -> bytes:
-    return f"event: {name}\n".encode() + format_event({"type": name, **fields})
 
 
 def _head(answer: Answer, name: str) -> dict[str, Any]:
