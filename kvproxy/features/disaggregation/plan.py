@@ -16,6 +16,9 @@ from kvproxy.cluster.settings import EndpointRole
 
 #: Latency of a second request and of the handshake between the engines.
 LATENCY_S = 0.005
+#: Share of the time at the decoder within which one that answers, too, is to prefill: its own prompts come behind, and
+#: the decoder gets others meanwhile.
+_SOONER = 0.85
 
 
 def pull_s(tokens: int, s_per_token: float) -> float:
@@ -73,7 +76,8 @@ def choose_plan(
         prefilled_s = wait_s(one, speeds, now) + compute_s(facts, one, speeds, now, stall=stall)
         transfer_s = pull_s(missing, s_per_token(one))
         expected_s = max(prefilled_s, decode_wait_s) + transfer_s
-        if all_requests or expected_s < local_s:
+        least_s = local_s if one.role is EndpointRole.PREFILL else _SOONER * local_s
+        if all_requests or expected_s < least_s:
             plans.append(Plan(one, missing, transfer_s, expected_s, local_s))
     return sorted(plans, key=lambda plan: plan.expected_s)
 

@@ -95,6 +95,16 @@ def test_a_backlog_at_the_prefillers_keeps_the_prompt_at_the_decoder(make_cluste
     assert len(plans(bench, OverlapFacts(4000), SpeedModel(), wait_s=30.0)) == 1
 
 
+@pytest.mark.parametrize(("role", "answers", "apart"), [("prefill", 6, 1), ("both", 6, 0), ("both", 12, 1)])
+def test_an_endpoint_that_answers_too_prefills_what_comes_much_sooner(
+    make_cluster: MakeCluster, role: str, answers: int, apart: int
+) -> None:
+    """Its own prompts come behind."""
+    bench = fleet(make_cluster, p=role, d="decode")
+    decoding(bench, "d", answers)
+    assert len(plans(bench, OverlapFacts(4000), SpeedModel())) == apart
+
+
 def test_over_a_slow_link_prompts_stay(make_cluster: MakeCluster) -> None:
     """A pull that takes longer than the prefill saves nothing."""
     bench = fleet(make_cluster, p="prefill", q="prefill", d="decode")
