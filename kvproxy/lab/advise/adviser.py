@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -12,11 +12,11 @@ from kvproxy.base.errors import describe_os_error
 from kvproxy.base.types import Clock
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode
-from kvproxy.lab.advise.advice import DOES_NOT_FIT, Advice, Fit, NotGiven, why_not_given
-from kvproxy.lab.advise.candidates import list_candidates
+from kvproxy.lab.advise.advice import DOES_NOT_FIT, Advice, Fit, Gain, NotGiven, why_not_given
+from kvproxy.lab.advise.candidates import Candidate, list_candidates
 from kvproxy.lab.advise.engines import EngineSettingsSeen, engines_of
 from kvproxy.lab.advise.known import KnownFacts, advise_from_facts, much_waits, name_engines
-from kvproxy.lab.advise.simulate import MIN_REQUESTS, MIN_SPAN_S, Expectation, Simulation
+from kvproxy.lab.advise.simulate import MIN_REQUESTS, MIN_SPAN_S, Simulation
 from kvproxy.lab.advise.today import NoModel, Today, model_today
 from kvproxy.lab.advise.traffic import Traffic, measure_occupancy, read_traffic
 from kvproxy.operate.config.schema import Config, find_kvcache_settings
@@ -45,7 +45,7 @@ class PoolAdvice:
 class _Simulated:
     today: Today | None = None
     fit: Fit | None = None
-    expected: Sequence[Expectation] = ()
+    expected: Sequence[tuple[Candidate, Gain]] = ()
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class Adviser:
         today = model_today(traffic, engines, occupancy, cluster, follows_events=follows)
         simulation = Simulation(traffic, today, budget_s=budget_s, err=self.err, clock=self.clock)
         fit = simulation.fit_today(len(list_candidates(today, engines, occupancy, kvcache=kvcache)))
-        expected: list[Expectation] = []
+        expected: list[tuple[Candidate, Gain]] = []
         if fit is not None and fit.good:
             expected = simulation.expect_gains(
                 list_candidates(simulation.today, engines, occupancy, kvcache=kvcache), fit
@@ -187,22 +187,16 @@ def _notes(engines: Sequence[EngineSettingsSeen]) -> list[str]:
     return notes
 
 
-def _sort(expected: Sequence[Expectation]) -> tuple[list[Advice], list[NotGiven]]:
+def _sort(expected: Sequence[tuple[Candidate, Gain]]) -> tuple[list[Advice], list[NotGiven]]:
     """Sort into recommendations, the largest gain first, and the rest."""
-    given = []
-    refused = []
-    for one in expected:
-        candidate = one.candidate
-        gain = one.gain
-        if gain is None:
-            continue
-        if reason := why_not_given(gain):
-            refused.append(NotGiven(candidate.setting, candidate.what, gain, reason))
-        else:
-            what = candidate.what + (f" ({candidate.at_most})" if candidate.at_most else "")
-            given.append(Advice(candidate.setting, what, candidate.flags, candidate.config, gain))
-    # of one setting the better value alone
-    best: dict[Setting, Advice] = {}
-    for advice in sorted(given, key=lambda each: each.gain.ttft_mean.value if each.gain else 1.0):
-        best.setdefault(advice.setting, advice)
+    best: dict[Setting, Advice] = {}  # of one setting the better value alone
+    for candidate, gain in sorted(expected, key=lambda each: each[1].ttft_mean.value):
+        if not why_not_given(gain):
+            what = candidate.advice.what + (f" ({candidate.at_most})" if candidate.at_most else "")
+            best.setdefault(candidate.advice.setting, replace(candidate.advice, what=what, gain=gain))
+    refused = [
+        NotGiven(candidate.advice.setting, candidate.advice.what, gain, reason)
+        for candidate, gain in expected
+        if (reason := why_not_given(gain))
+    ]
     return list(best.values()), refused

@@ -9,6 +9,7 @@ from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.settings import PolicyName
+from kvproxy.lab.advise.advice import Advice
 from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.known import more_memory, more_sequences, order_config, spell_advice
 from kvproxy.lab.advise.today import BLOCK_TOKENS, Today
@@ -27,13 +28,10 @@ _THRESHOLD = 1024
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A setting, what it is changed to, and how that is written. `at_most`: a cost that the simulation leaves out."""
+    """Advice to be tried, and the fleet with it. `at_most`: a cost that the simulation leaves out."""
 
-    setting: Setting
-    what: str
+    advice: Advice
     today: Today
-    flags: tuple[tuple[str, str], ...] = ()
-    config: str = ""
     at_most: str = ""
 
 
@@ -54,7 +52,7 @@ def list_candidates(
         *_blocks(today, engines),
         *_memory(today, engines),
     ]
-    return [one for one in found if one.flags or one.config]
+    return [one for one in found if one.advice.flags or one.advice.config]
 
 
 def _with(today: Today, **changes: object) -> Today:
@@ -65,11 +63,12 @@ def _routing(today: Today) -> Iterator[Candidate]:
     spec = today.spec
     if spec.name is not PolicyName.KV_AWARE:
         other = replace(today, spec=PolicySpec(PolicyName.KV_AWARE))
-        yield Candidate(Setting.POLICY, f"kv_aware instead of {spec.name}", other, config="policy: kv_aware")
+        what = f"kv_aware instead of {spec.name}"
+        yield Candidate(Advice(Setting.POLICY, what, config="policy: kv_aware"), other)
     if policy_types()[spec.name].learns_speeds:
         other = replace(today, spec=replace(spec, queue=not spec.queue))
         what, key = ("without the router queue", "enabled: false") if spec.queue else ("with the router queue", "")
-        yield Candidate(Setting.QUEUE, what, other, config=f"queue: {{{key}}}    (the cluster)")
+        yield Candidate(Advice(Setting.QUEUE, what, config=f"queue: {{{key}}}    (the cluster)"), other)
 
 
 def _scheduling(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
@@ -77,9 +76,8 @@ def _scheduling(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator
         other = replace(today, spec=replace(today.spec, priority=True))
         what = "engines order waiting requests by priority instead of arrival"
         wanting = [one for one in engines if not one.by_priority]
-        yield Candidate(
-            Setting.SCHEDULING, what, other, spell_advice(Setting.SCHEDULING, wanting), order_config(wanting)
-        )
+        flags = spell_advice(Setting.SCHEDULING, wanting)
+        yield Candidate(Advice(Setting.SCHEDULING, what, flags, order_config(wanting)), other)
 
 
 def _events(
@@ -92,9 +90,8 @@ def _events(
     silent = [one for one in engines if not one.publishes]
     config = "" if kvcache.kv_events else "kv_events: true    (filter kvcache)"
     what = "cache contents come from KV events"
-    yield Candidate(
-        Setting.KV_EVENTS, what, _with(today, index=IndexMode.EVENTS), spell_advice(Setting.KV_EVENTS, silent), config
-    )
+    advice = Advice(Setting.KV_EVENTS, what, spell_advice(Setting.KV_EVENTS, silent), config)
+    yield Candidate(advice, _with(today, index=IndexMode.EVENTS))
 
 
 def _sequences(today: Today, engines: Sequence[EngineSettingsSeen], occupancy: Occupancy) -> Iterator[Candidate]:
@@ -103,12 +100,8 @@ def _sequences(today: Today, engines: Sequence[EngineSettingsSeen], occupancy: O
         return
     more = more_sequences(slots)
     other = _with(today, max_sequences=more, max_batched_tokens=max(today.fleet.max_batched_tokens, more + 1))
-    yield Candidate(
-        Setting.SEQUENCES,
-        f"{more:,} sequences at a time instead of {slots:,}",
-        other,
-        spell_advice(Setting.SEQUENCES, engines, more),
-    )
+    what = f"{more:,} sequences at a time instead of {slots:,}"
+    yield Candidate(Advice(Setting.SEQUENCES, what, spell_advice(Setting.SEQUENCES, engines, more)), other)
 
 
 def _steps(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
@@ -116,33 +109,29 @@ def _steps(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Cand
     for other in (4 * tokens, tokens // 4):
         if max(512, today.fleet.max_sequences + 1) <= other <= 65_536:
             what = f"{other:,} tokens a step instead of {tokens:,}"
-            changed = _with(today, max_batched_tokens=other)
-            yield Candidate(Setting.STEP_TOKENS, what, changed, spell_advice(Setting.STEP_TOKENS, engines, other))
+            advice = Advice(Setting.STEP_TOKENS, what, spell_advice(Setting.STEP_TOKENS, engines, other))
+            yield Candidate(advice, _with(today, max_batched_tokens=other))
     if not today.fleet.long_prefill_token_threshold and tokens > _THRESHOLD:
         what = f"of one prompt at most {_THRESHOLD:,} tokens a step"
-        changed = _with(today, long_prefill_token_threshold=_THRESHOLD)
-        yield Candidate(Setting.LONG_PREFILL, what, changed, spell_advice(Setting.LONG_PREFILL, engines, _THRESHOLD))
+        advice = Advice(Setting.LONG_PREFILL, what, spell_advice(Setting.LONG_PREFILL, engines, _THRESHOLD))
+        yield Candidate(advice, _with(today, long_prefill_token_threshold=_THRESHOLD))
 
 
 def _blocks(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
     if today.block_tokens > BLOCK_TOKENS:
         what = f"blocks of 16 tokens instead of {today.block_tokens}"
         large = [one for one in engines if (one.block_tokens or 0) > BLOCK_TOKENS]
-        other = replace(today, block_tokens=16)
-        yield Candidate(Setting.BLOCK_TOKENS, what, other, spell_advice(Setting.BLOCK_TOKENS, large, 16))
+        advice = Advice(Setting.BLOCK_TOKENS, what, spell_advice(Setting.BLOCK_TOKENS, large, 16))
+        yield Candidate(advice, replace(today, block_tokens=16))
 
 
 def _memory(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
     capacity = today.fleet.capacity_tokens
     flags = spell_advice(Setting.MEMORY, engines, lambda engine: more_memory(engine.memory_share))
-    what = "a tenth more KV memory"
-    yield Candidate(Setting.MEMORY, what, _with(today, capacity_tokens=round(capacity * _MORE_MEMORY)), flags)
+    advice = Advice(Setting.MEMORY, "a tenth more KV memory", flags)
+    yield Candidate(advice, _with(today, capacity_tokens=round(capacity * _MORE_MEMORY)))
     without = [one for one in engines if one.kind is not EngineKind.UNKNOWN and not one.offloads]
     what = f"host memory of {_HOST_MEMORY - 1:.0f} times the KV memory behind it"
-    yield Candidate(
-        Setting.OFFLOAD,
-        what,
-        _with(today, capacity_tokens=round(capacity * _HOST_MEMORY)),
-        spell_advice(Setting.OFFLOAD, without),
-        at_most="bringing blocks back is not simulated",
-    )
+    more = _with(today, capacity_tokens=round(capacity * _HOST_MEMORY))
+    advice = Advice(Setting.OFFLOAD, what, spell_advice(Setting.OFFLOAD, without))
+    yield Candidate(advice, more, at_most="bringing blocks back is not simulated")

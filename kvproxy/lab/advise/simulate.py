@@ -59,14 +59,6 @@ class _Run:
     itl_p99: float  # over all of it
 
 
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """A candidate's gain; None where time ran out before its first run."""
-
-    candidate: Candidate
-    gain: Gain | None
-
-
 class Simulation:
     """Plays recorded requests. `clock` is for the budget alone."""
 
@@ -102,8 +94,8 @@ class Simulation:
             self._stop(error)
             return None
 
-    def expect_gains(self, candidates: Sequence[Candidate], fit: Fit) -> list[Expectation]:
-        """Every candidate's gain, seed by seed as long as there is time."""
+    def expect_gains(self, candidates: Sequence[Candidate], fit: Fit) -> list[tuple[Candidate, Gain]]:
+        """Every candidate's gain, seed by seed as long as there is time; those without a run are left out."""
         ratios: dict[int, list[tuple[Figures, Figures]]] = {index: [] for index in range(len(candidates))}
         self._bar = ProgressBar(len(self._requests) * len(candidates) * MAX_SEEDS, out=self._err)
         try:
@@ -114,7 +106,7 @@ class Simulation:
                 before = self._halves(self._play(self.today, seed))
                 for index in promising:
                     candidate = candidates[index]
-                    self._bar.begin(f"{candidate.setting}, run {seed}")
+                    self._bar.begin(f"{candidate.advice.setting}, run {seed}")
                     after = self._halves(self._play(candidate.today, seed, progress=self._bar.advance))
                     ratios[index] += zip(before, after, strict=True)
                     self._bar.end(len(self._requests))
@@ -122,10 +114,9 @@ class Simulation:
             self._stop(error)
         self._bar.close()
         return [
-            Expectation(
-                candidate, compute_gain(ratios[index], fit, at_most=bool(candidate.at_most)) if ratios[index] else None
-            )
+            (candidate, compute_gain(ratios[index], fit, at_most=bool(candidate.at_most)))
             for index, candidate in enumerate(candidates)
+            if ratios[index]
         ]
 
     def _stop(self, error: BaseException) -> None:
