@@ -32,8 +32,9 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.operate.admin.history import History
-from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.operate.admin.operated import ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.operate.admin.recent import RecentDecisions
+from kvproxy.operate.commands.live_advice import AdviceRunner
 from kvproxy.operate.companion import Companion, Siblings
 from kvproxy.operate.config.decode import decode_model
 from kvproxy.operate.config.load import check_config, usable
@@ -106,7 +107,7 @@ class Proxy:
         self.findings: Sequence[OperatorFinding] = ()  # findings for the operator, shown on the live page
         self.public_url = ""  # URL for clients, set by the listener
         self.reloader: ConfigReloader | None = None  # reloads the file; None: there is no file
-        self.adviser: AdviceRuns | None = None  # likewise
+        self.adviser: AdviceRunner | None = None  # likewise
         self.certificates = CertificateWatch(
             metrics=self.metrics, wall_clock=lambda: wall_clock().timestamp()
         )  # of its listeners and towards engines

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
-    from kvproxy.operate.receipts.recorder import RecorderTarget
     from kvproxy.operate.receipts.writer import WritingObserver
     from kvproxy.proxy.filters.chain import FilterType
 
@@ -96,7 +95,7 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         """Faults and doubts about its settings beside the rest of the configuration."""
         return ()
 
-    def observe_requests(self, proxy: RecorderTarget, config: Config) -> Sequence[WritingObserver[Any]]:
+    def observe_requests(self, proxy: AdminTarget, config: Config) -> Sequence[WritingObserver[Any]]:
         """Observers of all requests, made once for a process: entered before the first, left after the last."""
         return ()
 

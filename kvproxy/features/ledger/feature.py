@@ -18,7 +18,7 @@ from kvproxy.proxy.filter_settings import RouterSettings
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup, Metrics
     from kvproxy.base.settings.paths import Finding
-    from kvproxy.operate.receipts.recorder import RecorderTarget
+    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.receipts.writer import WritingObserver
     from kvproxy.proxy.forward.relay import EditsAnswers
     from kvproxy.proxy.settings import ServingSettings
@@ -120,7 +120,7 @@ class LedgerFeature(Feature):
 
         return CachedCounts(mode is CachedTokens.PREDICTED, metrics)
 
-    def observe_requests(self, proxy: RecorderTarget, config: Config) -> Sequence[WritingObserver[Any]]:
+    def observe_requests(self, proxy: AdminTarget, config: Config) -> Sequence[WritingObserver[Any]]:
         """Return the ledger, if it has a path."""
         from kvproxy.features.ledger.ledger import Ledger
 

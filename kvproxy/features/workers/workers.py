@@ -16,7 +16,8 @@ from kvproxy.features.workers.assignment import Change
 from kvproxy.features.workers.control import FROM, RELOAD, REPEAT
 from kvproxy.features.workers.metrics import WorkerMetrics
 from kvproxy.features.workers.supervisor import Slot, Supervisor
-from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.operate.admin.operated import ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.operate.commands.live_advice import AdviceRunner
 from kvproxy.operate.config.schema import Config
 
 log = logging.getLogger("kvproxy")
@@ -42,7 +43,7 @@ class Workers:
         self.metrics = metrics  # the supervisor's own
         self.findings: Sequence[OperatorFinding] = ()
         self.reloader: ConfigReloader | None = None
-        self.adviser: AdviceRuns | None = None
+        self.adviser: AdviceRunner | None = None
         self._one_at_a_time = asyncio.Lock()
         self._clients = {slot.index: _client(slot) for slot in supervisor.slots}
         metrics.group(WorkerMetrics).workers.set_source(lambda: [((), len(self.serving))])

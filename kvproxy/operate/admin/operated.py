@@ -17,6 +17,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import Routes
 from kvproxy.operate.admin.recent import RecentDecisions
+from kvproxy.operate.commands.live_advice import AdviceRunner
 from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filters.chain import RequestGuard
@@ -97,18 +98,6 @@ class Reloaded:
     lost: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
-class AdviceRuns(Protocol):
-    """The adviser, in a process of its own."""
-
-    def start_run(self, budget_s: float) -> bool:
-        """Start a run and return True, unless one is running."""
-        ...
-
-    def describe_run(self) -> Mapping[str, object]:
-        """How it stands, with the latest advice."""
-        ...
-
-
 class OperatedProcess(Protocol):
     """Operations on the process, be it the proxy's own or that of several."""
 
@@ -117,7 +106,7 @@ class OperatedProcess(Protocol):
     @property
     def reloader(self) -> ConfigReloader | None: ...
     @property
-    def adviser(self) -> AdviceRuns | None: ...
+    def adviser(self) -> AdviceRunner | None: ...
 
 
 class AdminTarget(OperatedProcess, Protocol):

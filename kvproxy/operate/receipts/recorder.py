@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, RequestKind
+from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.config.schema import ReceiptSettings
 from kvproxy.operate.metrics.process import ReceiptMetrics
 from kvproxy.operate.receipts.files import RotatingFile
@@ -171,18 +171,7 @@ class Recorder(WritingObserver[FinishedRequest]):
         return encode_receipt(compose_receipt(over, ended=ended, hashed=self._hash, key=self._key))
 
 
-class RecorderTarget(Protocol):
-    """The application, as far as a recorder needs it."""
-
-    @property
-    def metrics(self) -> Metrics: ...
-    @property
-    def clock(self) -> Clock: ...
-    @property
-    def wall_clock(self) -> WallClock: ...
-
-
-def make_recorder(proxy: RecorderTarget, settings: ReceiptSettings, *, key: bytes | None = None) -> Recorder | None:
+def make_recorder(proxy: AdminTarget, settings: ReceiptSettings, *, key: bytes | None = None) -> Recorder | None:
     """Return the recorder these settings ask for. `key` hides names: one of its own unless several proxies share it."""
     if not settings.path:
         return None
