@@ -1,7 +1,7 @@
 """Count the files outside a feature's folder that changes to it touch: `python -m tests.feature_commits [COMMITS]`.
 
 A change to a feature is a commit that touches the folder of exactly one. Its folder is `kvproxy/features/NAME` with
-`tests/features/NAME`."""
+`tests/features/NAME` and, with real engines, `tests/real/NAME`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def find_changes(commits: Iterable[Sequence[str]]) -> Iterator[FeatureChange]:
         names = {match[1] for name in files if (match := _FEATURE.match(name))}
         if len(names) == 1:
             (feature,) = names
-            own = (f"kvproxy/features/{feature}/", f"tests/features/{feature}/")
+            own = tuple(f"{folder}/{feature}/" for folder in ("kvproxy/features", "tests/features", "tests/real"))
             yield FeatureChange(feature, subject, [name for name in files if not name.startswith(own)])
 
 

@@ -7,7 +7,8 @@ from tests.feature_commits import find_changes
 
 def test_files_elsewhere_are_counted_by_kind() -> None:
     """All, those that are no records, and those of the package."""
-    own = ["kvproxy/features/leases/leases.py", "tests/features/leases/test_proxy.py"]
+    tests = ["tests/features/leases/test_proxy.py", "tests/real/leases/test_leases.py"]
+    own = ["kvproxy/features/leases/leases.py", *tests]
     (change,) = find_changes([["Pin less", *own, "CHANGELOG.md", "docs/kvcache.md", "kvproxy/cache/state.py"]])
     assert (change.feature, len(change.outside), change.written, change.code) == ("leases", 3, 2, 1)
 
