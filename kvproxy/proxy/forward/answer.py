@@ -15,7 +15,6 @@ from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.proxy.request.usage import error_status
-from kvproxy.proxy.settings import RetrySettings
 
 #: Error answers up to this size are kept while another endpoint is tried; a longer one is forwarded as it comes.
 _MAX_HELD_BYTES = 64 * 1024
@@ -75,10 +74,9 @@ class RetryState:
     the ranks of one fail together; after such a round all are eligible again.
     """
 
-    __slots__ = ("_in_a_row", "_retry", "_rng", "_rounds", "_tried", "again")
+    __slots__ = ("_in_a_row", "_rng", "_rounds", "_tried", "again")
 
-    def __init__(self, retry: RetrySettings, *, rng: random.Random) -> None:
-        self._retry = retry
+    def __init__(self, *, rng: random.Random) -> None:
         self._rng = rng
         self._tried: set[EndpointId] = set()
         self._rounds = 0

@@ -259,7 +259,7 @@ class Forwarding(Placement, kw_only=True):
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:
-            self._earlier = RetryState(self._shared.retry, rng=self._shared.rng)
+            self._earlier = RetryState(rng=self._shared.rng)
         return self._earlier.count_failure(endpoint)
 
     def make_question(self) -> PickRequest:

@@ -10,7 +10,6 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.settings import EndpointRetrySettings
 from kvproxy.proxy.forward.answer import RetryState
-from kvproxy.proxy.settings import RetrySettings
 
 
 class Fake:
@@ -25,7 +24,7 @@ class Fake:
 def test_the_pauses_of_an_endpoints_own_retries_grow_up_to_their_bound() -> None:
     """Times `multiplier`, then `max_backoff`; the endpoint after it is tried at once, and its pauses start again."""
     own = EndpointRetrySettings(attempts=5, backoff=0.1, multiplier=3, max_backoff=0.5)
-    attempts = RetryState(RetrySettings(), rng=random.Random(1))
+    attempts = RetryState(rng=random.Random(1))
     for name in "ab":
         endpoint = cast("Endpoint", Fake(name, own))
         pauses = [attempts.count_failure(endpoint) for _ in range(5)]
@@ -43,7 +42,7 @@ class Longest(random.Random):
 
 def test_the_pauses_between_rounds_double_up_to_their_bound() -> None:
     """A round is over once all endpoints were tried; then all are eligible again."""
-    attempts = RetryState(RetrySettings(), rng=Longest())
+    attempts = RetryState(rng=Longest())
     assert attempts.next_round() is None
     pauses = []
     for _ in range(8):
