@@ -129,8 +129,8 @@ async def choose(request: HasScope | Mapping[str, Any], *, exclude: Iterable[str
 
 def _state(request: HasScope | Mapping[str, Any]) -> MutableMapping[str, Any]:
     scope: Any = getattr(request, "scope", request)  # a Starlette request is a mapping as well
-    state: MutableMapping[str, Any] = scope.setdefault("state", {})
-    return state
+    state: MutableMapping[str, Any] | None = scope.get("state")
+    return {} if state is None else state
 
 
 class KVCacheMiddleware:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from types import MappingProxyType
 from typing import Any
 
 import fastapi
@@ -119,6 +120,21 @@ async def test_a_pure_asgi_app_asks_and_tells_by_its_scope() -> None:
         for _ in range(2):
             await call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN))
     assert seen == [None, "b"]
+
+
+async def test_a_request_may_be_a_mapping_that_only_reads() -> None:
+    """As baize's is."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        request = MappingProxyType(scope)
+        kept = kvproxy.preferred(request)
+        kvproxy.served(request, "b")
+        await JSONResponse(kept)(scope, receive, send)
+
+    assert kvproxy.preferred(MappingProxyType({"type": "http"})) is None
+    async with KVCacheMiddleware(app, endpoints=ENGINES) as under_test, client(under_test) as http:
+        assert [(await http.post(CHAT, json=body(TURN))).json() for _ in range(2)] == [None, "b"]
 
 
 async def test_the_endpoint_that_served_may_be_told_by_header() -> None:
