@@ -199,6 +199,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         return found
 
     def check_heat(self, path: Path, cursor: PrefixCursor[Run]) -> None:
+        """Nothing is hotter than a count by block says; runs put together are as hot as their last block."""
         threshold = 2.0
         depth, unsure = 0, False
         for block in blocks_of(path):
@@ -209,7 +210,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
             if heat < threshold or unsure:
                 break
             depth += 1
-        assert unsure or self.index.hot_blocks(cursor) == depth
+        assert unsure or self.index.hot_blocks(cursor) <= depth
 
     @invariant()
     def same_blocks(self) -> None:
