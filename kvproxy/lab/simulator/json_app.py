@@ -93,7 +93,7 @@ async def reply_error(_request: object, error: HttpError) -> Response:
 
 
 async def _reply_nothing(_request: Request, _error: ClientDisconnect) -> None:
-    """Nobody is there to read it."""
+    """Return no answer, as the client has left."""
 
 
 async def parse_body(request: Request, model: type[_Body]) -> _Body:
