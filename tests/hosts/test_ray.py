@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ray_node import start_ray
 from tests.support.until import until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
@@ -65,17 +66,6 @@ def running() -> Iterator[None]:
     yield
     serve.shutdown()
     ray.shutdown()
-
-
-def start_ray(tries: int = 3) -> None:
-    """Start it; Ray gives itself 30 s, which is too little on a busy machine."""
-    try:
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200_000_000)
-    except Exception:
-        ray.shutdown()
-        if tries == 1:
-            raise
-        start_ray(tries - 1)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from tests.real.engines.vllm import BLOCK_TOKENS, Vllm
 from tests.real.pair import Pair, running_pair, until_in_flight
 from tests.real.prompts import chat, text
 from tests.support.loopback import serve
+from tests.support.ray_node import start_ray
 from tests.support.until import until
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("default")]
@@ -103,7 +104,7 @@ async def by_ray(engines: Pair, folder: Path) -> AsyncIterator[Ask]:
     from ray.serve.config import RequestRouterConfig
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200_000_000)
+    start_ray()
     try:
         deployment = ray_serve.deployment(
             num_replicas=len(engines.urls),
