@@ -234,9 +234,13 @@ class Journal:
         self._draining = {key: value for key, value in self._draining.items() if key in present}
         self._count_retries()
 
-    def receive_drain(self, cluster: str, endpoint: str, *, draining: bool) -> None:
-        """Note a drain reported by another process, which is not reported again."""
+    def receive_drain(self, cluster: str, endpoint: str, *, draining: bool, own: bool | None) -> bool:
+        """Note a drain reported by another process, which is not reported again. False: the `own` state is by a later
+        order, which is about to be reported; None: the endpoint is not here."""
+        if own not in (None, self._draining.get((cluster, endpoint), False)):
+            return False
         self._draining[cluster, endpoint] = draining
+        return True
 
     def add(self, delta: Delta) -> None:
         """Into the next batch."""

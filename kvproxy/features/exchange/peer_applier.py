@@ -289,9 +289,13 @@ def _retried(peer: PeerApplier, delta: deltas.Retried, world: SharedState, now: 
 
 
 def _drained(peer: PeerApplier, delta: deltas.Drained, world: SharedState, now: float) -> None:
-    if (part := world.clusters.get(delta.cluster)) is not None:
-        peer.journal.receive_drain(delta.cluster, delta.endpoint, draining=delta.draining)
-        part.drain(EndpointId(delta.endpoint), draining=delta.draining)
+    part = world.clusters.get(delta.cluster)
+    endpoint = EndpointId(delta.endpoint)
+    if part is None:
+        return
+    own = part.drained().get(endpoint)
+    if peer.journal.receive_drain(delta.cluster, delta.endpoint, draining=delta.draining, own=own):
+        part.drain(endpoint, draining=delta.draining)
 
 
 def _entered(peer: PeerApplier, delta: deltas.Entered, world: SharedState, now: float) -> None:

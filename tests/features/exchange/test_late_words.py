@@ -108,6 +108,20 @@ def test_a_drain_of_an_endpoint_that_came_back_is_told_again() -> None:
     assert two.cluster.draining == {A: True}
 
 
+def test_the_end_of_a_drain_is_not_lost_to_late_words_of_its_beginning() -> None:
+    """Both had the orders themselves; each gets the other's first report behind its own second order."""
+    bus, one, two = pair()
+    for node in (one, two):
+        node.cluster.draining[A] = True
+        node.beat()
+        node.flush()
+    for node in (one, two):
+        node.cluster.draining[A] = False
+    bus.deliver()
+    bus.heal(2)
+    assert (one.cluster.draining, two.cluster.draining) == ({A: False}, {A: False})
+
+
 def test_a_prefill_after_a_cache_loss_is_known_elsewhere_too() -> None:
     """The loss empties what is believed of it; the prompt that showed it is there."""
     bus, one, two = pair()
