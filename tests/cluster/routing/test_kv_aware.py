@@ -10,6 +10,7 @@ import pytest
 from kvproxy.base.types import Tier
 from kvproxy.cluster.routing.kv_aware import LATE_FROM, LATE_SLACK_S, MAX_DELAYED, CostWeights, KvAware
 from kvproxy.cluster.routing.policy import Overlap, PickRequest
+from kvproxy.cluster.routing.remote_load import ReplicaSpread
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import features_of, seconds_of
 from tests.cluster.routing.fleet import FakeCandidate, ask, decode, fleet, occupy, place
@@ -193,6 +194,19 @@ def test_an_adapter_that_is_loaded_counts_for_the_first_token() -> None:
     occupy(candidates[0], uncached=8_000)
     request = msgspec.structs.replace(ask(2_000), adapter_s={candidates[1].id: 30.0})
     assert candidates[subject.choose(request, candidates, 0.0).index].id == "e0"
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_work_placed_by_others_in_a_large_pool_keeps_no_request_from_its_prefix(rank: int) -> None:
+    """In 10 ms they fill a thousand endpoints a little, and not that one by all they do. (Half of the prompt is held,
+    so that no endpoint is late.)"""
+    subject = policy()
+    subject.others = ReplicaSpread(delay_s=0.01, routers=4, rank=rank)
+    candidates = fleet(1000)
+    for _ in range(100):
+        subject.utilisation.add(0.9 * 1000, 1000, 0.0)
+    choice = subject.choose(ask(4000, {"e500": 2000}), candidates, 0.0)
+    assert candidates[choice.index].id == "e500"
 
 
 def test_bound_requests_are_forgotten() -> None:
