@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvproxy.features.disaggregation.feature import NOTE
 from kvproxy.features.disaggregation.pairs import PairState
 from kvproxy.features.disaggregation.watch import Disaggregated, find_all
 from tests.real.conftest import Saw
@@ -122,7 +124,7 @@ async def test_running_answers_while_long_prompts_come(two: Pair, saw: Saw, how:
     settings: dict[str, Any] = {"min_tokens": 512, "prefill_timeout": "10m"}
     settings |= {"connector": "off"} if how == "together" else {}
     config = {"policy": "least_request"} if how == "separated" else {}
-    async with separating(two, config=config, **settings) as (proxy, _):
+    async with separating(two, config=config, **settings) as (proxy, state):
         for number in range(12):  # speeds are learned
             await ask(proxy.client, text(400 + 100 * (number % 4), seed=f"learn {how} {number}"))
         gaps: list[float] = []
@@ -142,6 +144,10 @@ async def test_running_answers_while_long_prompts_come(two: Pair, saw: Saw, how:
             f"{how}: pauses p50 {gaps[len(gaps) // 2] * 1e3:.0f} ms, p99 {gaps[int(len(gaps) * 0.99)] * 1e3:.0f} ms; "
             f"first tokens of long prompts {statistics.mean(firsts):.2f} s; {results(proxy)}"
         )
+        for pair in state.pairs:
+            saw(f"a token is pulled in {1e3 * pair.s_per_token:.3f} ms by the canary")
+        for shown in itertools.islice(proxy.proxy.recent.latest(), 3):
+            saw(f"{shown.outcome.notes.get(NOTE)}, first token after {shown.outcome.ttft_s}")
 
 
 async def test_a_client_that_leaves_kills_no_engine(two: Pair, saw: Saw) -> None:
