@@ -28,7 +28,7 @@ from kvproxy.features.residents.resident_set import ResidentSet, Session
 #: Share of an engine's memory up to which sessions are admitted, and at which the youngest gives way.
 ADMIT_BELOW = 0.9
 GIVE_WAY_AT = 0.98
-#: Share of the sessions' pauses in which an engine computes contexts again that are admitted beyond its memory.
+#: Share of the sessions' pauses in which an engine computes contexts again before one gives way.
 RECOMPUTED = 0.25
 #: Bound on the sessions that are known; the longest idle are forgotten first.
 MAX_SESSIONS = 65_536
@@ -123,11 +123,14 @@ class SessionAdmission:
         """Sessions known."""
         return len(self._by_tail)
 
-    def limit_tokens(self, capacity_tokens: int, *, share: float = ADMIT_BELOW) -> float:
-        """Return the tokens of contexts up to which sessions are admitted: this share of the memory, and what an engine
-        has the time to compute again while they pause. If that is all that its memory holds, there is no limit."""
-        paused = 0.0 if self.speeds is None else self.habits.pause_s / self.speeds.seconds[1]
-        return share * capacity_tokens + RECOMPUTED * paused if paused < capacity_tokens else math.inf
+    def limit_tokens(self, capacity_tokens: int) -> float:
+        """Return the tokens of contexts up to which sessions are admitted. There is no limit where an engine has the
+        time to compute all that its memory holds while they pause."""
+        return ADMIT_BELOW * capacity_tokens if self._recomputed_tokens() < capacity_tokens else math.inf
+
+    def _recomputed_tokens(self) -> float:
+        """Return the tokens that an engine computes in a pause."""
+        return 0.0 if self.speeds is None else self.habits.pause_s / self.speeds.seconds[1]
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         """As of Admission."""
@@ -449,7 +452,7 @@ class SessionAdmission:
 
     def _make_room(self, residents: ResidentSet) -> None:
         """Have the youngest sessions between turns give way, where contexts have outgrown the memory."""
-        limit = self.limit_tokens(residents.capacity_tokens, share=GIVE_WAY_AT)
+        limit = GIVE_WAY_AT * residents.capacity_tokens + RECOMPUTED * self._recomputed_tokens()
         while residents.tokens(self.habits.growth_tokens) > limit:
             youngest = residents.youngest_idle()
             if youngest is None:

@@ -116,15 +116,13 @@ def test_turns_of_residents_never_wait(admission: SessionAdmission) -> None:
     assert not waits(admission, prompt(1, 700), A)
 
 
-def test_contexts_that_are_computed_again_within_pauses_need_no_room(admission: SessionAdmission) -> None:
-    """Those that take an engine a quarter of a pause; where a pause is enough for all that memory holds, any number,
-    and those that wait already go."""
+def test_sessions_do_not_wait_where_memory_saves_less_than_they_pause(admission: SessionAdmission) -> None:
+    """To compute all that it holds once a pause would not fill an engine's time. Those that wait already go."""
     knows(admission, 1, 2)
     turn(admission, prompt(1, 500), A)
+    asked = prompt(2, 401)
     admission.speeds = SpeedModel(SpeedPriors(tokens_per_s=10_000.0))  # the memory holds 10 s of prefill
-    admission.habits.pause_s = 4.0
-    assert not waits(admission, prompt(2, 500), A)
-    asked = prompt(2, 501)
+    admission.habits.pause_s = 9.9
     assert waits(admission, asked, A)
     room = wait_for_room(admission, asked, 0.0)
     assert not room.has_room([A], 0.0)
@@ -133,7 +131,20 @@ def test_contexts_that_are_computed_again_within_pauses_need_no_room(admission: 
     assert not waits(admission, asked, A)
     assert room.has_room([A], 0.0)
     assert A.load.kept_since is None
-    assert not waits(admission, prompt(2, 5_000), A)
+
+
+def test_none_gives_way_to_what_is_computed_again_within_pauses(admission: SessionAdmission) -> None:
+    """A quarter of them is enough for contexts that outgrow the memory."""
+    knows(admission, 1, 2, 3, 4)
+    admission.speeds = SpeedModel(SpeedPriors(tokens_per_s=10_000.0))
+    admission.habits.pause_s = 4.0  # 10,000 tokens in a quarter
+    turn(admission, prompt(1, 400), A)
+    assert not waits(admission, prompt(2, 480), A)
+    turn(admission, prompt(2, 480), A)
+    turn(admission, prompt(3, 200), A)
+    assert not admission.given_way
+    turn(admission, prompt(4, 1), A)
+    assert admission.given_way == 1
 
 
 def test_an_answer_without_a_tool_call_gives_up_room_where_sessions_end_so(admission: SessionAdmission) -> None:
