@@ -123,7 +123,7 @@ async def test_running_answers_while_long_prompts_come(two: Pair, saw: Saw, how:
     """Of four answers, the pauses; of twelve long prompts, the first tokens."""
     settings: dict[str, Any] = {"min_tokens": 512, "prefill_timeout": "10m"}
     settings |= {"connector": "off"} if how == "together" else {}
-    config = {"policy": "least_request"} if how == "separated" else {}
+    config = {"policy": "least_request" if how == "separated" else "kv_aware"}
     async with separating(two, config=config, **settings) as (proxy, state):
         for number in range(12):  # speeds are learned
             await ask(proxy.client, text(400 + 100 * (number % 4), seed=f"learn {how} {number}"))
