@@ -69,9 +69,10 @@ def test_missed_targets_are_bold() -> None:
     }  # fmt: skip
     on, off, peer = ({**row, "policy": name} for name in ("kv_aware", "kv_aware+no_admission", "vllm_router"))
     assert "## Wanted" not in as_markdown([on, peer])
-    runs = [on, {**off, "session_mean_s": 100.0}, {**peer, "session_p90_s": 60.0}]
+    runs = [on, {**off, "session_mean_s": 100.0}, {**peer, "session_p90_s": 60.0, "fairness": 0.95}]
     text = as_markdown(runs)
     assert "| agents-1-2 | | 0.95 | 0.40 | 1.00 | 1.00 | **1.33** | **0.80** | 0.00 | |" in text
+    assert "| agents-1-2 | fair | **0.80** | | | 0.95 | **0.80** |" in text
     assert "## Other draws" not in text
     second = [{**one, "seed": 2, "fairness": 0.9} for one in (on, off)]
     assert "| agents-1-2 | 0.40 1.00 | 1.00 1.00 | 0.95 0.95 | 0.80 0.90 | |" in as_markdown([*runs, *second])
