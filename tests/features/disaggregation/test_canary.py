@@ -146,7 +146,7 @@ async def test_a_sample_waits_for_idle_endpoints() -> None:
 
 async def test_a_canary_measures_the_pull() -> None:
     """By a prompt that the decoder pulls, and then holds. Plans go by it."""
-    times = iter((10.0, 14.0, 14.5))
+    times = iter((10.0, 14.0, 16.0, 16.5))
     async with running_fleet("p", "d") as fleet, UpstreamPool() as pool, httpx.AsyncClient() as http:
         engines = [VisitedEngine(Origin.parse(url), None) for url in fleet.urls.values()]
         clients = [VllmClient(http, url, timeout_s=60.0) for url in fleet.urls.values()]
