@@ -38,7 +38,7 @@ class VisitedEngine:
     rank: int | None = None
 
 
-@check("disaggregation", calls=11 * MAX_PAIRS)
+@check("disaggregation", calls=12 * MAX_PAIRS)
 async def check_pairs(cluster: ClusterFacts) -> Sequence[Finding]:
     """16 greedy tokens, separated and at the decoder alone."""
     engines = cluster.engines
