@@ -45,9 +45,9 @@ from kvproxy.cluster.routing.policy import Choice, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.features.autoscaling.scaling import Autoscaling
 from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
-from kvproxy.operate.admin.recent import RecentDecisions
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.config.load import load_config
+from kvproxy.operate.runtime.recent import RecentDecisions
 from kvproxy.proxy.forward import relay
 from kvproxy.proxy.forward.body_guard import BodySanitizer
 from kvproxy.proxy.forward.headers import RequestHeaders

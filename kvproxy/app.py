@@ -31,9 +31,6 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.settings import EndpointSettings
-from kvproxy.operate.admin.history import History
-from kvproxy.operate.admin.operated import ConfigReloader, OperatorFinding, Reloaded
-from kvproxy.operate.admin.recent import RecentDecisions
 from kvproxy.operate.commands.live_advice import AdviceRunner
 from kvproxy.operate.companion import Companion, Siblings
 from kvproxy.operate.config.decode import decode_model
@@ -46,6 +43,9 @@ from kvproxy.operate.metrics.process import LoopLag, ProcessMetrics
 from kvproxy.operate.receipts.recorder import make_recorder
 from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.operate.runtime.generation import Generations, Shared
+from kvproxy.operate.runtime.history import History
+from kvproxy.operate.runtime.operated import ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.operate.runtime.recent import RecentDecisions
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, RequestGuard, WallClock
 from kvproxy.proxy.filters.plugins import discover

@@ -18,7 +18,7 @@ from kvproxy.operate.config.schema import Config, find_kvcache_settings
 from kvproxy.operate.feature import OFF, ON, Capability, Feature
 
 if TYPE_CHECKING:  # a running proxy, all of whose parts it knows
-    from kvproxy.operate.admin.operated import AdminTarget
+    from kvproxy.operate.runtime.operated import AdminTarget
 
 _NO_FILTER = "the kvcache filter is not in use"
 _QUEUE = "`queue: {}` holds requests while every endpoint is busy"

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.endpoint import Endpoint
     from kvproxy.cluster.routing.selector import Decision
-    from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.config.schema import Config
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
     from kvproxy.operate.receipts.writer import WritingObserver
+    from kvproxy.operate.runtime.operated import AdminTarget, OperatorFinding
     from kvproxy.proxy.filters.chain import FilterType
 
     #: Serves until a signal, as `serve_until_signal` of operate/commands/serve.py does, whose arguments it takes.

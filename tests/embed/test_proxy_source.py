@@ -55,11 +55,13 @@ def test_a_host_loads_no_server_and_no_admin() -> None:
     """Of the transport, up to a proxy that is made."""
     program = (
         "import sys, kvproxy\n"
-        "kvproxy.Proxy({'endpoints': {'a': 'http://127.0.0.1:9'}}), kvproxy.AsyncTransport, kvproxy.Router\n"
+        "kvproxy.AsyncTransport, kvproxy.Router\n"
+        "print(sorted({'uvicorn', 'zmq', 'kvproxy.operate.admin', 'kvproxy.lab'} & sys.modules.keys()))\n"
+        "kvproxy.Proxy({'endpoints': {'a': 'http://127.0.0.1:9'}})\n"
         "print(sorted({'uvicorn', 'zmq', 'kvproxy.operate.admin.app', 'kvproxy.lab'} & sys.modules.keys()))\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ended.stdout == "[]\n"
+    assert ended.stdout == "[]\n[]\n"
 
 
 def test_importing_the_package_loads_nothing_but_the_standard_library() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvproxy.operate.admin.app import build_admin_app
-from kvproxy.operate.admin.history import History
 from kvproxy.operate.capabilities import SeenEngines, format_capabilities, list_capabilities, list_gains
 from kvproxy.operate.commands.configuration import check_file
 from kvproxy.operate.commands.status import render_page
 from kvproxy.operate.config.load import load_config
+from kvproxy.operate.runtime.history import History
 from tests.operate.admin.support import admin_of, proxy_of
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
     from kvproxy.cluster.routing.selector import Decision
     from kvproxy.operate.admin.findings import Trouble
-    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import ClusterFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.receipts.receipt import Receipt
+    from kvproxy.operate.runtime.operated import AdminTarget
     from kvproxy.proxy.forward.engine_request import SplitsRequests
 
 

@@ -17,10 +17,10 @@ from kvproxy.operate.feature import Feature, StatusPart
 if TYPE_CHECKING:
     from starlette.routing import Route
 
-    from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.merge import Rule
+    from kvproxy.operate.runtime.operated import AdminTarget, OperatorFinding
 
 
 class SyncSettings(Model):

@@ -11,11 +11,11 @@ from starlette.routing import Route
 
 from kvproxy.base.errors import Problem
 from kvproxy.operate.admin.findings import Trouble, source_trouble
-from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import RequestRefused, reply_json
 from kvproxy.operate.commands.status import Cell, number, percent, plain, seconds, span, table
 from kvproxy.operate.feature import StatusPart
 from kvproxy.operate.merge import Rule, each, fields, keyed, largest, smallest, total, worst
+from kvproxy.operate.runtime.operated import AdminTarget
 
 if TYPE_CHECKING:
     from kvproxy.features.exchange.service import SyncService

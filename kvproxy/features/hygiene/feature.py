@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from starlette.routing import Route
 
     from kvproxy.cache.feature import CacheObserver, CacheParts, View
-    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.receipts.receipt import Receipt
+    from kvproxy.operate.runtime.operated import AdminTarget
 
 
 #: Rows of the live page.

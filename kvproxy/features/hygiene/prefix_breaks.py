@@ -22,9 +22,9 @@ from kvproxy.features.hygiene.feature import NOTE, PrefixBreak
 from kvproxy.features.hygiene.metrics import PrefixBreakMetrics
 from kvproxy.features.hygiene.parts import digest_part
 from kvproxy.features.hygiene.threads import Session, SessionKey, Sessions, Thread
-from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import reply_json
 from kvproxy.operate.admin.views import require_cache
+from kvproxy.operate.runtime.operated import AdminTarget
 
 #: Rows and breaks that are kept for people. Tenants are those of the configuration; beyond the bound they share a row.
 MAX_ROWS = 512

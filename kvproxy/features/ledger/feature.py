@@ -18,8 +18,8 @@ from kvproxy.proxy.filter_settings import RouterSettings
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup, Metrics
     from kvproxy.base.settings.paths import Finding
-    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.receipts.writer import WritingObserver
+    from kvproxy.operate.runtime.operated import AdminTarget
     from kvproxy.proxy.forward.relay import EditsAnswers
     from kvproxy.proxy.settings import ServingSettings
 

@@ -11,9 +11,9 @@ from kvproxy.operate.feature import OFF, ON, Capability, Feature
 if TYPE_CHECKING:
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ObservedCluster
     from kvproxy.operate.admin.findings import Trouble
-    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.receipts.receipt import Receipt
+    from kvproxy.operate.runtime.operated import AdminTarget
 
 
 _GAIN = "`engine_priority: auto` has busy engines start the shortest prefill first"

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from kvproxy.base.types import Clock
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
     from kvproxy.cluster.routing.admission import Admission
-    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import ClusterFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.feature import StatusPart
     from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
+    from kvproxy.operate.runtime.operated import AdminTarget
 
 
 class SessionsPlace(Model):

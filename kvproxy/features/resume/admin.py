@@ -15,8 +15,8 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.features.resume.running import RunningStreams
 from kvproxy.operate.admin.clusters import EndpointRoutes
-from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, reply_json
+from kvproxy.operate.runtime.operated import AdminTarget
 
 
 class MoveRoutes:

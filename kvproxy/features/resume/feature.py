@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from starlette.routing import Route
 
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ObservedCluster
-    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import ClusterFacts
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.feature import Capability
     from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
+    from kvproxy.operate.runtime.operated import AdminTarget
     from kvproxy.proxy.filters.chain import FilterType
 
 

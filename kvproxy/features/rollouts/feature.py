@@ -10,8 +10,8 @@ from kvproxy.operate.feature import Feature
 if TYPE_CHECKING:
     from starlette.routing import Route
 
-    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.admin.replies import Audit
+    from kvproxy.operate.runtime.operated import AdminTarget
 
 
 #: Time of each engine for a call, unless the request states another.

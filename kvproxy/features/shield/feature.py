@@ -12,9 +12,9 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
-    from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.doctor.deployment import ClusterFacts
     from kvproxy.operate.doctor.report import Check
+    from kvproxy.operate.runtime.operated import AdminTarget, OperatorFinding
     from kvproxy.proxy.filters.chain import FilterType
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.shield.feature import ShieldMode
 from kvproxy.features.shield.rules import ADVISORIES, VLLM, open_rules, parse_version
-from kvproxy.operate.admin.operated import ConfigFinding
+from kvproxy.operate.runtime.operated import ConfigFinding
 
 _DONE = {
     ShieldMode.WARN: "such requests are counted and pass (`shield: refuse` stops them)",

@@ -17,9 +17,9 @@ from kvproxy.operate.feature import OFF, ON, Capability, Feature, find_filters
 
 if TYPE_CHECKING:
     from kvproxy.cache.feature import CacheObserver, CacheParts, View
-    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.merge import Rule
+    from kvproxy.operate.runtime.operated import AdminTarget
 
 
 #: An older file is not used: the engines have evicted much of its contents.

@@ -21,9 +21,9 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.features.warming.feature import PrefixExport, WarmingPlace
 from kvproxy.features.warming.warming import Warmed, Warmer
-from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.pick import parse_question
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_number, reply_json
+from kvproxy.operate.runtime.operated import AdminTarget
 
 #: Paths whose answers report reuse, and end after one token.
 _PATHS = ("/v1/chat/completions", "/v1/completions")

@@ -15,8 +15,8 @@ from kvproxy.operate.feature import Feature
 if TYPE_CHECKING:
     from starlette.routing import Route
 
-    from kvproxy.operate.admin.operated import AdminTarget
     from kvproxy.operate.admin.replies import Audit
+    from kvproxy.operate.runtime.operated import AdminTarget
 
 
 class PrefixExport(StrEnum):

@@ -35,13 +35,13 @@ from kvproxy.operate.admin.app import AccessControl, guard_routes, set_root_leve
 from kvproxy.operate.admin.config_file import describe_file, find_refused_file
 from kvproxy.operate.admin.event_log import describe_events
 from kvproxy.operate.admin.live import EVENTS, PageFiles
-from kvproxy.operate.admin.operated import ConfigFinding, OperatorFinding
 from kvproxy.operate.admin.process import AdviceRoutes, SettingsRoutes
 from kvproxy.operate.admin.replies import MAX_BODY_BYTES, Audit, RequestRefused, read_number, receive_body, reply_json
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.merge import merge_events, merge_findings
 from kvproxy.operate.metrics.catalog import merge_rules
 from kvproxy.operate.metrics.page import render_exposition
+from kvproxy.operate.runtime.operated import ConfigFinding, OperatorFinding
 
 _CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 _PASSED_ON = ("content-type", "cache-control", "allow")

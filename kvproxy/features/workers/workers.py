@@ -16,9 +16,9 @@ from kvproxy.features.workers.assignment import Change
 from kvproxy.features.workers.control import FROM, RELOAD, REPEAT
 from kvproxy.features.workers.metrics import WorkerMetrics
 from kvproxy.features.workers.supervisor import Slot, Supervisor
-from kvproxy.operate.admin.operated import ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.operate.commands.live_advice import AdviceRunner
 from kvproxy.operate.config.schema import Config
+from kvproxy.operate.runtime.operated import ConfigReloader, OperatorFinding, Reloaded
 
 log = logging.getLogger("kvproxy")
 

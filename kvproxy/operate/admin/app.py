@@ -24,14 +24,14 @@ from kvproxy.base.installed import installed
 from kvproxy.base.mounted import may_be_below, without_root
 from kvproxy.base.settings.addresses import is_loopback
 from kvproxy.operate.admin.clusters import EndpointRoutes, RoutingRoutes
-from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.live import LiveView, PageFiles, list_page_paths
-from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.pick import PickRoutes
 from kvproxy.operate.admin.process import AdviceRoutes, HealthRoutes, SettingsRoutes
 from kvproxy.operate.admin.replies import Audit, RequestRefused, on_http_error, on_refused, reply_error
 from kvproxy.operate.admin.views import CacheRoutes, DecisionRoutes
 from kvproxy.operate.feature import Feature
+from kvproxy.operate.runtime.history import History
+from kvproxy.operate.runtime.operated import AdminTarget
 
 #: Load balancers check health without a token; the page itself holds nothing but its own text.
 _HEALTH_PATHS = frozenset({"/healthz", "/readyz"})

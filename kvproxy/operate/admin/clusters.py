@@ -29,9 +29,9 @@ from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.settings import EndpointSettings, PolicyParameters
 from kvproxy.cluster.sources.entries import CREDENTIALS
 from kvproxy.operate.admin.cache_status import endpoint_index, engine_status
-from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import Audit, RequestRefused, encode_part, read_json_object, reply_json
 from kvproxy.operate.config.decode import decode_model, describe_problem, spelling_hint
+from kvproxy.operate.runtime.operated import AdminTarget
 
 
 def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from kvproxy.operate.admin.findings import Rank, Trouble
-from kvproxy.operate.admin.operated import ConfigReloader
+from kvproxy.operate.runtime.operated import ConfigReloader
 
 
 def describe_file(reloader: ConfigReloader | None, now: float) -> dict[str, object] | None:

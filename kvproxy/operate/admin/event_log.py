@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from kvproxy.cluster.endpoint import DOWN, Condition
-from kvproxy.operate.admin.operated import AdminTarget, Conditions, Event
+from kvproxy.operate.runtime.operated import AdminTarget, Conditions, Event
 
 #: Seconds for which an event is shown, and bound on the events kept.
 KEPT_S = 3600.0

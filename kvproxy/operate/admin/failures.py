@@ -10,8 +10,8 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, TAKING, Condition, Endpoint
 from kvproxy.cluster.routes import clusters_without_endpoint
 from kvproxy.operate.admin.findings import Rank, Trouble
-from kvproxy.operate.admin.operated import AdminTarget, Conditions
-from kvproxy.operate.admin.recent import FailureTally, Tally
+from kvproxy.operate.runtime.operated import AdminTarget, Conditions
+from kvproxy.operate.runtime.recent import FailureTally, Tally
 from kvproxy.proxy.request.exchange import BROKEN_OFF, ENGINE_5XX, FAILED, QUEUE_FULL
 
 #: Share of failed requests (and their number) from which a finding appears, and from which it is a problem. The alert

@@ -15,7 +15,7 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
 from kvproxy.cluster.feature import wakes_engines
-from kvproxy.operate.admin.operated import ConfigFinding
+from kvproxy.operate.runtime.operated import ConfigFinding
 
 #: Findings named one by one; further ones in a cluster are one finding.
 NAMED = 3

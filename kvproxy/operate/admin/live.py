@@ -22,15 +22,15 @@ from kvproxy.operate.admin.config_file import describe_file
 from kvproxy.operate.admin.event_log import EventLog, describe_events
 from kvproxy.operate.admin.failures import count_by_cluster, count_by_endpoint, describe_state
 from kvproxy.operate.admin.findings import Trouble
-from kvproxy.operate.admin.history import History, HistorySample, add_tallies, list_quantiles
-from kvproxy.operate.admin.operated import AdminTarget, Conditions, read_conditions
 from kvproxy.operate.admin.process import check_readiness
-from kvproxy.operate.admin.recent import Tally
 from kvproxy.operate.admin.replies import RequestRefused, encode_part
 from kvproxy.operate.admin.troubles import Troubles
 from kvproxy.operate.admin.views import list_decisions
 from kvproxy.operate.capabilities import SeenEngines, list_capabilities
 from kvproxy.operate.feature import Feature
+from kvproxy.operate.runtime.history import History, HistorySample, add_tallies, list_quantiles
+from kvproxy.operate.runtime.operated import AdminTarget, Conditions, read_conditions
+from kvproxy.operate.runtime.recent import Tally
 from kvproxy.proxy.request.exchange import FAILED
 from kvproxy.proxy.settings import ListenerSettings
 

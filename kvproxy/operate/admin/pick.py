@@ -22,12 +22,12 @@ from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.screening import Refusal
-from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import RequestRefused, read_json_object, receive_body, reply_json
 from kvproxy.operate.config.decode import spelling_hint
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.placing.external import ExternalPlacement, engine_headers
 from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations
+from kvproxy.operate.runtime.operated import AdminTarget
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import prefers
 from kvproxy.proxy.request.error_reply import LocalReply

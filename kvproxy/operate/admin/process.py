@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.base.errors import Problem
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cluster.routes import clusters_without_endpoint
-from kvproxy.operate.admin.operated import AdminTarget, OperatedProcess
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, reply_json
 from kvproxy.operate.config.decode import spelling_hint
 from kvproxy.operate.metrics.page import render_exposition
+from kvproxy.operate.runtime.operated import AdminTarget, OperatedProcess
 from kvproxy.proxy.settings import LogLevel
 
 REDACTED = "**********"

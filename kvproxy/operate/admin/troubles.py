@@ -22,9 +22,9 @@ from kvproxy.operate.admin.findings import (
     list_names,
     source_trouble,
 )
-from kvproxy.operate.admin.operated import AdminTarget, Conditions, OperatorFinding
-from kvproxy.operate.admin.recent import FailureTally, Tally
 from kvproxy.operate.feature import Feature
+from kvproxy.operate.runtime.operated import AdminTarget, Conditions, OperatorFinding
+from kvproxy.operate.runtime.recent import FailureTally, Tally
 
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"

@@ -21,11 +21,11 @@ from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.service import KvCache
 from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, pins
-from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
-from kvproxy.operate.admin.recent import RecentRequest
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_number, reply_json
 from kvproxy.operate.receipts.explain import explain_notes
 from kvproxy.operate.receipts.receipt import receipt_type
+from kvproxy.operate.runtime.operated import AdminTarget, OperatorFinding
+from kvproxy.operate.runtime.recent import RecentRequest
 from kvproxy.proxy.request.exchange import RESULTS
 
 MAX_LIMIT = 1000

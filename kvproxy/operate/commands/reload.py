@@ -14,11 +14,18 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, utc_seconds
-from kvproxy.operate.admin.operated import ConfigFinding, ConfigReloader, Event, OperatorFinding, RefusedFile, Reloaded
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.config.changes import summarise_changes
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.metrics.process import ProcessMetrics
+from kvproxy.operate.runtime.operated import (
+    ConfigFinding,
+    ConfigReloader,
+    Event,
+    OperatorFinding,
+    RefusedFile,
+    Reloaded,
+)
 
 logger = logging.getLogger("kvproxy")
 

@@ -23,7 +23,6 @@ from kvproxy.app import Proxy
 from kvproxy.base.errors import Problem
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.operate.admin.operated import ConfigReloader
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.commands.garbage import GarbageCollections
 from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
@@ -33,6 +32,7 @@ from kvproxy.operate.commands.reload import FILE_INTERVAL_S, FileReloader, Reloa
 from kvproxy.operate.config.schema import AdminSettings, Config
 from kvproxy.operate.doctor.checks import StartupDiagnosis
 from kvproxy.operate.doctor.report import DoctorReport
+from kvproxy.operate.runtime.operated import ConfigReloader
 from kvproxy.proxy.listener.parser import ListenerLimits
 from kvproxy.proxy.listener.server import Server, bind_sockets
 from kvproxy.proxy.metrics import ClientBoundMetrics

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, RequestKind
-from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.config.schema import ReceiptSettings
 from kvproxy.operate.metrics.process import ReceiptMetrics
 from kvproxy.operate.receipts.files import RotatingFile
 from kvproxy.operate.receipts.observed import AttemptLog, Placed
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, encode_prefixes, encode_receipt, receipt_type, wait_s
 from kvproxy.operate.receipts.writer import WritingObserver
+from kvproxy.operate.runtime.operated import AdminTarget
 from kvproxy.proxy.filters.chain import WallClock
 from kvproxy.proxy.request.exchange import Exchange, Outcome
 

@@ -26,11 +26,11 @@ from kvproxy.cluster.prober import HttpProbe
 from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.registry import configured, runtime_overrides
 from kvproxy.cluster.settings import ClusterSettings
-from kvproxy.operate.admin.operated import Reloaded
 from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify import own_address_fault
 from kvproxy.operate.feature import Feature
+from kvproxy.operate.runtime.operated import Reloaded
 from kvproxy.proxy.filter_settings import order_filters
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
 from kvproxy.proxy.filters.plugins import discover

@@ -10,9 +10,9 @@ import pytest
 from kvproxy.app import Proxy
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from kvproxy.operate.admin.app import build_admin_app
-from kvproxy.operate.admin.history import COARSE, HOUR_KEPT, INTERVAL_S, KEPT, History, find_quantile
 from kvproxy.operate.admin.live import HOT_AGAIN_S
-from kvproxy.operate.admin.operated import ConfigFinding
+from kvproxy.operate.runtime.history import COARSE, HOUR_KEPT, INTERVAL_S, KEPT, History, find_quantile
+from kvproxy.operate.runtime.operated import ConfigFinding
 from kvproxy.proxy.listener.server import serve
 from kvproxy.proxy.metrics import CacheUseMetrics, RequestMetrics
 from kvproxy.proxy.request.exchange import Exchange, Outcome

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from kvproxy.operate.admin.app import build_admin_app
-from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.process import REDACTED, redact_secrets
+from kvproxy.operate.runtime.history import History
 from tests.operate.admin.support import admin_of, audited, problems_of, proxy_of
 
 

@@ -17,8 +17,8 @@ from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStat
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.operate.admin.app import build_admin_app
-from kvproxy.operate.admin.history import History
-from kvproxy.operate.admin.operated import ConfigFinding
+from kvproxy.operate.runtime.history import History
+from kvproxy.operate.runtime.operated import ConfigFinding
 from kvproxy.proxy.request.exchange import Exchange, Outcome
 from tests.operate.admin.support import admin_of, proxy_of
 from tests.support.certificates import make_certificate

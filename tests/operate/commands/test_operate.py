@@ -16,7 +16,6 @@ import pytest
 from kvproxy.app import Proxy
 from kvproxy.cli import main
 from kvproxy.operate.admin.app import build_admin_app
-from kvproxy.operate.admin.history import History
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.commands.explain import ExplainOptions
 from kvproxy.operate.commands.explain import run as explain
@@ -25,6 +24,7 @@ from kvproxy.operate.commands.operate import reload_configuration as reload_conf
 from kvproxy.operate.commands.reload import FileReloader
 from kvproxy.operate.commands.status import render_page
 from kvproxy.operate.receipts.receipt import Receipt, encode_receipt
+from kvproxy.operate.runtime.history import History
 from kvproxy.proxy.listener.server import Server
 from tests.operate.admin.support import admin_of
 from tests.support.fake_engine import FakeEngine

@@ -15,9 +15,9 @@ from kvproxy.base.errors import ConfigError
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from kvproxy.cli import main
 from kvproxy.operate.admin.app import build_admin_app
-from kvproxy.operate.admin.history import History
 from kvproxy.operate.commands.operate import AdminAddress
 from kvproxy.operate.commands.status import describe_adapters, render_page, run
+from kvproxy.operate.runtime.history import History
 from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.request.exchange import Exchange, Outcome
 from tests.operate.admin.support import admin_of, proxy_of

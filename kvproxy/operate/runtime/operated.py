@@ -16,10 +16,10 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import Routes
-from kvproxy.operate.admin.recent import RecentDecisions
 from kvproxy.operate.commands.live_advice import AdviceRunner
 from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
+from kvproxy.operate.runtime.recent import RecentDecisions
 from kvproxy.proxy.filters.chain import RequestGuard
 
 

@@ -16,7 +16,7 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cluster.metrics import EndpointRequestMetrics
-from kvproxy.operate.admin.recent import FailureTally, RecentDecisions, Tally
+from kvproxy.operate.runtime.recent import FailureTally, RecentDecisions, Tally
 from kvproxy.proxy.metrics import CacheUseMetrics, RequestMetrics
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class HistorySample:
 class History(BackgroundTask):
     """Owns one task. Samples are read by whatever draws; `on_sample` is called with the time of each."""
 
-    task_name = "admin history"
+    task_name = "history"
 
     def __init__(self, sampled: Sampled, *, sleep: Sleep = asyncio.sleep) -> None:
         self.samples: deque[HistorySample] = deque(maxlen=KEPT)

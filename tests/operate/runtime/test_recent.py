@@ -6,7 +6,7 @@ import gc
 
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind, Tier
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
-from kvproxy.operate.admin.recent import RecentDecisions
+from kvproxy.operate.runtime.recent import RecentDecisions
 from kvproxy.proxy.request.exchange import MAX_REMEMBERED, Exchange, Outcome
 
 A = EndpointId("a")
