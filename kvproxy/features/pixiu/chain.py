@@ -210,15 +210,13 @@ def _endpoints(translation: Translation, settings: dict[str, Any], at: Path) -> 
 
 
 def _connections(translation: Translation, settings: dict[str, Any], at: Path) -> None:
-    """Translate the bound on connections; idle ones are kept up to it."""
+    """Check the bounds on connections, which are fixed here."""
     given = {key: settings.pop(key) for key in _CONNECTIONS if key in settings}
     for key, value in given.items():
         if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value)):
             translation.add_error((*at, key), "must be a number of connections, 0 for the default")
-        elif key == "max_conns_per_host" and int(value):
-            settings["max_connections"] = int(value)
-        elif key != "max_conns_per_host":
-            translation.add_note((*at, key), "connections are bounded by max_conns_per_host alone")
+        else:
+            translation.add_note((*at, key), "64 connections at most lead to each of the two services")
 
 
 def _strategy(translation: Translation, strategy: dict[str, Any], at: Path) -> None:

@@ -262,7 +262,7 @@ class RoutingRoutes:
             problems.append(Problem(f"clusters.{name[:128]}", "there is no such cluster", fix))
             return None
         if cluster.policy.settings is None:
-            fix = f"{', '.join(composed(PolicyParameters).model_fields)} have some"
+            fix = f"policies with parameters: {', '.join(composed(PolicyParameters).model_fields)}"
             what = f"the policy {cluster.settings.policy.value} has no parameters"
             problems.append(Problem(f"clusters.{name}.parameters", what, fix))
             return None
