@@ -72,7 +72,6 @@ class Endpoint:
         "breaker",
         "ended",
         "engine",
-        "followers",
         "health",
         "id",
         "instance_id",
@@ -122,7 +121,7 @@ class Endpoint:
         self.metrics = EndpointMetrics(metrics, cluster, self.id)
         self._clock = clock
         self._shown = False
-        #: Of features, and those among them that follow requests.
+        #: Of features.
         self.observers: tuple[EndpointObserver, ...] = ()
         self.configure(config, settings)
 
@@ -145,14 +144,14 @@ class Endpoint:
         self.role = config.role
         for observer in self.observers:
             observer.configure(config, settings)
-        self._list_followers()
+        self._bind_gauges()
         self._on_change(self)
 
     def attach(self, observers: Iterable[EndpointObserver]) -> None:
         self.observers += tuple(observers)
-        self._list_followers()
+        self._bind_gauges()
 
-    def _list_followers(self) -> None:
+    def _bind_gauges(self) -> None:
         if self._shown and not self.metrics.closed:
             for observer in self.observers:
                 observer.bind_gauges()

@@ -328,7 +328,7 @@ class ClusterSettings(Model):
     it also holds requests while there is no endpoint at all, until one is found."""
     engine_priority: EnginePriorityMode = EnginePriorityMode.OFF
     """Order of admission that engines get in the body's `priority`, for the same policies: `on` if they are started for
-    it, `auto` to find that out, `off`."""
+    it, `auto` while several requests wait in the engine and unless it refuses the number, `off`."""
     engine_priority_order: PriorityOrder = PriorityOrder.LOWEST_FIRST
     """Number that these engines admit first: vLLM the lowest, SGLang the highest (unless it is started with
     `--schedule-low-priority-values-first`)."""

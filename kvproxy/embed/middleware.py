@@ -266,6 +266,7 @@ class KVCacheMiddleware:
                 await self._app(scope, receive, send)
             else:
                 state[SERVED_KEY] = None
+                hosted.finding = "unread"
                 await self._serve_with_facts(filters, kind, scope, receive, send)
         finally:
             self._counts[hosted.finding] += 1

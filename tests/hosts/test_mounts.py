@@ -55,7 +55,7 @@ def quart(proxy: Proxy) -> Any:
 
 def blacksheep(proxy: Proxy) -> Any:
     module = pytest.importorskip("blacksheep")
-    app = module.Application()
+    app = module.Application(router=module.Router())
     app.mount("/llm", proxy)
     return app
 

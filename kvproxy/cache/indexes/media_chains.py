@@ -24,7 +24,7 @@ Identifier = str | int
 
 
 class PlacedMedium(NamedTuple):
-    """A medium of a chain: its name, its first token, and how many it has; 0: not all were event."""
+    """A medium of a chain: its name, its first token, and how many it has; 0: not all were reported."""
 
     identifier: Identifier
     start: int

@@ -318,7 +318,7 @@ class PreciseIndex:
             self._note_media(endpoint, table, event, tier, blocks, seed)
 
     def _note_media(
-        self, endpoint: EndpointId, table: BlockTable, event: BlockStored, tier: int, blocks: array[int], above: int
+        self, endpoint: EndpointId, table: BlockTable, event: BlockStored, tier: int, blocks: array[int], seed: int
     ) -> None:
         """Note the media in an event of an engine's own memory, below this block."""
         if tier:
@@ -330,7 +330,7 @@ class PreciseIndex:
             place = table.find_place(key_of(event.parent))
             return None if place is None else table.walk_up(place)
 
-        self.media.note_stored(endpoint, event, blocks, parent=above, find_front=find_front)
+        self.media.note_stored(endpoint, event, blocks, parent=seed, find_front=find_front)
 
     def _to_ask(self) -> list[_Asked]:
         """Return what a lookup needs of each source, worked out when one came or left."""

@@ -5,6 +5,7 @@ compared."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from random import Random
@@ -29,7 +30,6 @@ _LARGEST = 10_000
 _PATH = b"/v1/completions"
 #: Share of the prompt that must have been pulled.
 _PULLED = 0.5
-_LEAST_S = 0.000_001  # of a token's pull
 _JSON: Headers = [(b"content-type", b"application/json")]
 
 
@@ -58,6 +58,9 @@ class CanaryFailed(Exception):
     """An engine did not answer as expected."""
 
 
+_FAILURES = (CanaryFailed, ClientError, UpstreamError, TimeoutError, NoHandle, msgspec.DecodeError)
+
+
 class Canary:
     """Examines pairs with one connector. `timeout_s` bounds each request."""
 
@@ -82,12 +85,14 @@ class Canary:
             for _ in range(2):  # greedy answers may part by the size of a batch, seldom twice
                 verdict = await self._compare(prefill, decode, clients[1], model)
                 if verdict.state is PairState.GOOD:
-                    return verdict._replace(s_per_token=await self._measure_pull(prefill, decode, model))
+                    with contextlib.suppress(*_FAILURES):  # the price stays as it was
+                        verdict = verdict._replace(s_per_token=await self._measure_pull(prefill, decode, model))
+                    return verdict
                 if verdict.state is not PairState.WRONG:
                     return verdict
                 different = verdict.why
             return Verdict(PairState.WRONG, different)
-        except (CanaryFailed, ClientError, UpstreamError, TimeoutError, NoHandle, msgspec.DecodeError) as error:
+        except _FAILURES as error:
             return Verdict(None, f"{type(error).__name__}: {error}")
 
     async def _compare(self, prefill: Engine, decode: Engine, client: VllmClient, model: str) -> Verdict:
@@ -110,8 +115,8 @@ class Canary:
         return Verdict(PairState.GOOD)
 
     async def _measure_pull(self, prefill: Engine, decode: Engine, model: str) -> float | None:
-        """Return the time to pull a token: a first token with a pull, less one of the same prompt that the decoder then
-        holds. The pair has pulled before, so its handshake is over."""
+        """Return the time to pull a token: a first token with a pull, less one of the same prompt, which the decoder is
+        taken to hold then. The pair has pulled before, so its handshake is over."""
         if self._connector.at_once or not self._connector.sends_prefill:
             return None
         body = self._make_body(model, tokens=1)
@@ -124,7 +129,7 @@ class Canary:
             times.append(self._clock())
         first_s, *held_s = (after - before for before, after in pairwise(times))
         pull_s = first_s - min(held_s)
-        return max(_LEAST_S, pull_s / max(1, pulled.usage.prompt_tokens))
+        return pull_s / max(1, pulled.usage.prompt_tokens) if pull_s > 0.0 else None  # None: too short to be seen
 
     def _make_body(self, model: str, *, tokens: int) -> bytes:
         """Return a request with a prompt of its own."""

@@ -99,13 +99,13 @@ class EngineSleep(CacheObserver):
                     break
                 left_s = began + within_s - now
                 if left_s <= 0:
-                    raise _refusal("The engines of this model sleep; one is being woken.", within_s)
+                    raise _refusal("No engine of this model is awake; one is being started.", within_s)
                 await asyncio.wait({waking}, timeout=left_s)
                 now = self._clock()
         finally:
             self.held -= 1
         if self._find_sleepers(cluster, model, now) and not cluster.screening.may_serve(model, now):
-            raise _refusal("The engines of this model sleep and could not be woken.", FAILED_S)
+            raise _refusal("No engine of this model is awake, and none could be started.", FAILED_S)
 
     def _find_sleepers(self, cluster: Cluster, model: str, now: float) -> list[_Sleeper]:
         """Return the engines of this model that sleep, or a cluster without endpoints that calls may start."""

@@ -65,6 +65,9 @@ class EngineSleepFeature(Feature):
                 yield error_at((*where, "sleep_after"), "needs wake_within, or nothing would wake the engines again")
             if own.wake_call is not None and (fault := url_fault(own.wake_call.url)):
                 yield error_at((*where, "wake_call", "url"), fault)
+            for header, value in {} if own.wake_call is None else own.wake_call.headers.items():
+                if not value.get_secret_value().isascii():
+                    yield error_at((*where, "wake_call", "headers", header), "has characters beyond ASCII")
             if list_wake_calls(cluster) and not own.wake_within:
                 yield error_at((*where, "wake_within"), "needed for a call that starts engines: how long requests wait")
             if own.wake_within and not reads:

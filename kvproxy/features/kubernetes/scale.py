@@ -36,7 +36,7 @@ class WorkloadScale:
     async def __call__(self) -> None:
         """Raise ClientError or DiscoveryError where that fails."""
         settings = self._settings
-        path = f"/apis/apps/v1/namespaces/{await find_namespace(settings)}/{settings.scale}/scale"
+        path = f"/apis/apps/v1/namespaces/{await find_namespace(settings, self._files)}/{settings.scale}/scale"
         async with find_access(settings, self._env).connect(self._files) as api:
             raw = await api.call("GET", path, timeout_s=_CALL_S)
             if api.decode(raw, _Scale, path).spec.replicas:

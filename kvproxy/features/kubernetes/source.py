@@ -92,7 +92,7 @@ class KubernetesDiscovery:
         if self._slices is None and self._pods is None:
             settings = self._settings
             access = find_access(settings, self._env)
-            namespace = await find_namespace(settings)
+            namespace = await find_namespace(settings, TimedThread("namespace"))
             if settings.service:
                 selector = f"{SERVICE_LABEL}={settings.service}"
                 self._slices = self._mirror(
@@ -138,9 +138,14 @@ def find_access(settings: KubernetesDiscoverySettings, env: Mapping[str, str]) -
     return KubernetesAccess(api.url, api.token_file, api.ca_file) if api.url else KubernetesAccess.in_cluster(env)
 
 
-async def find_namespace(settings: KubernetesDiscoverySettings) -> str:
+async def find_namespace(settings: KubernetesDiscoverySettings, files: TimedThread) -> str:
     """Return where the engines are."""
-    return settings.namespace or await TimedThread("namespace").call(_own_namespace, timeout_s=FILES_S)
+    if settings.namespace:
+        return settings.namespace
+    try:
+        return await files.call(_own_namespace, timeout_s=FILES_S)
+    except (OSError, ValueError) as error:
+        raise DiscoveryError(f"the namespace of this pod cannot be read ({error or type(error).__name__})") from error
 
 
 def _own_namespace() -> str:

@@ -74,6 +74,8 @@ class RolloutRoutes:
         timeout_s = read_number(request, default=CALL_S, most=MAX_CALL_S, name="timeout_s")
         if fault := _path_fault(asked.path):
             raise RequestRefused(422, Problem("path", fault, "a path of the engines' API, such as /pause"))
+        if asked.weight_version is not None and not asked.flush:
+            raise RequestRefused(422, Problem("weight_version", "nothing is flushed", "`flush: true` as well"))
         service, cluster, engines = self._find(asked)
         answers: dict[str, dict[str, object]] = {}
         turns = asyncio.Semaphore(AT_ONCE)
@@ -85,6 +87,7 @@ class RolloutRoutes:
         if not request.scope.get(REPEATED):  # another process of this proxy has called them
             await asyncio.gather(*(call_one(engine) for engine in engines))
         failed = [engine.id for engine in engines if not answers.get(engine.id, {"ok": True})["ok"]]
+        kept: dict[str, str] = {}
         if asked.flush:
             done = [engine for engine in engines if engine.id not in failed]
             kept = await _find_kept(service, done, asked.weight_version)
@@ -96,6 +99,7 @@ class RolloutRoutes:
             "cluster": cluster.name,
             "failed": failed,
             "engines": {name: answers[name] for name in sorted(answers)},
+            **({"kept": kept} if kept else {}),
         }
         return reply_json(shown, 502 if failed else 200)
 

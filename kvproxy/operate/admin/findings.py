@@ -32,7 +32,7 @@ class Rank(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One finding; a FindingLike. `key` is what it is about: its age goes on while that stays."""
+    """One finding; an OperatorFinding. `key` is what it is about: its age goes on while that stays."""
 
     key: tuple[str, ...]
     rank: Rank

@@ -74,7 +74,6 @@ def _list_files(config: Config) -> Iterator[tuple[str, str]]:
 async def check_open_files(deployment: Deployment) -> Sequence[Finding]:
     """Open files of this shell or service, which `kvproxy serve` inherits."""
     config = deployment.config
-    deployment = deployment
     needed = config.limits.connections + len(deployment.engines) * config.pool.max_connections + _OTHER_FILES
     if deployment.kvcache is not None and deployment.kvcache.lmcache_endpoint:
         needed += 2 * MAX_CONNECTIONS

@@ -38,7 +38,7 @@ _WITHOUT = (
 
 @check("lookup", calls=LOOKUP_CALLS)
 async def check_lookup(engine: EngineFacts, lmcache: LmcacheFacts) -> Sequence[Finding]:
-    """Look one engine's trial prompt up."""
+    """Look up one engine's trial prompt."""
     await lmcache.find_kind()
     trial = await engine.trials.try_generating()
     if not trial.tokens or not await _registered(engine, lmcache):

@@ -161,7 +161,7 @@ def compare_tokenizers(model: str, samples: Mapping[EngineFacts, tuple[int, ...]
 
 @check("duplicates", calls=TRIAL_CALLS + 2, where="endpoints")
 async def check_duplicates(deployment: Deployment) -> Sequence[Finding]:
-    """Find engines with two endpoints: every engine counts what it does: two endpoints that count the same are one."""
+    """Find engines that have two endpoints. Every engine counts its work, so two with the same counts are one."""
     tried = await gather_facts(deployment.engines, lambda engine: engine.trials.try_generating())
     first = await gather_facts(tuple(tried), lambda engine: engine.exposition_now())
     second = await gather_facts(tuple(first), lambda engine: engine.exposition_now())

@@ -206,6 +206,6 @@ async def check_priority(engine: EngineFacts, mode: EnginePriorityMode) -> Seque
     except Refused as error:
         make = problem if mode is EnginePriorityMode.ON else warning
         return [make(engine.where, f"takes no request with a `priority`: {error}", _BY_PRIORITY)]
-    return [
-        ok(engine.where, "takes a request's `priority`, which a vLLM without `--scheduling-policy priority` ignores")
-    ]
+    ignored = ", which a vLLM without `--scheduling-policy priority` ignores"
+    is_vllm = await engine.find_kind() is EngineKind.VLLM
+    return [ok(engine.where, f"takes a request's `priority`{ignored if is_vllm else ''}")]

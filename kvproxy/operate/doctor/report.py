@@ -55,7 +55,8 @@ class Check:
 def check(
     name: str, *, calls: int, where: str = ""
 ) -> Callable[[Callable[P, Awaitable[Sequence[Finding]]]], Callable[P, Check]]:
-    """Have a function that finds make a check with these arguments; without `where` that of its first one."""
+    """Decorate a function that finds: called, it returns a check bound to its arguments. Without `where`, its first
+    argument's is used."""
 
     def make(collect: Callable[P, Awaitable[Sequence[Finding]]]) -> Callable[P, Check]:
         @wraps(collect)

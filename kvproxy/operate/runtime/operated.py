@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvproxy.base.background_task import in_slices
 from kvproxy.base.errors import Problem
@@ -16,11 +16,13 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import Routes
-from kvproxy.operate.commands.live_advice import AdviceRunner
 from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.runtime.recent import RecentDecisions
 from kvproxy.proxy.filters.chain import RequestGuard
+
+if TYPE_CHECKING:
+    from kvproxy.operate.commands.live_advice import AdviceRunner
 
 
 class OperatorFinding(Protocol):
@@ -38,7 +40,7 @@ class OperatorFinding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConfigFinding:
-    """One FindingLike. `severity` is `note`, `ok`, `warning` or `problem`."""
+    """An OperatorFinding. `severity` is `note`, `ok`, `warning` or `problem`."""
 
     severity: str
     where: str

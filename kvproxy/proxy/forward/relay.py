@@ -263,7 +263,9 @@ def read_end(
         outcome.media_tokens = usage.media_tokens
         outcome.completion_tokens = usage.completion_tokens
     if inference is not None and inference.kind in _CONVERSATIONS:
-        outcome.calls_tool = calls_tool(tail)
+        # The tools that an answer of /responses repeats stand behind its output, and may be longer than what is kept.
+        cut = inference.kind is RequestKind.RESPONSES and b'"output":' not in tail
+        outcome.calls_tool = cut or calls_tool(tail)
     if inference is not None and inference.continuable:
         outcome.response_id = read_response_id(first)
     return None

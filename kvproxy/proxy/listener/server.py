@@ -315,8 +315,8 @@ async def serve(app: Any, **options: Any) -> AsyncIterator[str]:
 
 
 def holder_of(port: int) -> str:
-    """Return the process that listens on a port, for the message when it is taken: `python3 (pid 4711)`, or empty where
-    this user may not see it."""
+    """Return the process that listens on a port, for the message when it is taken: `python3 (pid 4711)`, or empty
+    if it cannot be found out."""
     import psutil  # only where a start fails
 
     with contextlib.suppress(psutil.Error, OSError):

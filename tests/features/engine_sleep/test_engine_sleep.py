@@ -221,7 +221,7 @@ async def test_an_engine_that_cannot_be_woken_is_left_alone_for_a_while() -> Non
         answers = [await proxy.ask() for _ in range(3)]
         assert [one.status_code for one in answers] == [503] * 3
         assert answers[0].headers["retry-after"] == "10"
-        assert "could not be woken" in answers[0].text
+        assert "none could be started" in answers[0].text
         assert [call.path for call in broken.calls] == ["/wake_up"]
         proxy.clock.now += FAILED_S
         await proxy.ask()
