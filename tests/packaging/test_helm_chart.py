@@ -233,6 +233,21 @@ def test_the_rules_are_the_alerts() -> None:
     assert rules == alerts
 
 
+@pytest.mark.parametrize(
+    ("config", "granted"),
+    [
+        ({"discovery": {"kubernetes": {"service": "vllm", "scale": "deployments/vllm"}}}, True),
+        ({"clusters": {"chat": {"discovery": {"kubernetes": {"scale": "statefulsets/vllm"}}}}}, True),
+        ({"clusters": {"chat": {"discovery": {"kubernetes": {"service": "vllm"}}}}}, False),
+        ({"discovery": {"kubernetes": None}, "clusters": {"chat": None}}, False),
+    ],
+)
+def test_workloads_may_be_started_where_a_setting_says_so(config: dict[str, Any], granted: bool) -> None:
+    """In the settings of the one cluster or of any of several."""
+    rules = render({"config": config})["Role", "models/kvproxy-discovery"]["rules"]
+    assert any("deployments/scale" in rule["resources"] for rule in rules) is granted
+
+
 def test_engines_are_scaled_by_what_is_wanted() -> None:
     """KEDA to and from zero; an autoscaler of Kubernetes' own never to zero, which it cannot."""
     scaled = render(EVERYTHING)["ScaledObject", "kvproxy-engines"]["spec"]

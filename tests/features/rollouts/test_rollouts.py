@@ -179,7 +179,9 @@ async def test_an_engine_that_reports_other_weights_keeps_its_cache(call: dict[s
         answer = await client.post(target, json={**call, "weight_version": "step-2"})
         assert answer.status_code == 200
         assert {name for name, blocks in held(running).items() if blocks} == {"old"}
-        if not call:
+        if call:
+            assert answer.json()["kept"] == {"old": "step-1"}
+        else:
             assert answer.json() == {
                 "cluster": "default",
                 "flushed": ["new", "vllm", "silent"],
@@ -187,6 +189,14 @@ async def test_an_engine_that_reports_other_weights_keeps_its_cache(call: dict[s
             }
         await client.post(target, json=call)
         assert not any(held(running).values())
+
+
+async def test_a_version_without_a_flush_is_refused() -> None:
+    """Nobody is left to believe that caches were emptied."""
+    async with serve(trained("a", "step-1")) as url, running_proxy({"a": url}, policy="round_robin") as running:
+        async with admin_of(running.proxy) as client:
+            answer = await client.post("/call", json={"path": "/weights", "weight_version": "step-2"})
+        assert (answer.status_code, answer.json()["problems"][0]["where"]) == (422, "weight_version")
 
 
 async def test_an_answer_of_old_weights_enters_nothing() -> None:
