@@ -192,7 +192,7 @@ async def test_an_engine_that_reports_other_weights_keeps_its_cache(call: dict[s
 
 
 async def test_a_version_without_a_flush_is_refused() -> None:
-    """Nobody is left to believe that caches were emptied."""
+    """A client would take the caches for empty."""
     async with serve(trained("a", "step-1")) as url, running_proxy({"a": url}, policy="round_robin") as running:
         async with admin_of(running.proxy) as client:
             answer = await client.post("/call", json={"path": "/weights", "weight_version": "step-2"})
