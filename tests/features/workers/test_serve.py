@@ -193,7 +193,7 @@ async def test_workers_end_when_their_supervisor_is_killed() -> None:
         engine.go_on.set()
         assert done(await asyncio.gather(*streams.ports.values()))
         await until(lambda: not any(map(psutil.pid_exists, pids.values())))
-    assert not folder.exists()
+    await until(lambda: not folder.exists())  # another supervisor that starts may be the one that removes it
 
 
 async def test_a_worker_that_cannot_serve_ends_the_start(tmp_path: Path) -> None:
