@@ -65,7 +65,8 @@ class ProxyFeature(BaseFeature):
         return None
 
     def edit_answers(self, settings: Model, metrics: Metrics) -> EditsAnswers | None:
-        """Return what changes the answers of a `router` with these settings; None: they go down as they come."""
+        """Return what changes the answers of a `router` with these settings; None: they go down as they come. The first
+        feature that returns one is the only one to change them."""
         return None
 
     def needs_facts(self, config: ServingSettings) -> bool:

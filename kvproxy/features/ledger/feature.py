@@ -91,9 +91,10 @@ class LedgerFeature(Feature):
     def verify(self, config: Config) -> Iterable[Finding]:
         """Refuse predictions without the filter that makes them, and a ledger of predictions without these."""
         from kvproxy.base.settings.paths import error_at
+        from kvproxy.cache.settings import KvCacheSettings
 
         predicts = self.needs_facts(config)
-        if predicts and all(spec.name != "kvcache" for spec in config.filters):
+        if predicts and not any(one.enabled for _, one in find_filters(config, KvCacheSettings)):
             at = next(at for at, _ in find_filters(config, RouterSettings))
             yield error_at((*at, "cached_tokens"), "`predicted` needs the filter kvcache: nothing else predicts")
         if part_of(config, LedgerPlace).ledger.bill_predicted and not predicts:

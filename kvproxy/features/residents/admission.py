@@ -452,6 +452,8 @@ class SessionAdmission:
 
     def _make_room(self, residents: ResidentSet) -> None:
         """Have the youngest sessions between turns give way, where contexts have outgrown the memory."""
+        if self.limit_tokens(residents.capacity_tokens) == math.inf:
+            return
         limit = GIVE_WAY_AT * residents.capacity_tokens + RECOMPUTED * self._recomputed_tokens()
         while residents.tokens(self.habits.growth_tokens) > limit:
             youngest = residents.youngest_idle()

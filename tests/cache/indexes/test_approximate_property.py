@@ -114,6 +114,13 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
                     self.asked_for[block] = [self.requests]
             self.insert_naive(known, path)
 
+    @rule(endpoint=ENDPOINTS, path=PATHS)
+    def serve_three(self, endpoint: EndpointId, path: Path) -> None:
+        """Enough to make it hot."""
+        for _ in range(3):
+            self.locate(path)
+            self.confirm(claim=self.route(endpoint=endpoint, path=path, in_flight=False))
+
     @rule(claim=claims)
     def rollback(self, claim: tuple[SpeculativeEntry, NaiveEndpoint, Path]) -> None:
         made, known, path = claim
@@ -199,18 +206,21 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         return found
 
     def check_heat(self, path: Path, cursor: PrefixCursor[Run]) -> None:
-        """Nothing is hotter than a count by block says; runs put together are as hot as their last block."""
+        """Hold heat between a count by block and the coldest prompt that went on from it: runs put together are as hot
+        as their last block, and so is what is split off them."""
         threshold = 2.0
-        depth, unsure = 0, False
-        for block in blocks_of(path):
-            asked = self.asked_for.get(block, [])
+
+        def heat_of(block: Path) -> float:
             now = self.requests + (not cursor.counted)
-            heat = sum(exp((at - now) / 64) for at in asked) + (not cursor.counted)
-            unsure = abs(heat - threshold) < 1e-6
-            if heat < threshold or unsure:
-                break
-            depth += 1
-        assert unsure or self.index.hot_blocks(cursor) <= depth
+            asked = (not cursor.counted) * (path[: len(block)] == block)
+            return sum(exp((at - now) / 64) for at in self.asked_for.get(block, [])) + asked
+
+        def coldest_from(block: Path) -> float:
+            return min(heat_of(longer) for longer in (*self.seen, path) if longer[: len(block)] == block)
+
+        most = sum(1 for _ in takewhile(lambda block: heat_of(block) >= threshold - 1e-6, blocks_of(path)))
+        least = sum(1 for _ in takewhile(lambda block: coldest_from(block) >= threshold + 1e-6, blocks_of(path)))
+        assert least <= self.index.hot_blocks(cursor) <= most
 
     @invariant()
     def same_blocks(self) -> None:

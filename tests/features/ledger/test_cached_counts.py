@@ -332,12 +332,13 @@ async def test_a_prediction_is_told_only_if_the_operator_says_so() -> None:
             assert proxy.metric("kvproxy_cached_tokens_total", cluster="default") == 0
 
 
-def test_predictions_need_the_filter_that_makes_them() -> None:
+@pytest.mark.parametrize("before", [[], [{"kvcache": {"enabled": False}}]], ids=["absent", "switched off"])
+def test_predictions_need_the_filter_that_makes_them(before: list[Any]) -> None:
     """Refused with the place of the setting."""
-    filters = ["inference_request", {"router": {"cached_tokens": "predicted"}}]
+    filters = ["inference_request", *before, {"router": {"cached_tokens": "predicted"}}]
     config, [problem] = check_config({"endpoints": ["http://127.0.0.1:9"], "policy": "random", "filters": filters})
     assert config is None
-    assert problem.path == "filters[1].router.cached_tokens"
+    assert problem.path == f"filters[{1 + len(before)}].router.cached_tokens"
 
 
 async def test_a_prediction_never_replaces_a_count() -> None:
