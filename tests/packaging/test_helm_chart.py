@@ -277,7 +277,7 @@ def test_routes_to_it() -> None:
 
 def test_the_pages_show_what_the_chart_makes() -> None:
     """The rights, and the trigger of KEDA; and what they show of Kubernetes fits it."""
-    found = render(EVERYTHING)
+    found = render({**EVERYTHING, "config": {"discovery": {"kubernetes": {"scale": "deployments/vllm"}}}})
     loaded = (yaml.safe_load(block.text) for block in blocks("yaml"))
     shown = {one["kind"]: one for one in loaded if "apiVersion" in one}
     assert shown["Role"]["rules"] == found["Role", "models/kvproxy-discovery"]["rules"]
