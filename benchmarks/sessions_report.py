@@ -54,7 +54,8 @@ Figures that are missed, and why:
   the memory `places` is at 0.55 to 0.59, `thunderagent` at 0.80 to 0.84, `vllm_router`, which takes places away after
   14 turns, at 0.88 to 0.90 with 1.2 of the session time; all at once, each as slow as the other, 0.93. In `cc` and
   `forks` no rule reaches 0.9. Where those that wait go in the order of their own work, as other requests do,
-  `forks-4-2` has 0.79 (0.75 in order of arrival), `agents-2-4` 0.84 (0.90), at the same session time: it is left.
+  `forks-4-2` has 0.79 (0.75 in order of arrival), `agents-2-4` 0.84 (0.90), at the same session time, in an
+  earlier version: it is left.
 - No request waits at the router for longer than `max_wait` (540 s). In waits of 541 to 577 s the rest is the engine's
   own queue: up to 53 s.
 - Evicting a session's context at its end, which keeps residents as if they were pinned, changes nothing:
@@ -66,8 +67,6 @@ Figures that are missed, and why:
   an engine computes in a quarter of the pauses: TTFT of 20 s in 1 of 100 at 1.2 times (124 s without), but 1,010 s
   instead of 925 s at 2.4, and `cc-4-4` 5,040 s instead of 4,776 s. That no session gives way to so much more: 84 s in
   1 of 100, 918 s at 2.4, and 4,831 s. This is the rule.
-- Rows of 8 and 16 engines, of `agents-2`, `lost`, *paused*, *agent* and *host* are with that room besides, which
-  changes little there: an engine's memory holds 14 pauses.
 - A next turn that must be longer than prompt and answer before it would tell short questions about one document from
   a conversation, but 9 % of the turns in *cc* and 20 % in *agent* are shorter: reasoning is left out of the history.
 """
