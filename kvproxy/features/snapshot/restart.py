@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import tempfile
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape
@@ -146,9 +147,14 @@ class Last:
     took_s: float | None  # None: another life wrote it
 
 
+#: Those of this process that keep a file.
+_running: weakref.WeakSet[WarmRestart] = weakref.WeakSet()
+
+
 class WarmRestart(BackgroundTask, CacheObserver):
     """An async context manager around the service's other tasks: entered first, so that everything is there when they
-    start, and left last. Only a `fresh` service is filled; one that follows on another has it all already.
+    start, and left last. Only a `fresh` service is filled; one that follows on another has it all already. A file that
+    another service of this process keeps is left alone.
 
     Nothing about the file ever fails a request, the start or the end.
     """
@@ -175,6 +181,7 @@ class WarmRestart(BackgroundTask, CacheObserver):
         self._sleep = sleep
         self._file_timeout_s = file_timeout_s
         self._thread = TimedThread("kvcache snapshot")
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it keeps the file
         self._last: Last | None = None
         self._failing = False
         self.restored: Outcome | None = None
@@ -189,13 +196,37 @@ class WarmRestart(BackgroundTask, CacheObserver):
         metrics.group(SnapshotMetrics).age.set_source(self._ages)
 
     async def __aenter__(self) -> Self:
+        if any(other.keeps(self._settings.path, self._contents) for other in list(_running)):
+            log.warning(
+                "[kvcache] no snapshot at %s: another proxy or middleware of this process keeps it; "
+                "set another `snapshot.path` for this one",
+                self._settings.path,
+            )
+            self.restored = Outcome.IN_USE
+            self._restores.labels(self.restored.value).inc()
+            return self
+        self._loop = asyncio.get_running_loop()
+        _running.add(self)
         if self._fresh:
             await self._restore()
         return await super().__aenter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
+        if self._loop is None:
+            return
         await super().__aexit__(*exc_info)
         await self.write(pause_s=0.0)
+        self._loop = None
+        _running.discard(self)
+
+    def keeps(self, path: str, contents: Contents) -> bool:
+        """Return whether this file is kept here, for another service than that of these contents."""
+        return (
+            self._loop is not None
+            and not self._loop.is_closed()
+            and not contents.continues(self._contents)
+            and os.path.realpath(path) == os.path.realpath(self._settings.path)
+        )
 
     def status(self) -> dict[str, object]:
         """For people."""

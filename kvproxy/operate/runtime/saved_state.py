@@ -47,6 +47,7 @@ class Outcome(StrEnum):
     CORRUPT = "corrupt"
     TOO_OLD = "too_old"
     OTHER_ENDPOINTS = "other_endpoints"
+    IN_USE = "in_use"
 
 
 class Unusable(Exception):
@@ -187,6 +188,10 @@ class Contents:
         self._clusters = clusters
         self._clock = clock
         self._wall_clock = wall_clock
+
+    def continues(self, other: Contents) -> bool:
+        """Return whether both are of one state: a reload's service goes on with that of the one before."""
+        return self._state is other._state
 
     def take(self, max_bytes: int) -> Generator[None, None, list[bytes]]:
         """Yield a file's pieces, all but the checksum. The service goes on between the steps."""

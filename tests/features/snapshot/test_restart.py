@@ -18,12 +18,14 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.overlap.last_served import LastServed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.embed.middleware import KVCacheMiddleware
 from kvproxy.features.snapshot.feature import SnapshotSettings
 from kvproxy.features.snapshot.restart import SnapshotFile, Store, WarmRestart
 from kvproxy.operate.runtime import saved_state as contents
 from kvproxy.operate.runtime.saved_state import Contents, Outcome, Saved, TablesKept
 from tests.cache.overlap.test_last_served import held, request_of, served
 from tests.cache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, running, settings
+from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 from tests.support.until import until
@@ -421,6 +423,39 @@ async def test_a_service_that_follows_another_is_not_filled_again(tmp_path: Path
             await after.serve(chat(TURN), A)
             assert await matched(before) == {A}
             assert after.metric("kvproxy_kvcache_snapshot_restores_total", outcome="restored") == 0
+
+
+async def test_a_file_that_another_service_keeps_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two middlewares with one path the last to end would overwrite what the first has learned."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "snapshot")
+    async with life(tmp_path) as first:
+        await first.serve(chat(TURN), A)
+        async with running(settings(snapshot={"path": str(link)}), cluster_of(URLS, policy="kv_aware")) as second:
+            await second.serve(chat(OTHER), B)
+            assert second.metric("kvproxy_kvcache_snapshot_restores_total", outcome="in_use") == 1
+        assert not link.exists()
+    assert f"no snapshot at {link}: another proxy or middleware of this process keeps it" in caplog.text
+    async with life(tmp_path) as third:
+        assert await matched(third) == {A}
+        assert await matched(third, OTHER) == set()
+
+
+def test_a_middleware_whose_loop_was_closed_keeps_no_file(tmp_path: Path) -> None:
+    """Test clients end a loop without ending what ran in it."""
+    make = partial(KVCacheMiddleware, Inner(), endpoints=URLS, settings={"snapshot": {"path": str(tmp_path / "s")}})
+    left = make()
+    asyncio.run(call(left, http_scope("/v1/chat/completions", method="POST"), body=b"{}"))
+
+    async def serve_by_another() -> None:
+        async with make():
+            pass
+
+    asyncio.run(serve_by_another())
+    assert (tmp_path / "s").exists()
+    assert left.status()["requests"] == 1
 
 
 def showing(started_at: float) -> Fake:
