@@ -21,7 +21,6 @@ from kvproxy.base.background_task import find_loop
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.mounted import may_be_below, without_root
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.tls.watch import CertificateWatch
@@ -37,9 +36,11 @@ from kvproxy.operate.config.decode import decode_model
 from kvproxy.operate.config.load import check_config, usable
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
+from kvproxy.operate.filter_plugins import discover
 from kvproxy.operate.metrics.catalog import make_metrics
 from kvproxy.operate.metrics.learned import show_learned
 from kvproxy.operate.metrics.process import LoopLag, ProcessMetrics
+from kvproxy.operate.mounted import may_be_below, without_root
 from kvproxy.operate.receipts.recorder import make_recorder
 from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.operate.runtime.generation import Generations, Shared
@@ -48,7 +49,6 @@ from kvproxy.operate.runtime.operated import ConfigReloader, OperatorFinding, Re
 from kvproxy.operate.runtime.recent import RecentDecisions
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, RequestGuard, WallClock
-from kvproxy.proxy.filters.plugins import discover
 from kvproxy.proxy.forward.public import NO_WEBSOCKET
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.error_reply import error_body

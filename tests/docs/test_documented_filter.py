@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvproxy.operate.config.load import load_config
+from kvproxy.operate.filter_plugins import discover
 from kvproxy.proxy.filter_settings import FILTER_SETTINGS
 from kvproxy.proxy.filters.chain import build_chain
-from kvproxy.proxy.filters.plugins import discover
 from kvproxy.proxy.filters.registry import list_filters
 from kvproxy.proxy.settings import FilterSpec
 from tests.support.asgi import Inner, call, http_scope

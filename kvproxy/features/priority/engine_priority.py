@@ -12,10 +12,10 @@ from kvproxy.cluster.endpoint import Endpoint, EndpointObserver
 from kvproxy.cluster.feature import ClusterObserver, ClusterTools, NumberedRequest, ObservedCluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.load import EndpointLoad
-from kvproxy.cluster.routing.urgency import UrgencyScale
 from kvproxy.cluster.routing.waiting_lines import engine_priority
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
 from kvproxy.features.priority.metrics import EnginePriorityMetrics
+from kvproxy.features.priority.urgency import UrgencyScale
 from kvproxy.proxy.placement import MAX_PRIORITY
 
 #: Of the number on the outcome of a request.
@@ -28,7 +28,7 @@ _NOTHING_WAITS_S = 60.0
 class PriorityState(StrEnum):
     """Findings about one engine; a metric label."""
 
-    UNKNOWN = "unknown"  # it takes the number, as far as is known
+    ACCEPTED = "accepted"  # it has not refused the number
     REFUSED = "refused"  # it answered with an error that names the field
 
 
@@ -73,7 +73,7 @@ class EndpointPriority(EndpointObserver):
     @property
     def state(self) -> PriorityState:
         """As far as it is known."""
-        return PriorityState.REFUSED if self._refused else PriorityState.UNKNOWN
+        return PriorityState.REFUSED if self._refused else PriorityState.ACCEPTED
 
     def is_in(self, state: PriorityState) -> bool:
         """Return True if the engine gets a priority and is in this state."""

@@ -15,7 +15,7 @@ class EnginePriorityMetrics(MetricGroup):
         "Requests with the number by which engines order their queue",
         "cluster endpoint outcome",
     )
-    #: unknown, refused
+    #: accepted, refused
     engine_priority_state = gauge(
         "kvproxy_engine_priority_state",
         "1: this is the engine's state, if it gets a priority",

@@ -18,7 +18,6 @@ from kvproxy.cluster.routing.fair_queue import ADMIT_BELOW_S, FairQueue, QueueSe
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState, Reservation, count_live_blocks
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.selector import Decision
-from kvproxy.cluster.routing.urgency import UrgencyScale
 from kvproxy.cluster.routing.waiting_lines import EPOCH_S, engine_priority
 from kvproxy.cluster.settings import EndpointRole
 from kvproxy.lab.replay.results import ReplayOutcome
@@ -28,6 +27,7 @@ from kvproxy.lab.replay.view import CacheView, Settle
 from kvproxy.lab.simulator.engine import Engine
 
 if TYPE_CHECKING:
+    from kvproxy.features.priority.urgency import UrgencyScale
     from kvproxy.features.transfers.copy_planner import Transfer
 
 
@@ -115,9 +115,7 @@ class VirtualRouter:
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None else None
         self._now = 0.0
-        self._priority = (
-            UrgencyScale(speeds=lambda: policy.speeds, wall_clock=lambda: EPOCH_S + self._now) if priority else None
-        )
+        self._priority = self._make_scale() if priority else None
         self._reports_cached = reports_cached
         self._transfers = transfers
         #: Rule by which sessions wait for room; None: there is none.
@@ -126,6 +124,11 @@ class VirtualRouter:
             self.admission.speeds = policy.speeds
         for endpoint in endpoints:
             self._connect(endpoint)
+
+    def _make_scale(self) -> UrgencyScale:
+        from kvproxy.features.priority.urgency import UrgencyScale  # a replay without priority needs none of it
+
+        return UrgencyScale(speeds=lambda: self._policy.speeds, wall_clock=lambda: EPOCH_S + self._now)
 
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
-from kvproxy.base.mounted import may_be_below, without_root
 from kvproxy.base.settings.addresses import is_loopback
 from kvproxy.operate.admin.clusters import EndpointRoutes, RoutingRoutes
 from kvproxy.operate.admin.live import LiveView, PageFiles, list_page_paths
@@ -30,6 +29,7 @@ from kvproxy.operate.admin.process import AdviceRoutes, HealthRoutes, SettingsRo
 from kvproxy.operate.admin.replies import Audit, RequestRefused, on_http_error, on_refused, reply_error
 from kvproxy.operate.admin.views import CacheRoutes, DecisionRoutes
 from kvproxy.operate.feature import Feature
+from kvproxy.operate.mounted import may_be_below, without_root
 from kvproxy.operate.runtime.history import History
 from kvproxy.operate.runtime.operated import AdminTarget
 

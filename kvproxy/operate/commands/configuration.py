@@ -15,7 +15,7 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.operate.capabilities import format_capabilities, list_capabilities
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.schema import Config
-from kvproxy.proxy.filters.plugins import discover
+from kvproxy.operate.filter_plugins import discover
 
 #: Environment variable with the configuration file, used if the command line names none.
 CONFIG_VARIABLE = "KVPROXY_CONFIG"

@@ -25,7 +25,7 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.checks import diagnose_setup
 from kvproxy.operate.doctor.report import DoctorReport, print_json, print_table
 from kvproxy.operate.doctor.tools import Tools, VisitTimeouts
-from kvproxy.proxy.filters.plugins import discover
+from kvproxy.operate.filter_plugins import discover
 
 
 @dataclass(frozen=True, slots=True)

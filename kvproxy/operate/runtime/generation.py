@@ -30,10 +30,10 @@ from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify import own_address_fault
 from kvproxy.operate.feature import Feature
+from kvproxy.operate.filter_plugins import discover
 from kvproxy.operate.runtime.operated import Reloaded
 from kvproxy.proxy.filter_settings import order_filters
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
-from kvproxy.proxy.filters.plugins import discover
 from kvproxy.proxy.filters.registry import list_filters
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.error_reply import local_reply

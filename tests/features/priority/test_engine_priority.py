@@ -8,10 +8,10 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.cluster.routing.urgency import UrgencyScale
 from kvproxy.cluster.routing.waiting_lines import EPOCH_S, LEVEL_S
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode
 from kvproxy.features.priority.engine_priority import EndpointPriority, PriorityState
+from kvproxy.features.priority.urgency import UrgencyScale
 from tests.cluster.conftest import MakeCluster
 from tests.features.priority.support import known_of
 
@@ -66,7 +66,7 @@ def test_a_refusal_stands_until_the_engine_restarts() -> None:
     assert told.state is PriorityState.REFUSED
     told.process_replaced()
     assert told.sends(0.0)
-    assert told.state is PriorityState.UNKNOWN
+    assert told.state is PriorityState.ACCEPTED
 
 
 def test_the_urgency_is_prefill_arrival_and_class() -> None:
@@ -113,4 +113,4 @@ def test_a_reload_turns_it_on_and_off_and_keeps_what_is_known(make_cluster: Make
 def test_where_it_is_off_there_are_no_series(make_cluster: MakeCluster) -> None:
     """Of engines that are told nothing there is nothing to say."""
     bench = make_cluster("a")
-    assert bench.sample("kvproxy_engine_priority_state", cluster="c", endpoint="a", state="unknown") is None
+    assert bench.sample("kvproxy_engine_priority_state", cluster="c", endpoint="a", state="accepted") is None

@@ -1,8 +1,7 @@
-"""build_chain and discover: filters by name, in order, and every mistake named."""
+"""build_chain: filters by name, in order, and every mistake named."""
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.model import Model
 from kvproxy.proxy.filter_settings import FILTER_SETTINGS
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, build_chain
-from kvproxy.proxy.filters.plugins import GROUP, discover
 from kvproxy.proxy.filters.registry import FILTERS
 from kvproxy.proxy.settings import FilterSpec
 from tests.support.asgi import Inner, call, http_scope
@@ -145,49 +143,3 @@ def test_shipped_filters_build_with_what_they_need() -> None:
     """The whole shipped chain, each filter with the least settings it can work with."""
     specs = [spec("request_id"), spec("inference_request")]
     assert build_chain(specs, Inner(), context=filter_context(), types=FILTERS) is not None
-
-
-class FakeDistribution:
-    """Where an entry point came from."""
-
-    name = "their-package"
-
-
-def entry(name: str, value: str) -> EntryPoint:
-    return EntryPoint(name, value, GROUP)._for(FakeDistribution())  # type: ignore[attr-defined,no-any-return]
-
-
-HERE = "tests.proxy.filters.test_chain"
-
-
-def test_filters_of_other_distributions() -> None:
-    """An entry point of the group is a filter by its name."""
-    assert discover(installed=lambda: [entry("theirs", f"{HERE}:PLAIN")]) == {"theirs": PLAIN}
-
-
-def test_only_wanted_filters_are_loaded() -> None:
-    """A broken filter that is not used stops no proxy."""
-    installed = [entry("theirs", f"{HERE}:PLAIN"), entry("broken", "no.such.module:x")]
-    assert discover({"theirs"}, installed=lambda: installed) == {"theirs": PLAIN}
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ([entry("broken", "no.such.module:x")], "'broken' of their-package: cannot be loaded: ModuleNotFoundError"),
-        ([entry("odd", f"{HERE}:HERE")], f"'odd' of their-package: {HERE}:HERE is not a FilterType"),
-        ([entry("router", f"{HERE}:PLAIN")], "'router' of their-package: its name is taken already"),
-        ([entry("x", f"{HERE}:PLAIN"), entry("x", f"{HERE}:PLAIN")], "'x' of their-package: its name is taken already"),
-        ([EntryPoint("odd", f"{HERE}:HERE", GROUP)], f"'odd' of {HERE}:HERE: {HERE}:HERE is not a FilterType"),
-    ],
-)
-def test_a_bad_plugin_is_named(found: list[EntryPoint], message: str) -> None:
-    """Its distribution and what is wrong with it; never a crash of ours."""
-    with pytest.raises(ConfigError) as caught:
-        discover(installed=lambda: found)
-    assert message in str(caught.value)
-
-
-def test_installed_packages_can_be_listed() -> None:
-    """The group is read from the environment by default."""
-    assert set(discover()).isdisjoint(FILTERS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.base.mounted import may_be_below, without_root
+from kvproxy.operate.mounted import may_be_below, without_root
 
 
 @pytest.mark.parametrize(
