@@ -71,6 +71,7 @@ class Router:
         path: str = _CHAT,
         session: str = "",
         tenant: str = "",
+        priority: int = 0,
         headers: Mapping[str, str] | None = None,
         exclude: Collection[str] = (),
         sees_first_token: bool = True,
@@ -78,16 +79,19 @@ class Router:
         """Return a context manager that places the request and holds its place until it is over.
 
         `body` is what the engine will be sent at `path`, as bytes or as data. `session` names the conversation;
-        `tenant` is who asked, for fair turns in the queue; `headers` are the client's, of which those that name
-        sessions and a priority are read. It goes to no endpoint in `exclude`. `sees_first_token`: False for a caller
-        that cannot report the first token of a stream. Entering it raises NoEndpoint.
+        `tenant` is who asked, for fair turns in the queue, which requests of larger `priority` (-100 to 100) leave
+        first; `headers` are the client's, of which those that name sessions and a priority are read. It goes to no
+        endpoint in `exclude`. `sees_first_token`: False for a caller that cannot report the first token of a stream.
+        Entering it raises NoEndpoint.
         """
         content = bytes(body) if isinstance(body, bytes | bytearray) else msgspec.json.encode(body)
         fields = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
         if session:
             fields.append((_SESSION, session.encode("latin-1", "replace")))
         barred = frozenset(EndpointId(name) for name in exclude)
-        return PlacedRequest(self, content, path, fields, tenant, barred, sees_first_token=sees_first_token)
+        return PlacedRequest(
+            self, content, path, fields, tenant, barred, priority=priority, sees_first_token=sees_first_token
+        )
 
     async def _placer(self) -> Placer:
         life = self._lives.of_running_loop()
@@ -116,12 +120,14 @@ class PlacedRequest:
         tenant: str,
         exclude: frozenset[EndpointId],
         *,
+        priority: int,
         sees_first_token: bool,
     ) -> None:
         self._router = router
         self._path = path
         self._headers = list(headers)
         self._tenant = tenant
+        self._priority = priority
         self._exclude = exclude
         self._sees_first_token = sees_first_token
         self._carried: CarriedRequest
@@ -132,6 +138,7 @@ class PlacedRequest:
         placer = await self._router._placer()
         self._carried = carried = placer.begin("POST", self._path, self._headers)
         carried.exchange.tenant = self._tenant
+        carried.priority = self._priority
         try:
             replaced = await carried.place(self.body, exclude=self._exclude, sees_answer=self._sees_first_token)
         except LocalReply as why:

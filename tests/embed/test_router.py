@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 
 from kvproxy import NoEndpoint, PlacedRequest, Router
 from kvproxy.testing import simulated_engines
+from tests.support.until import until
 
 BODY = {"model": "sim", "messages": [{"role": "user", "content": "a long beginning " * 100}], "max_tokens": 4}
 NOWHERE = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
@@ -104,3 +106,25 @@ async def test_a_model_that_nobody_serves() -> None:
             async with router.place(BODY):
                 pass
     assert (raised.value.status, raised.value.retry_after_s) == (404, None)
+
+
+async def test_the_app_names_the_priority_in_the_queue() -> None:
+    """The last one asked for goes first, though its prompt is the longest."""
+    order: list[int] = []
+    config = {"endpoints": {"a": NOWHERE["a"]}, "policy": "kv_aware", "queue": {"max_wait": "600s"}}
+    async with Router(config) as router:
+        cluster = router.proxy.clusters["default"]
+        assert cluster.queue is not None
+
+        async def wait(priority: int, words: int) -> None:
+            body = {**BODY, "messages": [{"role": "user", "content": f"word{priority} " * words}]}
+            async with router.place(body, priority=priority):
+                order.append(priority)
+
+        async with router.place({**BODY, "messages": [{"role": "user", "content": "word " * 40_000}]}):
+            waiting = []
+            for count, (priority, words) in enumerate([(-50, 1_000), (0, 2_000), (50, 4_000)], 1):
+                waiting.append(asyncio.create_task(wait(priority, words)))
+                await until(lambda count=count: len(cluster.queue or ()) == count)
+        await asyncio.gather(*waiting)
+    assert order == [50, 0, -50]

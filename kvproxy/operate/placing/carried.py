@@ -34,7 +34,7 @@ from kvproxy.proxy.forward.answer import verdict_on
 from kvproxy.proxy.forward.body_guard import is_examined, with_model
 from kvproxy.proxy.forward.metrics import RouteMetrics
 from kvproxy.proxy.metrics import ClientCounts, RequestMetrics
-from kvproxy.proxy.placement import NO_ENDPOINTS, chosen_policy, priority_of
+from kvproxy.proxy.placement import MAX_PRIORITY, NO_ENDPOINTS, chosen_policy, priority_of
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
@@ -104,6 +104,7 @@ class CarriedRequest:
         self.exchange = exchange = Exchange(received_at=placer.clock())
         exchange.observers = placer.observers
         exchange.hooks = placer.hooks
+        self.priority = 0  # set by the app; 0: that of the cluster's header
         self._placement: ExternalPlacement | None = None  # once it has an endpoint
         self.held: PickReservation | None = None
         self.listed: list[Endpoint] = []  # the chosen endpoint, then where to go if it cannot be reached
@@ -206,14 +207,13 @@ class CarriedRequest:
         cluster = target.cluster
         if placer.held.full:
             raise shed_reply(429, "too_many_requests")
-        header = cluster.settings.queue.priority_header.lower().encode()
         placement = ExternalPlacement(
             exchange=exchange,
             cluster=cluster,
             clock=placer.clock,
             model=target.upstream_model or ("" if exchange.inference is None else exchange.inference.model),
             excluded=outside,
-            priority=priority_of(self._headers, header) if header else 0,
+            priority=self._priority_in(cluster),
         )
         try:
             pick = await placement.place(placer.clock())
@@ -229,6 +229,12 @@ class CarriedRequest:
         if placer.fallbacks:
             asked = placement.make_question()
             self.listed = list_endpoints(cluster, asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
+
+    def _priority_in(self, cluster: Cluster) -> int:
+        header = cluster.settings.queue.priority_header.lower().encode()
+        if self.priority or not header:
+            return max(-MAX_PRIORITY, min(MAX_PRIORITY, self.priority))
+        return priority_of(self._headers, header)
 
     async def place_again(self) -> None:
         """Reserve another endpoint than those tried; the one before was settled. Raises LocalReply if none is left."""
