@@ -30,7 +30,6 @@ import httpx
 from benchmarks.real_engines import Session, Shape, Turn
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.lab.simulator.vllm_ranks import RankedSettings, RankedVllm
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from tests.real.engines import vllm
 from tests.real.engines.place import MID, TINY, missing
@@ -38,6 +37,7 @@ from tests.real.engines.vllm import BLOCK_TOKENS, Vllm
 from tests.real.pair import warm_up
 from tests.support.loopback import serve
 from tests.support.process import kvproxy_serve
+from tests.support.vllms.ranks import RankedSettings, RankedVllm
 
 #: Settings of each way: the rank chosen by the engine (today's state), and by the proxy.
 WAYS: Mapping[str, Mapping[str, Any]] = {

@@ -15,12 +15,12 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.kv_events.status import StreamState
 from kvproxy.cluster.settings import DataParallelSettings, EndpointSettings
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.lab.simulator.vllm_ranks import RankedSettings, RankedVllm
 from kvproxy.operate.admin.cache_status import engine_status
 from tests.cache.support import Fake, Service, chat, cluster_of, long_text, running, settings, world
 from tests.lab.simulator.support import TINY
 from tests.support.loopback import serve
 from tests.support.until import until
+from tests.support.vllms.ranks import RankedSettings, RankedVllm
 
 EVENTS = PublisherSettings()
 A0, A1 = EndpointId("a@0"), EndpointId("a@1")

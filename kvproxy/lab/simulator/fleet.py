@@ -15,14 +15,16 @@ from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSe
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings
 from kvproxy.lab.simulator.sglang_server import SglangApp
 from kvproxy.lab.simulator.sglang_settings import SglangSettings
-from kvproxy.lab.simulator.vllm_ranks import RankedSettings, RankedVllm
 from kvproxy.lab.simulator.vllm_server import VllmApp
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled, Prefilled
 
-EngineKindSettings = VllmSettings | RankedSettings | SglangSettings
-EngineApp = VllmApp | RankedVllm | SglangApp
-_Settings = TypeVar("_Settings", VllmSettings, RankedSettings, SglangSettings)
+EngineKindSettings = VllmSettings | SglangSettings
+EngineApp = VllmApp | SglangApp
+_Settings = TypeVar("_Settings", VllmSettings, SglangSettings)
+
+#: Apps of engines by the type of their settings.
+KINDS: Mapping[type, Callable[..., EngineApp]] = {VllmSettings: VllmApp, SglangSettings: SglangApp}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ def clone_engines(template: _Settings, count: int) -> dict[str, _Settings]:
 
 
 class Fleet:
-    """An async context manager around the engines. `engines`, `controller` and `coordinator` are ASGI apps."""
+    """An async context manager around the engines. `engines`, `controller` and `coordinator` are ASGI apps; `kinds` has
+    those of engines by the type of their settings."""
 
     def __init__(
         self,
@@ -51,23 +54,17 @@ class Fleet:
         clock: Clock = time.monotonic,
         wall_clock: Callable[[], float] = utc_seconds,
         rng: random.Random | None = None,
+        kinds: Mapping[type, Callable[..., EngineApp]] = KINDS,
     ) -> None:
         source = rng or random.Random()
         self.controller = self._build_controller(settings, clock, source)
         self.coordinator = self._build_coordinator(settings, clock, source)
-        self.engines: dict[str, EngineApp] = {}
-        for name, engine in settings.engines.items():
-            if isinstance(engine, SglangSettings):
-                self.engines[name] = SglangApp(engine, clock=clock, wall_clock=wall_clock, rng=source)
-            elif isinstance(engine, RankedSettings):
-                self.engines[name] = RankedVllm(
-                    engine, clock=clock, wall_clock=wall_clock, rng=source, on_prefilled=self._offload(name)
-                )
-            else:
-                offload = self._offload(name)
-                self.engines[name] = VllmApp(
-                    engine, clock=clock, wall_clock=wall_clock, rng=source, on_prefilled=offload
-                )
+        self.engines: dict[str, EngineApp] = {
+            name: kinds[type(engine)](
+                engine, clock=clock, wall_clock=wall_clock, rng=source, on_prefilled=self._offload(name)
+            )
+            for name, engine in settings.engines.items()
+        }
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Fleet:

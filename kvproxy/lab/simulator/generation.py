@@ -26,9 +26,6 @@ from kvproxy.lab.simulator.vllm_errors import (
 )
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 
-#: Of chats with a script: what their answer follows, and what ends it.
-_TURN = "<|im_start|>assistant\n"
-_END = "<|im_end|>"
 _LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
@@ -64,12 +61,6 @@ class Planner:
         self._settings = settings
         self._tokenizer = tokenizer
         self._numbers = itertools.count()
-        self._turn = tokenizer.encode(_TURN)
-        self.set_script(settings.script)
-
-    def set_script(self, text: str) -> None:
-        """Answer each chat with this text; "": with words of the model's own."""
-        self._script = self._tokenizer.encode(f"{text}{_END}") if text else []
 
     def check_model(self, body: Mapping[str, Any]) -> str:
         """Return the model's name; a request without one means the base model."""
@@ -101,7 +92,7 @@ class Planner:
     def answer_by(self, plan: GenerationPlan, seen: Sequence[int], cached_tokens: int) -> GenerationPlan:
         """Return the plan of a request whose prompt was pulled: the answer is the one to the prompt whose KV came."""
         request = plan.requests[0]
-        answer = self._answer(list(seen), 0, request.output_tokens)
+        answer, _ = self.answer(seen, 0, request.output_tokens, "")
         prompt = plan.prompts[0]
         request = replace(request, token_ids=(*prompt, *answer), pulled_tokens=len(prompt))
         return replace(plan, requests=(request,), remote_cached_tokens=cached_tokens)
@@ -109,12 +100,8 @@ class Planner:
     def _request(
         self, body: Mapping[str, Any], model: str, prompt: Sequence[int], request_id: str, choice: int
     ) -> SimRequest:
-        output_tokens, reason = self._output_length(body, len(prompt))
-        answer = self._answer(prompt, choice, output_tokens)
-        if (rest := self._rest_of_script(prompt)) is not None:
-            reason = reason if output_tokens < len(rest) else "stop"
-            answer = rest[:output_tokens]
-            output_tokens = len(answer)
+        limit, reason = self._output_length(body, len(prompt))
+        answer, reason = self.answer(prompt, choice, limit, reason)
         token_ids = (*prompt, *answer)
         lora = model if model in self._settings.loras else None
         salt = body.get("cache_salt")
@@ -124,7 +111,7 @@ class Planner:
                 token_ids, self._settings.engine.block_size, lora=lora, salt=salt, media=media_of(prompt)
             ),
             prompt_tokens=len(prompt),
-            output_tokens=output_tokens,
+            output_tokens=len(answer),
             token_ids=token_ids,
             lora_id=None if lora is None else self._settings.loras.index(lora) + 1,
             lora_name=lora,
@@ -146,8 +133,9 @@ class Planner:
             raise priority_not_enabled(priority)
         return priority
 
-    def _answer(self, prompt: Sequence[int], choice: int, count: int) -> list[int]:
-        """Each token follows from all before it, so that an answer may go on elsewhere from any place."""
+    def answer(self, prompt: Sequence[int], choice: int, count: int, reason: str) -> tuple[list[int], str]:
+        """Return so many tokens, and the reason why they end. Each follows from all before it, so that an answer may go
+        on elsewhere from any place."""
         words = self._tokenizer.slice_output_ids
         before = xxhash.xxh3_64(array("q", prompt).tobytes(), seed=choice)
         answer = []
@@ -155,17 +143,7 @@ class Planner:
             token = words[before.intdigest() % len(words)]
             answer.append(token)
             before.update(token.to_bytes(8, sys.byteorder))
-        return answer
-
-    def _rest_of_script(self, prompt: Sequence[int]) -> list[int] | None:
-        """Return the part of the script that is behind the prompt; None: the prompt is no chat, or goes on in other
-        words."""
-        turn = self._turn
-        starts = range(len(prompt) - len(turn), -1, -1) if self._script else ()
-        began = next((at + len(turn) for at in starts if list(prompt[at : at + len(turn)]) == turn), None)
-        if began is None or list(prompt[began:]) != self._script[: len(prompt) - began]:
-            return None
-        return self._script[len(prompt) - began :] or None
+        return answer, reason
 
     def _output_length(self, body: Mapping[str, Any], prompt_tokens: int) -> tuple[int, str]:
         limit = self._settings.context_tokens
@@ -244,10 +222,6 @@ class Answer:
         """Everything a choice has so far."""
         return self._delta(index, 0, self._group.members[index].generated)
 
-    def read_text(self, index: int, tokens: int) -> str:
-        """Return the text of a choice's first tokens."""
-        return self._decode(self.plan.slice_output_ids(index, 0, tokens))
-
     def count_usage(self) -> AnswerUsage:
         """Totals as of now. Choices of one prompt share it, so its cached tokens are the first choice's."""
         choices = len(self.plan.requests) // len(self.plan.prompts)
@@ -269,7 +243,4 @@ class Answer:
         ids = tuple(self.plan.slice_output_ids(index, first, last))
         member = self._group.members[index]
         finished = member.finished if last == member.generated else None
-        return Delta(index, self._decode(ids), ids, last, None if finished is None else finished.reason)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids).removesuffix(_END)  # a text has nothing of the token that ends it
+        return Delta(index, self._tokenizer.decode(ids), ids, last, None if finished is None else finished.reason)

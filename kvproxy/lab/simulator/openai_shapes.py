@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from kvproxy.lab.simulator.chat_parser import diff_parts, read_parts
 from kvproxy.lab.simulator.generation import Answer, AnswerUsage, Delta
 from kvproxy.lab.simulator.json_app import encode_json
 
@@ -111,12 +110,6 @@ class ChatShape(OpenAiShape):
     object_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, *, details: bool, fingerprint: str, make_call_id: Callable[[], str] | None = None) -> None:
-        """`make_call_id`: answers are parsed, and their tool calls get these names."""
-        super().__init__(details=details, fingerprint=fingerprint)
-        self._make_call_id = make_call_id
-        self._calls = False
-
     def build_body(self, answer: Answer) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         ids = answer.plan.body.get("return_token_ids")
@@ -140,10 +133,7 @@ class ChatShape(OpenAiShape):
         ids = answer.plan.body.get("return_token_ids")
         if delta.generated == len(delta.token_ids):
             yield self._role_event(answer, delta, continuous=continuous)
-        added = self._parse(answer, delta) if self._make_call_id else {"content": delta.text}
-        self._calls = self._calls or "tool_calls" in added
-        choice: dict[str, Any] = {"index": delta.index, "delta": added, "logprobs": None}
-        choice["finish_reason"] = "tool_calls" if delta.finish_reason and self._calls else delta.finish_reason
+        choice = self.read_delta(answer, delta)
         if delta.finish_reason is not None:
             choice["stop_reason"] = None
         choice["token_ids"] = delta.token_ids if ids else None
@@ -151,11 +141,10 @@ class ChatShape(OpenAiShape):
             {**self._head(answer), "choices": [choice], **self._tail(answer, delta, continuous=continuous)}
         )
 
-    def _parse(self, answer: Answer, delta: Delta) -> dict[str, Any]:
-        assert self._make_call_id is not None
-        before = answer.read_text(delta.index, delta.generated - len(delta.token_ids))
-        after = answer.read_text(delta.index, delta.generated)
-        return diff_parts(read_parts(before), read_parts(after), self._make_call_id)
+    def read_delta(self, answer: Answer, delta: Delta) -> dict[str, Any]:
+        """Return the beginning of the choice that the new tokens are."""
+        added = {"content": delta.text}
+        return {"index": delta.index, "delta": added, "logprobs": None, "finish_reason": delta.finish_reason}
 
     def _role_event(self, answer: Answer, delta: Delta, *, continuous: bool) -> bytes:
         role = {"role": "assistant", "content": ""}

@@ -42,7 +42,8 @@ _FLUSHED = b"Cache flushed.\nPlease check backend logs for more details.\n"
 
 
 class SglangApp(JsonApp):
-    """Serve it (it is an ASGI app) while it is entered (it is an async context manager). `ranks` are its engines."""
+    """Serve it (it is an ASGI app) while it is entered (it is an async context manager). `ranks` are its engines.
+    `on_prefilled` is called by none of them: LMCache's connector is vLLM's."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class SglangApp(JsonApp):
         clock: Clock = time.monotonic,
         wall_clock: Callable[[], float] = utc_seconds,
         rng: random.Random | None = None,
+        on_prefilled: object = None,
     ) -> None:
         super().__init__()
         self.settings = settings = with_event_ports(settings)

@@ -27,14 +27,10 @@ from kvproxy.lab.simulator.vllm_state import VllmState
 
 @dataclass(frozen=True, slots=True)
 class GenerateRoute:
-    """How one API differs: where its prompts are, and how its answers look. Without an `id_prefix` it is not
-    rendered."""
+    """How one API differs: where its prompts are, and how its answers look."""
 
     prompts: Callable[[VllmState, Mapping[str, Any]], list[list[int]]]
     shape: Callable[[VllmState], Shape]
-    id_prefix: str = ""
-    batches: bool = False
-    adapt: Callable[[VllmState, dict[str, Any]], dict[str, Any]] = lambda state, body: body
 
 
 async def read_json(request: Request) -> dict[str, Any]:
@@ -55,8 +51,12 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 async def answer_generation(state: VllmState, route: GenerateRoute, request: Request) -> ASGIApp:
+    """Answer a request of one API."""
+    return await generate(state, route, request, await read_json(request))
+
+
+async def generate(state: VllmState, route: GenerateRoute, request: Request, body: dict[str, Any]) -> ASGIApp:
     """One generation from body to last byte; a client that leaves frees the engine at once."""
-    body = route.adapt(state, await read_json(request))
     state.planner.check_model(body)
     plan_id = request.headers.get("x-request-id") or body.get("request_id") or state.make_id()
     plan = state.planner.plan(body, route.prompts(state, body), str(plan_id))

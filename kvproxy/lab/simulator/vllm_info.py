@@ -1,4 +1,4 @@
-"""The routes of a simulated vLLM that report, render or change something without generating."""
+"""The routes of a simulated vLLM that report or change something without generating."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvproxy.lab.simulator.answering import FaultError
-from kvproxy.lab.simulator.generation import GenerationPlan
 from kvproxy.lab.simulator.json_app import detail_error
-from kvproxy.lab.simulator.vllm_errors import VllmError, missing_fields
-from kvproxy.lab.simulator.vllm_generate import GenerateRoute, read_json
+from kvproxy.lab.simulator.vllm_errors import SCALE_OUT_DISABLED, VllmError, missing_fields
+from kvproxy.lab.simulator.vllm_generate import read_json
 from kvproxy.lab.simulator.vllm_state import VllmState
 
 EXPOSITION = "text/plain; version=1.0.0; charset=utf-8"
@@ -182,57 +181,7 @@ def _permission(state: VllmState) -> dict[str, Any]:
     }
 
 
-async def answer_render(state: VllmState, route: GenerateRoute, request: Request) -> Any:
-    """Answer with the exact ids of a prompt, if scale-out is enabled; of completions, one entry a prompt."""
-    body = await read_scale_out(state, request)
-    if body.get("previous_response_id") is not None:
-        name = "previous_response_id"
-        raise VllmError(f"{name} is not supported by the stateless render endpoint.", param=name)
-    plan = state.planner.plan(body, route.prompts(state, body), state.make_id())
-    rendered = [_rendered(f"{route.id_prefix}{plan.id}", plan, number) for number in range(len(plan.prompts))]
-    if state.settings.guided_calls and body.get("tools"):
-        rendered[0]["sampling_params"]["structured_outputs"] = {"structural_tag": "{}"}
-    return rendered if route.batches else rendered[0]
-
-
-async def read_scale_out(state: VllmState, request: Request) -> dict[str, Any]:
-    """Return the body of a request to a route of `--enable-scale-out`."""
-    body = await read_json(request)
-    state.check_scale_out()
-    return body
-
-
-def _rendered(request_id: str, plan: GenerationPlan, number: int) -> dict[str, Any]:
-    body = plan.body
-    sampling = {
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "temperature": float(body.get("temperature", 1.0)),
-        "top_p": float(body.get("top_p", 1.0)),
-        "min_p": 0.0,
-        "stop": [],
-        "stop_token_ids": [],
-        "max_tokens": plan.max_tokens,
-        "output_kind": 2,
-        "skip_clone": True,
-        "bad_words": [],
-        "skip_reading_prefix_cache": False,
-    }
-    empty = dict.fromkeys(("token_offsets", "features", "content_parts"))
-    reasoning = dict.fromkeys(("reasoning_ended", "reasoning_parser_kwargs", "return_token_ids"))
-    return {
-        "request_id": request_id,
-        "token_ids": plan.prompts[number],
-        **empty,
-        "sampling_params": sampling,
-        "model": plan.model,
-        **reasoning,
-        "output_mode": "tokens",
-        "stream": plan.stream,
-        "stream_options": body.get("stream_options"),
-        "cache_salt": body.get("cache_salt"),
-        "priority": 0,
-        "kv_transfer_params": None,
-        "ec_transfer_params": None,
-    }
+async def refuse_scale_out(state: VllmState, request: Request) -> Any:
+    """Refuse what only a server with `--enable-scale-out` answers."""
+    await read_json(request)
+    raise VllmError(SCALE_OUT_DISABLED, kind="PermissionDeniedError", code=403)

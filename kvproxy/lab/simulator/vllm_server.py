@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,42 +27,37 @@ from kvproxy.lab.simulator.vllm_errors import VllmError
 from kvproxy.lab.simulator.vllm_generate import GenerateRoute, answer_generation
 from kvproxy.lab.simulator.vllm_metrics import VllmMetrics
 from kvproxy.lab.simulator.vllm_nixl import NixlSide
-from kvproxy.lab.simulator.vllm_scale_out import GenerateShape, answer_chat_derender, as_generation
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled, Prefilled, VllmState
 
 Handler = Callable[[VllmState, Request], Awaitable[Any]]
 
-_GENERATE: dict[str, GenerateRoute] = {
+GENERATE: Mapping[str, GenerateRoute] = {
     "/v1/chat/completions": GenerateRoute(
         lambda state, body: [state.prompts.encode_chat(body)],
         lambda state: ChatShape(
             details=state.settings.enable_prompt_tokens_details,
             fingerprint=state.fingerprint,
-            make_call_id=state.make_call_id if state.settings.script else None,
         ),
-        "chatcmpl-",
     ),
     "/v1/completions": GenerateRoute(
         lambda state, body: state.prompts.encode_completion(body),
         lambda state: CompletionShape(
             details=state.settings.enable_prompt_tokens_details, fingerprint=state.fingerprint
         ),
-        "cmpl-",
-        batches=True,
     ),
     "/v1/responses": GenerateRoute(
-        lambda state, body: [state.prompts.encode_responses(body)], lambda state: ResponsesShape(), "resp_"
+        lambda state, body: [state.prompts.encode_responses(body)], lambda state: ResponsesShape()
     ),
     "/v1/messages": GenerateRoute(
-        lambda state, body: [state.prompts.encode_anthropic(body)], lambda state: AnthropicShape(), "chatcmpl-"
-    ),
-    "/inference/v1/generate": GenerateRoute(
-        lambda state, body: [body["token_ids"]], lambda state: GenerateShape(), adapt=as_generation
+        lambda state, body: [state.prompts.encode_anthropic(body)], lambda state: AnthropicShape()
     ),
 }
+#: Routes of scale-out, which this server is started without.
+SCALE_OUT = (*(f"{path}/render" for path in GENERATE), "/v1/chat/completions/derender", "/inference/v1/generate")
 
-_HANDLERS: dict[tuple[str, str], Handler] = {
+HANDLERS: Mapping[tuple[str, str], Handler] = {
+    **{("POST", path): info.refuse_scale_out for path in SCALE_OUT},
     ("POST", "/tokenize"): info.answer_tokenize,
     ("POST", "/detokenize"): info.answer_detokenize,
     ("GET", "/v1/models"): info.answer_models,
@@ -77,7 +72,6 @@ _HANDLERS: dict[tuple[str, str], Handler] = {
     ("POST", "/wake_up"): info.answer_wake_up,
     ("GET", "/is_sleeping"): info.answer_is_sleeping,
     ("POST", "/v1/messages/count_tokens"): info.answer_count_tokens,
-    ("POST", "/v1/chat/completions/derender"): answer_chat_derender,
     ("POST", "/sim/faults"): info.set_faults,
     ("GET", "/sim/state"): info.answer_state,
 }
@@ -86,6 +80,9 @@ _HANDLERS: dict[tuple[str, str], Handler] = {
 class VllmApp(JsonApp):
     """Serve it (it is an ASGI app) while it is entered (it is an async context manager). `on_prefilled` is called with
     each prompt once its KV exists."""
+
+    generating = GENERATE
+    handlers = HANDLERS
 
     def __init__(
         self,
@@ -126,11 +123,9 @@ class VllmApp(JsonApp):
                 settings.nixl, block_size=size, runner=runner, faults=self.state.faults, clock=clock, rng=rng
             )
         self.parts = [runner] if publisher is None else [publisher, runner]
-        for path, generating in _GENERATE.items():
+        for path, generating in self.generating.items():
             self._add_route("POST", path, partial(answer_generation, self.state, generating))
-            if generating.id_prefix:
-                self._add_route("POST", f"{path}/render", partial(info.answer_render, self.state, generating))
-        for (method, path), handler in _HANDLERS.items():
+        for (method, path), handler in self.handlers.items():
             self._add_route(method, path, partial(handler, self.state))
 
     def _add_route(self, method: str, path: str, handler: Callable[[Request], Awaitable[Any]]) -> None:

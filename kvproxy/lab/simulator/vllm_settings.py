@@ -40,8 +40,7 @@ class VllmSettings:
     `default_output_tokens` is the length of an answer that the client does not bound (it then ends with "stop").
     Without `word_pieces` the model has another tokenizer. With `refuse_priority` a request's `priority` is an error
     under fcfs, as in older versions. Without `multimodal` it refuses pictures. `rank` is the rank in its metrics.
-    Engines with the same `nixl` read each other's KV. `script`: the answer to each chat, in which reasoning and tool
-    calls are parsed; `guided_calls`: by a grammar."""
+    Engines with the same `nixl` read each other's KV."""
 
     model: str = "sim"
     root: str = "models/sim"
@@ -52,7 +51,6 @@ class VllmSettings:
     kv_events_replay: bool = True
     default_output_tokens: int = 128
     enable_prompt_tokens_details: bool = True
-    enable_scale_out: bool = False
     max_num_queued_reqs: int | None = None
     version: str = "0.32.0"
     word_pieces: bool = True
@@ -60,8 +58,6 @@ class VllmSettings:
     multimodal: bool = True
     rank: int = 0
     nixl: NixlLinks | None = None
-    script: str = ""
-    guided_calls: bool = False
 
     def __post_init__(self) -> None:
         if not self.engine.token_outputs:

@@ -17,7 +17,6 @@ from kvproxy.lab.simulator.generation import GenerationPlan, Planner
 from kvproxy.lab.simulator.kv_event_publisher import KvEventPublisher
 from kvproxy.lab.simulator.prompts import Prompts
 from kvproxy.lab.simulator.tokenizer import Tokenizer
-from kvproxy.lab.simulator.vllm_errors import SCALE_OUT_DISABLED, VllmError
 from kvproxy.lab.simulator.vllm_metrics import VllmMetrics
 from kvproxy.lab.simulator.vllm_nixl import NixlSide
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
@@ -66,15 +65,6 @@ class VllmState:
     def make_id(self) -> str:
         """Sixteen hexadecimal digits, as vLLM's ids have."""
         return f"{self.rng.getrandbits(64):016x}"
-
-    def make_call_id(self) -> str:
-        """Return the name of a tool call."""
-        return f"chatcmpl-tool-{self.make_id()}"
-
-    def check_scale_out(self) -> None:
-        """Raise the error of a server that was started without it."""
-        if not self.settings.enable_scale_out:
-            raise VllmError(SCALE_OUT_DISABLED, kind="PermissionDeniedError", code=403)
 
     def count_in(self, plan: GenerationPlan, response: ASGIApp) -> ASGIApp:
         """Return the response, which counts as in flight while it is sent."""

@@ -17,11 +17,12 @@ from tests.features.resume.test_moving import SINGLY, Client, move_on
 from tests.lab.simulator.support import TINY, Running
 from tests.operate.admin.support import admin_of
 from tests.support.until import until
+from tests.support.vllms.scale_out import add_scale_out
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"words": "ships at sea", "most": 5}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "look", "arguments": {"at": "the wind"}}\n</tool_call>'
 SCRIPT = f"<think>\nThe user wants a tale.\n</think>\n\nLet me look.\n{CALL}\n{OTHER}"
-SCRIPTED = replace(TINY, script=SCRIPT, enable_scale_out=True)
+SCRIPTED = add_scale_out(TINY, script=SCRIPT)
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("search", "look")
 ]
@@ -130,7 +131,7 @@ async def test_a_grammar_for_calls_would_begin_again() -> None:
     ("fields", "settings", "reason"),
     [
         ({"stop": ["END"]}, SCRIPTED, "tools"),
-        ({}, replace(SCRIPTED, enable_scale_out=False), "tools"),
+        ({}, replace(SCRIPTED, scale_out=False), "tools"),
         ({"include_reasoning": False}, SCRIPTED, "reasoning"),
         ({"tool_choice": "required"}, SCRIPTED, "guided"),
     ],

@@ -21,6 +21,7 @@ from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.operate.commands.doctor import DoctorOptions
 from tests.operate.doctor.setup import cluster
 from tests.support.proxy import RunningProxy, chat, running_proxy
+from tests.support.vllms.scale_out import add_scale_out
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +32,7 @@ BAD = VllmSettings(
     engine=EngineSettings(4096, 16, token_outputs=True, timing=EngineTiming(time_scale=0.01)),
     enable_prompt_tokens_details=False,
 )
-GOOD = replace(
-    BAD,
-    enable_prompt_tokens_details=True,
-    enable_scale_out=True,
-    kv_events=PublisherSettings(),
-)
+GOOD = add_scale_out(replace(BAD, enable_prompt_tokens_details=True, kv_events=PublisherSettings()))
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from kvproxy.lab.simulator.vllm_server import VllmApp
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import OnPrefilled
 from tests.support.loopback import serve
+from tests.support.vllms import KINDS
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -49,8 +50,9 @@ async def engine(
     settings: VllmSettings = TINY, *, on_prefilled: OnPrefilled | None = None, **changes: Any
 ) -> AsyncIterator[Running]:
     """Yield a simulated vLLM, entered and served."""
-    app = VllmApp(
-        replace(settings, **changes), wall_clock=lambda: 1795252968.5, rng=random.Random(1), on_prefilled=on_prefilled
+    settings = replace(settings, **changes)
+    app = KINDS[type(settings)](
+        settings, wall_clock=lambda: 1795252968.5, rng=random.Random(1), on_prefilled=on_prefilled
     )
     async with app, serve(app) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
         yield Running(app, client, url)

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.lab.simulator.vllm_ranks import FrontEnd, RankedSettings, RankedVllm
 from tests.lab.simulator.support import FIXTURES, TINY
 from tests.support.loopback import serve
+from tests.support.vllms.ranks import FrontEnd, RankedSettings, RankedVllm
 
 EXCHANGES: list[dict[str, Any]] = json.loads((FIXTURES / "data_parallel.json").read_text())["exchanges"]
 GENERATIONS = [each for each in EXCHANGES if each["request"]["method"] == "POST"]

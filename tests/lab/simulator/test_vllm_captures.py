@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
-from tests.lab.simulator.support import FIXTURES, Running, captures, engine, shape, sse_events
+from tests.lab.simulator.support import FIXTURES, TINY, Running, captures, engine, shape, sse_events
+from tests.support.vllms.scale_out import add_scale_out
 
 CAPTURES = captures()
 
@@ -52,8 +53,8 @@ async def test_the_same_bytes(name: str) -> None:
 async def test_the_same_shape(name: str) -> None:
     """Same status, same keys in the same order, same types."""
     entry = CAPTURES[name]
-    scale_out = name.endswith("render200")
-    async with engine(enable_scale_out=scale_out, kv_events=PublisherSettings()) as running:
+    settings = add_scale_out(TINY) if name.endswith("render200") else TINY
+    async with engine(settings, kv_events=PublisherSettings()) as running:
         reply = await replay(running, entry)
     assert reply.status_code == entry["status"]
     ours, theirs = shape(reply.json()), shape(json.loads(entry["body"]))

@@ -16,6 +16,7 @@ from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.lab.simulator.vllm_state import Prefilled
 from tests.lab.simulator.support import FAST, TINY, Running, engine, slow, sse_events
 from tests.support.until import until
+from tests.support.vllms.scale_out import add_scale_out
 
 LONG = {"messages": [{"role": "user", "content": "word " * 150}], "max_tokens": 2}
 
@@ -397,7 +398,7 @@ MESSAGES = {
 async def test_messages_and_responses_are_rendered_as_they_are_computed() -> None:
     """Where scale-out is enabled; of a history that only the server has, nothing."""
     body = {key: value for key, value in MESSAGES.items() if key != "model"}
-    async with engine(enable_scale_out=True) as running:
+    async with engine(add_scale_out(TINY)) as running:
         rendered = (await running.client.post("/v1/messages/render", json=body)).json()["token_ids"]
         counted = (await running.client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
         asked = {"input": [{"role": "user", "content": "Hi"}], "instructions": "Be brief."}

@@ -21,6 +21,7 @@ from kvproxy.operate.doctor.checks import diagnose_setup
 from kvproxy.operate.doctor.report import DoctorReport, Finding
 from kvproxy.operate.doctor.tools import Tools, VisitTimeouts
 from tests.support.loopback import serve
+from tests.support.vllms import KINDS
 
 FAST = EngineSettings(512, 16, token_outputs=True, timing=EngineTiming(time_scale=0.001))
 ENGINE = VllmSettings(model="sim", root="sim", max_model_len=8192, engine=FAST, kv_events=PublisherSettings())
@@ -66,7 +67,7 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """Two equal engines and a controller, unless said otherwise; everything runs inside the block."""
     given = dict(engines) if engines is not None else {"a": ENGINE, "b": ENGINE}
-    fleet = Fleet(FleetSettings(given, controller, coordinator), rng=random.Random(1))
+    fleet = Fleet(FleetSettings(given, controller, coordinator), rng=random.Random(1), kinds=KINDS)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(fleet)
         urls = {name: await stack.enter_async_context(serve(app)) for name, app in fleet.engines.items()}

@@ -19,6 +19,7 @@ from tests.operate.doctor.test_engines import Front
 from tests.support.certificates import make_certificate
 from tests.support.loopback import serve
 from tests.support.ports import free_port
+from tests.support.vllms.scale_out import add_scale_out
 
 
 async def test_a_healthy_cluster() -> None:
@@ -229,7 +230,7 @@ async def test_tokens_of_agents_prompts_that_are_not_the_engines() -> None:
     assert "--enable-scale-out" in found.fix
 
 
-RENDERING = replace(ENGINE, enable_scale_out=True)
+RENDERING = add_scale_out(ENGINE)
 
 
 async def test_an_engine_that_renders_agents_prompts() -> None:

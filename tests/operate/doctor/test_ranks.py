@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvproxy.lab.simulator.vllm_ranks import FrontEnd, RankedSettings
 from kvproxy.operate.doctor.check_engine_setup import judge_ranks
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity
 from kvproxy.operate.doctor.trial import RankAnswers
 from tests.operate.doctor.setup import ENGINE, cluster, only, visit
+from tests.support.vllms.ranks import FrontEnd, RankedSettings
 
 CHECK = "data-parallel ranks"
 
