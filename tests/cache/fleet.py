@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.proxy.listener.server import serve
 from tests.lab.simulator.support import TINY
+from tests.support.vllms import KINDS
 
 NAMES = ("a", "b")
 
@@ -33,11 +35,15 @@ class Place:
 
 @contextlib.asynccontextmanager
 async def simulated(
-    *, names: tuple[str, ...] = NAMES, engine: dict[str, Any] | None = None, **settings: Any
+    *,
+    names: tuple[str, ...] = NAMES,
+    template: VllmSettings = TINY,
+    engine: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Place]:
     """Engines of these names with an LMCache controller (or what `settings` of the fleet say)."""
-    template = replace(TINY, **(engine or {}))
-    fleet = Fleet(FleetSettings(dict.fromkeys(names, template), **settings), rng=random.Random(1))
+    equal = dict.fromkeys(names, replace(template, **(engine or {})))
+    fleet = Fleet(FleetSettings(equal, **settings), rng=random.Random(1), kinds=KINDS)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(fleet)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvproxy.lab.simulator.engine_io import Checkpoints
 from kvproxy.lab.simulator.kv_event_publisher import EventEncoding, PublisherSettings
 from tests.cache.fleet import Place, simulated
 from tests.cache.support import long_text
@@ -15,16 +14,17 @@ from tests.lab.simulator.support import TINY
 from tests.operate.admin.support import admin_of
 from tests.support.proxy import RunningProxy
 from tests.support.until import until
+from tests.support.vllms.hybrid import Checkpoints, HybridSettings, make_hybrid
 from tests.system.test_closing_the_loop import chat, complete, proxied, service
 
 STEP = 512
 ONLY = "a"
 
 
-def hybrid(*, ends_only: bool = False, step: int = STEP, **settings: Any) -> dict[str, Any]:
+def hybrid(*, ends_only: bool = False, step: int = STEP, **settings: Any) -> HybridSettings:
     """Return settings of a simulated engine that reuses in steps of 16 of its blocks."""
-    engine = replace(TINY.engine, capacity_blocks=4096, checkpoints=Checkpoints(step, ends_only=ends_only))
-    return {"engine": replace(engine, **settings), "max_model_len": 32768}
+    engine = replace(TINY.engine, **{"capacity_blocks": 4096, **settings})
+    return make_hybrid(replace(TINY, engine=engine, max_model_len=32768), Checkpoints(step, ends_only=ends_only))
 
 
 class Talk:
@@ -74,7 +74,7 @@ def missed(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
 async def test_the_step_is_learned_from_what_is_reused(ends_only: bool) -> None:
     """Afterwards the text index predicts to the token what a conversation's next turn reuses, but for turns that end
     close to a step; and it is shown."""
-    async with simulated(names=(ONLY,), engine=hybrid(ends_only=ends_only)) as place, proxied(place) as proxy:
+    async with simulated(names=(ONLY,), template=hybrid(ends_only=ends_only)) as place, proxied(place) as proxy:
         talk, steps = Talk(place, proxy), service(proxy).overlap.indexes["default"].steps
         for _ in range(6):
             await talk.talk(10)
@@ -91,7 +91,7 @@ async def test_the_step_is_learned_from_what_is_reused(ends_only: bool) -> None:
 async def test_a_long_block_is_told_by_the_engine() -> None:
     """One reading of its metrics is enough, and what teaches how many bytes make a token."""
     engine = hybrid(block_size=STEP, capacity_blocks=256)
-    async with simulated(names=(ONLY,), engine=engine) as place, proxied(place) as proxy:
+    async with simulated(names=(ONLY,), template=engine) as place, proxied(place) as proxy:
         await service(proxy).scraper.scrape_all()
         talk = Talk(place, proxy)
         await talk.talk(3)
@@ -105,8 +105,8 @@ async def test_a_long_block_is_told_by_the_engine() -> None:
 @pytest.mark.parametrize("ends_only", [False, True])
 async def test_events_of_each_group_tell_it_all(ends_only: bool, encoding: EventEncoding) -> None:
     """From the first long prompt on, and of prompts that part where no state is: nothing has to be learned."""
-    engine = {**hybrid(ends_only=ends_only), "kv_events": PublisherSettings(encoding=encoding)}
-    async with simulated(names=(ONLY,), engine=engine) as place, proxied(place, kv_events=True) as proxy:
+    engine = replace(hybrid(ends_only=ends_only), kv_events=PublisherSettings(encoding=encoding))
+    async with simulated(names=(ONLY,), template=engine) as place, proxied(place, kv_events=True) as proxy:
         local = service(proxy).overlap.indexes["default"]
         await until(lambda: len(local.exact) == 1)
         talk = Talk(place, proxy)

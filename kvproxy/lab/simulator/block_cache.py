@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from kvproxy.lab.simulator.engine_io import GROUP, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvproxy.lab.simulator.lower_tiers import LowerTiers
 from kvproxy.lab.simulator.retention import Ranking
 
@@ -58,15 +58,6 @@ class PrefixCache(ABC):
     def store(self, blocks: Sequence[int], event: BlockStored) -> None:
         """Make the full `blocks` reusable under the event's hashes, one for one, and announce it."""
 
-    @property
-    def states(self) -> Container[int]:
-        """Hashes of blocks at whose end the state of a hybrid model is kept."""
-        return ()
-
-    def keep_states(self, event: BlockStored) -> None:
-        """Keep a state at the end of each of these blocks, as long as the block is there, and announce it."""
-        raise NotImplementedError("this cache is of no hybrid model")
-
     @abstractmethod
     def release(self, blocks: Sequence[int]) -> None:
         """End one use of each of a sequence's blocks (given in order); hashes stay until the memory is wanted."""
@@ -110,7 +101,6 @@ class BlockCache(PrefixCache):
         self._hash_of: list[int | None] = [None] * capacity_blocks
         self._block_of: dict[int, int] = {}
         self._copies: dict[int, list[int]] = {}
-        self._states: set[int] = set()
         self._lower = lower
         self._ranking = ranking  # None: the free list's order
 
@@ -172,14 +162,6 @@ class BlockCache(PrefixCache):
             for each in self._lower.stored(event):
                 self.announce(each)
 
-    @property
-    def states(self) -> Container[int]:
-        return self._states
-
-    def keep_states(self, event: BlockStored) -> None:
-        self._states.update(event.block_hashes)
-        self.announce(event)
-
     def receive(self, block_hashes: Sequence[int]) -> int:
         """Add the missing leading blocks of a prompt that were copied here, if there is room; returns their number."""
         held = self.match_prefix(block_hashes, len(block_hashes))
@@ -213,7 +195,6 @@ class BlockCache(PrefixCache):
             return False
         self._block_of.clear()
         self._copies.clear()
-        self._states.clear()
         self._hash_of = [None] * self.capacity_blocks
         self.announce(AllBlocksCleared())
         return True
@@ -241,9 +222,6 @@ class BlockCache(PrefixCache):
         copies = self._copies.get(block_hash)
         if copies is None:
             del self._block_of[block_hash]
-            if block_hash in self._states:
-                self._states.remove(block_hash)
-                self.announce(BlockRemoved(block_hash, GROUP))
         else:
             if self._block_of[block_hash] == block:
                 self._block_of[block_hash] = copies.pop(0)

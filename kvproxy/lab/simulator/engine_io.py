@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvproxy.lab.simulator.media import PlacedMedium
 from kvproxy.lab.simulator.retention import Eviction, TierSettings
 from kvproxy.lab.simulator.timing import EngineTiming, TokenGaps
-
-#: The KV cache group of these layers, as events number and name it; 0 is that of full attention.
-GROUP = 1
-KIND = "mamba"
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoints:
-    """States stand at multiples of `interval_tokens`: at all of them, or with `ends_only` (vLLM's default) at the last
-    one of each prompt, and where a prompt was seen to part from what is held."""
-
-    interval_tokens: int
-    ends_only: bool = False
-
-    def count_reusable(self, block_hashes: Sequence[int], held: int, block_size: int, states: Container[int]) -> int:
-        """Of `held` leading blocks, those up to the last one at whose end there is a state."""
-        step = self.interval_tokens // block_size
-        for end in range(held - held % step, 0, -step):
-            if block_hashes[end - 1] in states:
-                return end
-        return 0
-
-    def find_ends(self, first: int, last: int, *, prompt_tokens: int, parted: int, block_size: int) -> list[int]:
-        """Numbers of blocks, over `first` and up to `last`, after which a state is kept. `parted` of them were held
-        before, without a state."""
-        step = self.interval_tokens // block_size
-        if self.ends_only:
-            places = {(prompt_tokens - 1) // self.interval_tokens * step, parted - parted % step}
-            return sorted(end for end in places if first < end <= last)
-        return list(range(first - first % step + step, last + 1, step))
-
 
 #: Extra keys of one block, as an event shows them: the LoRA name (every block), the media in it, and the cache salt
 #: (first block only).
@@ -96,7 +65,7 @@ class EngineSettings:
     one calculation. `kv_events` turns the reports of stored and removed blocks on. Without `prefix_caching` nothing is
     kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
     a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
-    With `checkpoints` its model is a hybrid one. Requests of `max_loras` adapters run at a time (0: of all), and to
+    Requests of `max_loras` adapters run at a time (0: of all), and to
     load one takes `lora_load_s`. `tiers` get what is stored, and evict in the order of `eviction`."""
 
     capacity_blocks: int = 1600
@@ -110,7 +79,6 @@ class EngineSettings:
     kv_events: bool = True
     prefix_caching: bool = True
     lookahead_tokens: int = 0
-    checkpoints: Checkpoints | None = None
     max_loras: int = 0
     lora_load_s: float = 0.0
     tiers: tuple[TierSettings, ...] = ()
@@ -123,10 +91,6 @@ class EngineSettings:
             raise ValueError("max_batched_tokens must exceed max_sequences, which must be at least 1")
         if self.long_prefill_token_threshold < 0:
             raise ValueError("long_prefill_token_threshold must not be negative")
-        if self.checkpoints is not None and self.checkpoints.interval_tokens % self.block_size:
-            raise ValueError("states are kept at the ends of blocks")
-        if self.checkpoints is not None and self.tiers:
-            raise ValueError("tiers below engine memory hold nothing of a hybrid model")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Hashes
 from dataclasses import dataclass, field
 
 from kvproxy.lab.simulator.block_cache import PrefixCache
@@ -73,7 +72,7 @@ class Scheduler:
     def count_reusable(self, request: SimRequest) -> int:
         """Leading blocks of a prompt that would be reused if it were admitted now."""
         limit = (request.prompt_tokens - 1) // self._settings.block_size
-        return self._reusable(request.block_hashes, self.cache.match_prefix(request.block_hashes, limit))
+        return self.cache.match_prefix(request.block_hashes, limit)
 
     def count_resident_tokens(self) -> int:
         """Tokens of which the decoding sequences hold the KV."""
@@ -170,12 +169,10 @@ class Scheduler:
                 return
             hashes = sequence.request.block_hashes
             limit = (sequence.target - 1) // self._settings.block_size if self._settings.prefix_caching else 0
-            held = self.cache.match_prefix(hashes, limit)
-            hits = self._reusable(hashes, held)
+            hits = self.cache.match_prefix(hashes, limit)
             wanted = self._blocks_for(sequence.target) - hits + self.cache.count_idle(hashes, hits)
             if wanted > self.cache.free_blocks - batch.reserved_blocks:
                 return
-            sequence.parted = held
             batch.loads += self.loras.take_slot(sequence.request.lora_name, self._adapters())
             self._start(sequence, hits, self._read(sequence, hits, limit, batch), now)
             self._schedule_chunk(sequence, self._next_chunk(sequence, batch), batch)
@@ -227,24 +224,4 @@ class Scheduler:
             settings = self._settings
             event = sequence.stored_event(first, last, size, parent=parent, lookahead_tokens=settings.lookahead_tokens)
             self.cache.store(sequence.blocks[first:last], event)
-            self._keep_states(sequence, first, last)
             sequence.hashed = last
-
-    def _reusable(self, hashes: Hashes[int], held: int) -> int:
-        """Of so many leading blocks that are held."""
-        settings = self._settings
-        if settings.checkpoints is None:
-            return held
-        return settings.checkpoints.count_reusable(hashes, held, settings.block_size, self.cache.states)
-
-    def _keep_states(self, sequence: Sequence, first: int, last: int) -> None:
-        """Of a hybrid model, with the blocks from `first` up to `last`."""
-        checkpoints = self._settings.checkpoints
-        size = self._settings.block_size
-        if checkpoints is None:
-            return
-        ends = checkpoints.find_ends(
-            first, last, prompt_tokens=sequence.request.prompt_tokens, parted=sequence.parted, block_size=size
-        )
-        if ends:
-            self.cache.keep_states(sequence.states_event(ends, first, last, size))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
-from kvproxy.lab.simulator.engine_io import GROUP, KIND, BlockStored, ExtraKeys, Scheduling, SimRequest
+from kvproxy.lab.simulator.engine_io import BlockStored, ExtraKeys, Scheduling, SimRequest
 from kvproxy.lab.simulator.media import media_keys
 
 #: Names of running and waiting requests, and the last time an engine step had them.
@@ -66,7 +66,6 @@ class Sequence:
     gone: bool = False
     blocks: list[int] = field(default_factory=list)
     hashed: int = 0
-    parted: int = 0  # blocks found held when it was admitted, reusable or not
     computed: int = 0
     target: int = 0
 
@@ -77,7 +76,6 @@ class Sequence:
         """Back to the waiting line with nothing computed; what was generated is computed again with the prompt."""
         self.blocks = []
         self.hashed = 0
-        self.parted = 0
         self.computed = 0
         self.target = self.request.prompt_tokens + self.generated
 
@@ -107,15 +105,6 @@ class Sequence:
             if request.token_ids
             else (),
         )
-
-    def states_event(self, ends: list[int], first: int, last: int, block_size: int) -> BlockStored:
-        """Return the event for states after the blocks of these numbers, sent with blocks `first` up to `last`."""
-        event = self.stored_event(
-            first, last, block_size, parent=self.request.block_hashes[first - 1] if first else None
-        )
-        hashes = tuple(self.request.block_hashes[end - 1] for end in ends)
-        keys = tuple(self._extra_keys(end - 1, block_size) for end in ends) if event.extra_keys else ()
-        return replace(event, block_hashes=hashes, extra_keys=keys, group=GROUP, kind=KIND)
 
     def _extra_keys(self, block: int, block_size: int) -> ExtraKeys | None:
         request = self.request

@@ -98,7 +98,7 @@ class VllmApp(JsonApp):
         self._on_prefilled = on_prefilled
         began_at = wall_clock()
         tokenizer = Tokenizer(word_pieces=settings.word_pieces)
-        engine = Engine(settings.engine)
+        engine = self.make_engine(settings)
         publisher = _build_publisher(settings, wall_clock)
         on_events = None if publisher is None else publisher.publish
         runner = EngineRunner(engine, clock=clock, on_events=on_events, on_output=self._observe)
@@ -127,6 +127,10 @@ class VllmApp(JsonApp):
             self._add_route("POST", path, partial(answer_generation, self.state, generating))
         for (method, path), handler in self.handlers.items():
             self._add_route(method, path, partial(handler, self.state))
+
+    def make_engine(self, settings: VllmSettings) -> Engine:
+        """Return the engine behind the server."""
+        return Engine(settings.engine)
 
     def _add_route(self, method: str, path: str, handler: Callable[[Request], Awaitable[Any]]) -> None:
         async def unless_failing(request: Request) -> Any:

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from kvproxy.lab.simulator.engine import Engine
-from kvproxy.lab.simulator.engine_io import BlockRemoved, BlockStored, Checkpoints, FirstToken
+from kvproxy.lab.simulator.engine_io import BlockRemoved, BlockStored, FirstToken
 from tests.lab.simulator.test_engine import SMALL, events_of, first_token, of, request, run
+from tests.support.vllms.hybrid import Checkpoints, HybridEngine
 
-EVERY = replace(SMALL, capacity_blocks=128, max_batched_tokens=64, checkpoints=Checkpoints(64))
-ENDS = replace(EVERY, checkpoints=Checkpoints(64, ends_only=True))
+ROOMY = replace(SMALL, capacity_blocks=128, max_batched_tokens=64)
+EVERY = Checkpoints(64)
+ENDS = Checkpoints(64, ends_only=True)
 
 
 def reused(engine: Engine, prompt_tokens: int, *, chain: int = 0, at: float = 0.0, parts_after: int = 99) -> int:
@@ -31,13 +33,13 @@ def reused(engine: Engine, prompt_tokens: int, *, chain: int = 0, at: float = 0.
 )
 def test_reuse_ends_at_a_state(first: int, second: int, cached: int) -> None:
     """Whole steps, and never the last token."""
-    engine = Engine(EVERY)
+    engine = HybridEngine(ROOMY, EVERY)
     assert (reused(engine, first), reused(engine, second, at=10.0)) == (0, cached)
 
 
 def test_states_at_ends_serve_what_goes_on_and_not_what_parts() -> None:
     """Until a second prompt has parted there: then the place is known to be shared."""
-    engine = Engine(ENDS)
+    engine = HybridEngine(ROOMY, ENDS)
     assert reused(engine, 300) == 0
     assert reused(engine, 400, at=10.0) == 256
     assert reused(engine, 350, at=20.0, parts_after=10) == 0
@@ -47,7 +49,7 @@ def test_states_at_ends_serve_what_goes_on_and_not_what_parts() -> None:
 
 def test_a_state_goes_with_its_block() -> None:
     """Both are announced."""
-    engine = Engine(replace(EVERY, capacity_blocks=20))
+    engine = HybridEngine(replace(ROOMY, capacity_blocks=20), EVERY)
     engine.submit(request("a", 200, 1), 0.0)
     outputs = run(engine)
     engine.submit(request("b", 300, 1, chain=1), 10.0)
@@ -60,7 +62,7 @@ def test_a_state_goes_with_its_block() -> None:
 
 
 def test_a_cleared_cache_has_no_states() -> None:
-    engine = Engine(EVERY)
+    engine = HybridEngine(ROOMY, EVERY)
     reused(engine, 300)
     assert engine._scheduler.count_reusable(request("x", 300)) == 16
     assert engine.reset_prefix_cache()
@@ -69,4 +71,4 @@ def test_a_cleared_cache_has_no_states() -> None:
 
 def test_states_stand_at_the_ends_of_blocks() -> None:
     with pytest.raises(ValueError, match="ends of blocks"):
-        replace(SMALL, checkpoints=Checkpoints(40))
+        HybridEngine(SMALL, Checkpoints(40))

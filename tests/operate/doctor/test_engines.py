@@ -15,7 +15,7 @@ import pytest
 
 from kvproxy.base.types import utc_seconds
 from kvproxy.cache.kv_events.source import KvEventSource
-from kvproxy.lab.simulator.engine_io import BlockStored, Checkpoints
+from kvproxy.lab.simulator.engine_io import BlockStored
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
 from kvproxy.lab.simulator.kv_event_publisher import EventEncoder, EventEncoding, PublisherSettings
 from kvproxy.operate.doctor.report import DoctorReport, Severity
@@ -23,6 +23,7 @@ from kvproxy.operate.doctor.tools import VisitTimeouts
 from kvproxy.operate.doctor.trial import StreamObservation
 from tests.operate.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
 from tests.support.loopback import serve
+from tests.support.vllms.hybrid import Checkpoints, make_hybrid
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 PLAIN = replace(ENGINE, kv_events=None)
@@ -353,8 +354,8 @@ async def test_events_that_cannot_be_read() -> None:
 
 async def test_a_hybrid_model_is_no_fault() -> None:
     """A short prompt sent twice is computed twice, a long one is not: its KV events can be followed all the same."""
-    engine = replace(FAST, capacity_blocks=2048, checkpoints=Checkpoints(1024))
-    async with cluster({"a": replace(ENGINE, engine=engine)}, controller=None) as place:
+    settings = make_hybrid(replace(ENGINE, engine=replace(FAST, capacity_blocks=2048)), Checkpoints(1024))
+    async with cluster({"a": settings}, controller=None) as place:
         report = await visit(place.config())
     assert report.findings == ()
     found = {one.check: one.what for one in report.passed}
