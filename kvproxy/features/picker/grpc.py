@@ -68,11 +68,6 @@ class Replies:
         fields = {b"grpc-status": b"%d" % status}
         self._stream.finish(encode_fields(fields | {b"grpc-message": text.encode()[:100]} if text else fields))
 
-    @property
-    def ended(self) -> bool:
-        """True once nothing can be sent."""
-        return self._stream.closed
-
     def _begin(self) -> None:
         if not self._begun and not self._stream.closed:
             self._begun = True
