@@ -49,7 +49,7 @@ class Peer:
         self.heard = heard
         self.alive = True
         self.heard_at = now
-        self.gaps = self.duplicates = self.lost = self.mismatches = 0  # lost: prompts never received
+        self.gaps = self.lost = self.mismatches = 0  # lost: prompts never received
         self.blocks = 0  # in its approximate indexes, by its report
         self.joining = False
         self.beat_sent_s: float | None = None  # its clock, at its latest beat
@@ -98,7 +98,6 @@ class Peer:
         if self._next is None and batch.seq == 1:
             self._next = 1
         if self._next is not None and batch.seq < self._next:
-            self.duplicates += 1
             return
         self.heard.load(batch.loads, batch.seq, now - late_s)
         if self._next == batch.seq:
