@@ -16,7 +16,7 @@ from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, utc_seconds
 from kvproxy.cluster.adapters import Adapters, KnownAdapters
-from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
+from kvproxy.cluster.discovery import Poller, sources_of, steps_towards
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.feature import ClusterFeature, ClusterObserver, ClusterTools, RequestAddition
@@ -34,7 +34,7 @@ from kvproxy.cluster.routing.selector import PANIC, Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
-from kvproxy.cluster.sources.entries import Refuse
+from kvproxy.cluster.sources.entries import Refuse, Source
 from kvproxy.cluster.verdicts import Verdicts
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import NoReturn
@@ -19,34 +18,18 @@ from kvproxy.base.types import Clock, Sleep
 from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.cluster.metrics import EndpointStateMetrics
 from kvproxy.cluster.settings import DiscoverySettings, EndpointSettings
-from kvproxy.cluster.sources.entries import AT_ONCE, Answer, Discovery, LeftOut, Refuse, Tell, all_bad, split_answer
-from kvproxy.cluster.sources.polled import DnsDiscovery, FileDiscovery
+from kvproxy.cluster.sources.entries import AT_ONCE, Answer, LeftOut, Refuse, Source, Tell, all_bad, split_answer
 
 log = logging.getLogger(__name__)
 
 #: A source that takes longer to answer is polled again later.
 POLL_TIMEOUT_S = 10.0
-#: Interval of looks at a file of endpoints.
-_FILE_INTERVAL_S = 2.0
-#: Pause before a watched source that failed at once is tried again.
-_FOLLOW_AGAIN_S = 5.0
 #: Of very many endpoints, the share that comes, changes or leaves in one turn of the event loop.
 _SHARE = 0.0025
 #: Invalid objects named in one log line.
 _NAMED = 3
 #: Lower bound on the interval of polls.
 MIN_INTERVAL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Discovery with its name and interval, or `follow` of a watched one, which may report with certainty that there is
-    no endpoint."""
-
-    name: str
-    discovery: Discovery
-    interval_s: float
-    follow: Callable[[Tell], Awaitable[None]] | None = None
 
 
 def sources_of(
@@ -56,19 +39,13 @@ def sources_of(
     rng: Random | None = None,
     sleep: Sleep = asyncio.sleep,
 ) -> list[Source]:
-    """Return the sources a cluster's configuration names, those of features among them."""
-    file = settings.file
-    dns = settings.dns
+    """Return the sources that a cluster's configuration names."""
     rng = rng or Random()
-    sources: list[Source] = []
-    if file is not None:
-        sources.append(Source("file", FileDiscovery(file.path, credentials=file.credentials), _FILE_INTERVAL_S))
-    if dns is not None:
-        sources.append(Source("dns", DnsDiscovery(dns), dns.interval))
-    for feature in installed(ClusterFeature):
-        watched = feature.list_sources(settings, clock=clock, rng=rng, sleep=sleep)
-        sources += [Source(name, one, _FOLLOW_AGAIN_S, one.follow) for name, one in watched.items()]
-    return sources
+    return [
+        source
+        for feature in installed(ClusterFeature)
+        for source in feature.list_sources(settings, clock=clock, rng=rng, sleep=sleep)
+    ]
 
 
 class Poller:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.routing.selector import Decision
     from kvproxy.cluster.routing.speeds import SpeedModel
     from kvproxy.cluster.settings import ClusterSettings, DiscoverySettings, EndpointSettings, PolicyName
-    from kvproxy.cluster.sources.entries import WatchedDiscovery
+    from kvproxy.cluster.sources.entries import Source
 
 
 class ClusterTools(NamedTuple):
@@ -126,9 +126,9 @@ class ClusterFeature(BaseFeature):
 
     def list_sources(
         self, discovery: DiscoverySettings, *, clock: Clock, rng: Random, sleep: Sleep
-    ) -> Mapping[str, WatchedDiscovery]:
-        """Return sources of endpoints by name, those that these settings ask for."""
-        return {}
+    ) -> Sequence[Source]:
+        """Return the sources of endpoints that these settings ask for."""
+        return ()
 
     def find_silent_policy(self, settings: ClusterSettings) -> PolicyName | None:
         """Return the policy that it runs in a cluster with these settings without effect; None: it runs none."""

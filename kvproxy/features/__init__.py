@@ -12,6 +12,7 @@ SHIPPED = (
     "autoscaling",
     "shadow",
     "priority",
+    "polled_discovery",
     "kubernetes",
     "etcd",
     "pixiu",

@@ -104,7 +104,13 @@ class Discovery(Protocol):
 Tell = Callable[[Answer | None, str], Awaitable[None]]
 
 
-class WatchedDiscovery(Discovery, Protocol):
-    """A source that reports each change of its answer by itself; `follow` runs until it is cancelled."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Discovery with its name. It is polled, or reports each change of its answer by itself: then `follow` runs until
+    it is cancelled, and there may be no endpoint at all."""
 
-    async def follow(self, tell: Tell) -> None: ...
+    name: str
+    discovery: Discovery
+    #: Between two polls, and before a watched source that failed at once is tried again.
+    interval_s: float = 5.0
+    follow: Callable[[Tell], Awaitable[None]] | None = None

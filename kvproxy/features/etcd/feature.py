@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +17,7 @@ from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from kvproxy.base.types import Clock, Sleep
-    from kvproxy.cluster.sources.entries import WatchedDiscovery
+    from kvproxy.cluster.sources.entries import Source
     from kvproxy.operate.config.schema import Config
 
 
@@ -65,14 +65,16 @@ class EtcdFeature(Feature):
 
     def list_sources(
         self, discovery: DiscoverySettings, *, clock: Clock, rng: Random, sleep: Sleep
-    ) -> Mapping[str, WatchedDiscovery]:
+    ) -> Sequence[Source]:
         """Return the source, where the cluster has the section."""
         settings = part_of(discovery, EtcdPlace).etcd
         if settings is None:
-            return {}
+            return ()
+        from kvproxy.cluster.sources.entries import Source
         from kvproxy.features.etcd.source import EtcdDiscovery
 
-        return {"etcd": EtcdDiscovery(settings, clock=clock, rng=rng, sleep=sleep)}
+        found = EtcdDiscovery(settings, clock=clock, rng=rng, sleep=sleep)
+        return (Source("etcd", found, follow=found.follow),)
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Check the URLs, and that the file is there."""

@@ -43,7 +43,7 @@ class EtcdDiscovery:
         return await self._found()
 
     async def follow(self, tell: Callable[[Answer | None, str], Awaitable[None]]) -> None:
-        """As of WatchedDiscovery."""
+        """As of a watched `Source`."""
 
         async def changed() -> None:
             if self._mirror.listed:

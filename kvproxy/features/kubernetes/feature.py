@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -18,7 +18,7 @@ from kvproxy.operate.feature import Feature
 if TYPE_CHECKING:
     from kvproxy.base.types import Clock, Sleep
     from kvproxy.cluster.feature import WakeCall
-    from kvproxy.cluster.sources.entries import WatchedDiscovery
+    from kvproxy.cluster.sources.entries import Source
     from kvproxy.operate.config.schema import Config
 
 
@@ -86,14 +86,16 @@ class KubernetesFeature(Feature):
 
     def list_sources(
         self, discovery: DiscoverySettings, *, clock: Clock, rng: Random, sleep: Sleep
-    ) -> Mapping[str, WatchedDiscovery]:
+    ) -> Sequence[Source]:
         """Return the source, where the cluster has the section."""
         settings = part_of(discovery, KubernetesPlace).kubernetes
         if settings is None:
-            return {}
+            return ()
+        from kvproxy.cluster.sources.entries import Source
         from kvproxy.features.kubernetes.source import KubernetesDiscovery
 
-        return {"kubernetes": KubernetesDiscovery(settings, clock=clock, rng=rng, sleep=sleep)}
+        found = KubernetesDiscovery(settings, clock=clock, rng=rng, sleep=sleep)
+        return (Source("kubernetes", found, follow=found.follow),)
 
     def make_wake_call(self, settings: ClusterSettings) -> WakeCall | None:
         """Return the scale of the engines' workload, where the section names one."""

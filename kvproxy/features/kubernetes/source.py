@@ -63,7 +63,7 @@ class KubernetesDiscovery:
         return self._found()
 
     async def follow(self, tell: Callable[[Answer | None, str], Awaitable[None]]) -> None:
-        """As of WatchedDiscovery."""
+        """As of a watched `Source`."""
         changed = asyncio.Event()
         loop = asyncio.get_running_loop()
         mirrors = await self._mirrors()

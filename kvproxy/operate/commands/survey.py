@@ -14,7 +14,6 @@ import httpx
 
 from kvproxy.base.errors import ClientError, ConfigError, Problem
 from kvproxy.base.settings.addresses import API_PATHS, url_fault
-from kvproxy.base.settings.yaml_text import parse_yaml_with_places
 from kvproxy.cache.clients.lmcache_controller import LMCacheController
 from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
 from kvproxy.cache.clients.tokens import token_array
@@ -23,6 +22,7 @@ from kvproxy.cache.providers import Prefix
 from kvproxy.operate.config.load import load_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.shorthand import parse_endpoint, split_address
+from kvproxy.operate.config.yaml_text import parse_yaml_with_places
 
 _TIMEOUT_S = 3.0
 _WORDS = {

@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from kvproxy.base.errors import Problem
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Path, Place, Where, dotted_path
-from kvproxy.base.settings.yaml_text import Substituted
+from kvproxy.operate.config.yaml_text import Substituted
 
 M = TypeVar("M", bound=Any)
 

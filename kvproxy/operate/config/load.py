@@ -14,7 +14,6 @@ from kvproxy.base.installed import installed
 from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Finding, Path, dotted_path
-from kvproxy.base.settings.yaml_text import parse_yaml_with_places, retype_scalars, substitute_variables
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.config.decode import (
     UNKNOWN_KEY,
@@ -29,6 +28,7 @@ from kvproxy.operate.config.decode import (
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.shorthand import Canonical, to_canonical_form
 from kvproxy.operate.config.verify import find_faults
+from kvproxy.operate.config.yaml_text import parse_yaml_with_places, retype_scalars, substitute_variables
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.filter_settings import filter_models, order_filters
 from kvproxy.proxy.settings import FilterSpec

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path as FilePath
 from typing import Any
 
 from kvproxy.base.installed import installed
@@ -16,7 +15,6 @@ from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.settings import (
     OPTIONAL_POLICIES,
     ClusterSettings,
-    DnsDiscoverySettings,
     EndpointSettings,
     EnginePriorityMode,
     PolicyName,
@@ -292,11 +290,6 @@ def find_cluster_faults(config: Config) -> Iterator[Finding]:
             hint = "use kv_aware or least_ttft, or leave the queue out"
             yield error_at((*at, "queue"), f"{cluster.policy} does not estimate prefill times", hint)
         yield from _engine_priority(config, cluster, at)
-        file = cluster.discovery.file
-        if file is not None and not FilePath(file.path).is_file():
-            yield warning_at((*at, "discovery", "file", "path"), "the file does not exist yet")
-        if (dns := cluster.discovery.dns) is not None:
-            yield from _verify_certificates((*at, "discovery", "dns"), dns)
 
 
 def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
@@ -375,7 +368,7 @@ def _local(url: str) -> bool:
     return is_loopback(same_origin(url)[1])
 
 
-def _verify_certificates(at: Path, settings: DnsDiscoverySettings | EndpointSettings) -> Iterator[Finding]:
+def _verify_certificates(at: Path, settings: EndpointSettings) -> Iterator[Finding]:
     """Yield what is wrong with the files for connections to engines, if any are named."""
     if settings.ca_file or settings.cert_file or settings.key_file:
         from kvproxy.base.tls.files import ClientTls, verify_client_tls

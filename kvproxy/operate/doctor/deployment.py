@@ -11,9 +11,9 @@ from typing import TypeVar
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.errors import ClientError, DiscoveryError, Refused
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cluster.discovery import Source, sources_of
+from kvproxy.cluster.discovery import sources_of
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EventSources
-from kvproxy.cluster.sources.entries import split_answer
+from kvproxy.cluster.sources.entries import Source, split_answer
 from kvproxy.operate.config.schema import Config, find_kvcache_settings
 from kvproxy.operate.doctor.engine import EngineFacts
 from kvproxy.operate.doctor.lmcache import LmcacheFacts

@@ -16,12 +16,15 @@ from kvproxy.base.background_task import in_slices
 from kvproxy.base.errors import BadResponse, DiscoveryError, Problem
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import dotted_path
-from kvproxy.base.settings.yaml_text import parse_yaml, substitute_variables
 from kvproxy.base.timed_thread import TimedThread, read_file
-from kvproxy.cluster.settings import DnsDiscoverySettings, EndpointSettings
-from kvproxy.cluster.sources.entries import Answer, LeftOut, read_entry
+from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.sources.entries import Answer, LeftOut, Source, read_entry
 from kvproxy.cluster.sources.watched import MAX_ITEMS, check_count
+from kvproxy.features.polled_discovery.feature import DnsDiscoverySettings, PolledPlace
+from kvproxy.operate.config.yaml_text import parse_yaml, substitute_variables
 
+#: Interval of looks at a file.
+FILE_INTERVAL_S = 2.0
 #: Larger endpoint files are refused unread.
 MAX_FILE_BYTES = 4 * 1024 * 1024
 
@@ -166,3 +169,14 @@ class DnsDiscovery:
             "key_file": settings.key_file,
         }
         return read_entry(f"address {address}", fields, credentials=True)  # all fields are the operator's
+
+
+def list_sources(settings: PolledPlace) -> list[Source]:
+    """Return a source for each section."""
+    sources = []
+    if settings.file is not None:
+        file = FileDiscovery(settings.file.path, credentials=settings.file.credentials)
+        sources.append(Source("file", file, FILE_INTERVAL_S))
+    if settings.dns is not None:
+        sources.append(Source("dns", DnsDiscovery(settings.dns), settings.dns.interval))
+    return sources

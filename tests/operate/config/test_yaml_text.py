@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.base.settings import yaml_text
 from kvproxy.base.settings.paths import dotted_path
-from kvproxy.base.settings.yaml_text import Substituted, parse_yaml, retype_scalars, substitute_variables
+from kvproxy.operate.config import yaml_text
+from kvproxy.operate.config.yaml_text import Substituted, parse_yaml, retype_scalars, substitute_variables
 
 
 @pytest.mark.parametrize(
