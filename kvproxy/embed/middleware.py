@@ -24,7 +24,7 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model, parse_size_bytes
-from kvproxy.base.settings.paths import dotted_path
+from kvproxy.base.settings.paths import Finding, dotted_path
 from kvproxy.base.types import Clock, EndpointId, RequestKind
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
@@ -169,6 +169,10 @@ class KVCacheMiddleware:
     ) -> None:
         self._app = app
         self.metrics = Metrics() if metrics is None else metrics
+        if not isinstance(self.metrics, Metrics):
+            raise ConfigError([Problem("metrics", "must be a Metrics of kvproxy")])
+        if not isinstance(name, str):
+            raise ConfigError([Problem("name", "must be text")])
         rng = random.Random() if rng is None else rng
         settings, self._config = _checked(endpoints, settings, shield)
         sessions = _decoded(InferenceRequestSettings, {"session_header": session_header})
@@ -559,15 +563,29 @@ def _verified(settings: KvCacheSettings, members: ClusterSettings, shield: str |
         *usual.filters[at + 1 :],
     ]
     config = usual.model_copy(update={"clusters": {_CLUSTER: members}, "filters": tuple(filters)})
-    problems = []
-    for path, message, hint, severity, *_ in find_faults(config):
-        if severity == "error" and path[:2] == ("filters", at):
-            problems.append(Problem(dotted_path(("settings", *path[2:])), message, hint))
-        elif severity == "error" and path[:2] == ("clusters", _CLUSTER):
-            problems.append(Problem(dotted_path(path[2:]), message, hint))
-    if problems:
-        raise ConfigError(problems)
+    problems = [one for finding in find_faults(config) if (one := _by_argument(finding, at)) is not None]
+    _settle(problems)
     return config
+
+
+def _by_argument(finding: Finding, at: int) -> Problem | None:
+    """Return it under the argument's name; None for what no argument sets."""
+    path = finding.path
+    if path[:2] == ("filters", at):
+        path = ("settings", *path[2:])
+    elif path[:2] == ("clusters", _CLUSTER):
+        path = path[2:]
+    else:
+        return None
+    return Problem(dotted_path(path), finding.message, finding.hint, finding.severity)
+
+
+def _settle(problems: list[Problem]) -> None:
+    """Raise ConfigError for errors; log warnings."""
+    if any(one.severity == "error" for one in problems):
+        raise ConfigError(problems)
+    for one in problems:
+        log.warning("[kvcache] %s", one.located())
 
 
 def _decoded(model: type[M], raw: Any, at: tuple[str, ...] = ()) -> M:
@@ -575,8 +593,8 @@ def _decoded(model: type[M], raw: Any, at: tuple[str, ...] = ()) -> M:
     decoded = decode_model(
         model, dict(raw) if isinstance(raw, Mapping) else raw, lambda path: dotted_path((*at, *path))
     )
-    if decoded.problems or decoded.value is None:
-        raise ConfigError(decoded.problems)
+    _settle(decoded.problems)
+    assert decoded.value is not None  # there is no error
     return decoded.value
 
 

@@ -470,6 +470,8 @@ async def test_choose_is_for_inference_requests() -> None:
         ({"filters": Inner()}, "filters: must be a list of ASGI middlewares"),
         ({"session_header": "x session"}, "session_header: no HTTP header has such a name"),
         ({"session_header": 5}, "session_header: must be text"),
+        ({"metrics": 5}, "metrics: must be a Metrics of kvproxy"),
+        ({"name": 5}, "name: must be text"),
         ({"settings": 5}, "settings: must be a mapping"),
         ({"settings": {"preference_header": "x\r\ny"}}, "settings.preference_header: no HTTP header has such a name"),
         ({"settings": {"lmcache_endpiont": "x"}}, "settings.lmcache_endpiont: unknown key"),
@@ -481,3 +483,19 @@ def test_mistakes_have_the_words_of_the_configuration_file(options: dict[str, An
     with pytest.raises(ConfigError) as raised:
         KVCacheMiddleware(Inner(), **{"endpoints": ENGINES, **options})
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"settings": {"cache_strategy": {"evict_batch": 1}}},
+            "settings.cache_strategy.evict_batch: ignored: no longer a setting",
+        ),
+        ({"endpoints": {"a": "http://a:1", "b": "http://a:1"}}, "endpoints[1].url: the same engine as 'a'"),
+    ],
+)
+def test_warnings_of_check_are_logged(options: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A configuration file with it loads."""
+    KVCacheMiddleware(Inner(), **{"endpoints": ENGINES, **options})
+    assert words in caplog.text
