@@ -70,9 +70,11 @@ def chat(content: str = "hello", *, stream: bool = False, **fields: Any) -> dict
     return {"model": "m", "messages": [{"role": "user", "content": content}], "stream": stream, **fields}
 
 
-async def ask_in_process(proxy: RunningProxy) -> None:
-    """Send a chat request without a socket, whose task can be cancelled. Its client stays for ever."""
-    body = [{"type": "http.request", "body": msgspec.json.encode(chat())}]
+async def ask_in_process(
+    proxy: RunningProxy, asked: Mapping[str, Any] | None = None, *, path: str = "/v1/chat/completions"
+) -> None:
+    """Send a request, or a chat, without a socket, whose task can be cancelled. Its client stays for ever."""
+    body = [{"type": "http.request", "body": msgspec.json.encode(asked or chat())}]
 
     async def receive() -> Message:
         if body:
@@ -83,8 +85,8 @@ async def ask_in_process(proxy: RunningProxy) -> None:
     async def send(message: Message) -> None:
         pass
 
-    path = "/v1/chat/completions"
+    headers = [(b"host", b"x"), (b"content-type", b"application/json")]
     scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
-             "raw_path": path.encode(), "query_string": b"", "headers": [(b"host", b"x")],
+             "raw_path": path.encode(), "query_string": b"", "headers": headers,
              "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}  # fmt: skip
     await proxy.proxy(scope, receive, send)

@@ -7,6 +7,7 @@ then aborted, for a client that left meanwhile."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from kvproxy.base.background_task import TaskSet, cancel_tasks
 from kvproxy.base.errors import FirstByteTimeout, PoolFull, UpstreamError
 from kvproxy.base.types import Clock
+from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
@@ -236,21 +238,38 @@ class TwoLegs:
             timeouts=request.timeouts,
             repeated=head.repeated,
         )
-        answer = b""
+        reading = asyncio.ensure_future(_read_answer(response))
         try:
-            while not response.complete and len(answer) <= MAX_ANSWER_BYTES:
-                answer += await response.next_chunk()
-            return response.status, answer + (response.take() or b"")
+            return response.status, await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            await self._free_prefilled(pick, reading)
+            raise
         finally:
             response.abort()
+            await cancel_tasks([reading])
+
+    async def _free_prefilled(self, pick: Pick, reading: asyncio.Task[bytes]) -> None:
+        """Free the blocks that a prefill's answer names, which was under way as the client left."""
+        await asyncio.wait([reading], timeout=FREEING_S)
+        if not reading.done() or reading.exception() is not None:
+            return
+        with contextlib.suppress(NoHandle, HandleRefused):
+            handle = self._make_handle(self._shared.connector.read_member(reading.result(), pick.endpoint))
+            if member := self._take(handle):
+                sent = asyncio.ensure_future(self._request.ask_whole(self._pick, member))
+                await _let_go(sent, FREEING_S)
+
+    def _take(self, handle: Handle) -> bytes:
+        """Return what the decoder pulls by. Raises HandleRefused."""
+        body = self._request.body.whole
+        assert body is not None
+        return handle.take(body, self._shared.clock())
 
     async def _pull(self, handle: Handle) -> Answer:
         """Return the answer of the decoder, which pulls; if it refuses to, it computes the prompt itself."""
         shared = self._shared
-        body = self._request.body.whole
-        assert body is not None
         try:
-            member = handle.take(body, shared.clock())
+            member = self._take(handle)
         except HandleRefused:
             return await self._compute_here(LOCAL)
         self._count_as_pulled()
@@ -353,6 +372,13 @@ def _judge(status: int) -> tuple[str, AttemptOutcome]:
     if status >= 400:
         return "status_4xx", AttemptOutcome.CLIENT_ERROR
     return "done", AttemptOutcome.SUCCESS
+
+
+async def _read_answer(response: UpstreamResponse) -> bytes:
+    answer = b""
+    while not response.complete and len(answer) <= MAX_ANSWER_BYTES:
+        answer += await response.next_chunk()
+    return answer + (response.take() or b"")
 
 
 async def _let_go(sent: asyncio.Task[Answer], left_s: float) -> None:

@@ -23,7 +23,8 @@ class FaultError(ValueError):
 
 @dataclass(slots=True)
 class FaultValues:
-    """Everything off by default. Seconds may be large: a stall ends early when the faults are changed.
+    """Everything off by default. Seconds may be large: a stall ends early when the faults are changed. `stall_body_s`
+    is between head and body of an answer that is not streamed.
 
     `fail_next` generation requests answer `fail_status`; `busy_next` answer vLLM's 503; a stream is cut hard after
     `cut_after_chunks` chunks (`cut_next` of them), or ends with vLLM's error event after `error_after_chunks`. Requests
@@ -32,6 +33,7 @@ class FaultValues:
 
     stall_head_s: float = 0.0
     stall_first_byte_s: float = 0.0
+    stall_body_s: float = 0.0
     stall_mid_stream_s: float = 0.0
     stall_mid_stream_after_chunks: int = 1
     slow_tokenize_s: float = 0.0
@@ -166,6 +168,7 @@ class Serving:
         await self.faults.stall(self.faults.values.stall_first_byte_s)
         body = encode_json({**shape.build_body(answer), **self.extend(answer)})
         await send(make_head("application/json", length=len(body)))
+        await self.faults.stall(self.faults.values.stall_body_s)
         await send({"type": "http.response.body", "body": body})
         return "finished"
 

@@ -9,9 +9,12 @@ import httpx
 import pytest
 
 from kvproxy.base.settings.compose import part_of
+from kvproxy.base.upstream.response import UpstreamResponse
+from kvproxy.features.disaggregation import legs
 from kvproxy.features.disaggregation.feature import NOTE, Connector, DisaggregationPlace, Legs
 from kvproxy.lab.simulator.vllm_settings import NixlLinks
-from tests.features.disaggregation.support import Separated, prompt, separated, text_of, until_freed, words
+from tests.features.disaggregation.support import Fleet, Separated, prompt, separated, text_of, until_freed, words
+from tests.support.proxy import ask_in_process
 from tests.support.until import until
 
 PATHS: dict[str, dict[str, Any]] = {
@@ -222,6 +225,24 @@ async def test_a_decoder_that_does_not_answer_is_left() -> None:
         two.fleet.fault("d", reset=True)
 
 
+# Legs that reach the other kind of engine: the addresses are mixed up.
+
+
+@pytest.mark.parametrize(("name", "of"), [("p", "e"), ("d", "q"), ("p", "d")])
+async def test_a_leg_that_reaches_the_other_kind_of_engine_is_answered_all_the_same(name: str, of: str) -> None:
+    """By vLLM, whose engines do both: the text is right, and no block waits for its lease."""
+
+    def mix_up(fleet: Fleet) -> None:
+        fleet.urls[name] = fleet.urls[of].replace("127.0.0.1", "localhost")
+
+    async with separated("p", "q", "d", "e", plant=mix_up) as two:
+        for number in range(8):
+            text = words(f"{number}")
+            assert text_of(await two.ask(text)) == await two.ask_engine("e", text)
+        assert two.requests("pulled") == 8
+        assert not any(two.fleet.is_dead(one) or two.fleet.side(one).held for one in "pqde")
+
+
 # Clients that leave.
 
 
@@ -246,6 +267,38 @@ async def test_a_client_that_leaves_during_the_decode_leg_frees_both() -> None:
         await until_freed(two.fleet.side("p"))
         assert not two.fleet.is_dead("d")
         await until(lambda: all(one.load.in_flight == 0 for one in two.proxy.proxy.clusters["default"].endpoints))
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_leaves_while_the_prefills_answer_comes_frees_its_blocks(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prefill is over, so that only a decode leg frees them: it is sent, and aborted. No engine is blamed."""
+    monkeypatch.setattr(legs, "FREEING_S", 60.0)  # a machine that stands still is no engine that sends no answer
+    head_came = asyncio.Event()
+
+    async def read(response: UpstreamResponse) -> bytes:
+        head_came.set()
+        return await read_answer(response)
+
+    read_answer = legs._read_answer
+    monkeypatch.setattr(legs, "_read_answer", read)
+    async with separated("p", "d") as two:
+        two.fleet.fault("p", stall_body_s=600.0)
+        asked = asyncio.create_task(ask_in_process(two.proxy, {"model": "tiny", **PATHS[path]}, path=path))
+        await head_came.wait()
+        assert two.fleet.side("p").held
+        asked.cancel()
+        await asyncio.sleep(0)
+        two.fleet.fault("p", stall_body_s=0.0)
+        await asyncio.wait([asked])
+        assert asked.cancelled()
+        await until_freed(two.fleet.side("p"))
+        await until(lambda: two.fleet.apps["d"].state.in_flight == 0)
+        endpoints = two.proxy.proxy.clusters["default"].endpoints
+        assert not any(one.load.in_flight or one.health.failures or one.health.unserved for one in endpoints)
+        assert two.requests("left") == 1
+        assert not caplog.records
 
 
 async def _leave(two: Separated, *, until_there: str) -> None:
