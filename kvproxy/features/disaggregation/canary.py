@@ -20,6 +20,7 @@ from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.cache.clients.vllm import VllmClient
 from kvproxy.features.disaggregation.bodies import Names, encode, read_body, shorten
 from kvproxy.features.disaggregation.connectors.base import Engine, KvConnector, LegTerms, NoHandle
+from kvproxy.features.disaggregation.connectors.sglang import MODES, ServerInfo
 from kvproxy.features.disaggregation.legs import MAX_ANSWER_BYTES
 from kvproxy.features.disaggregation.pairs import PairState
 
@@ -80,6 +81,8 @@ class Canary:
         try:
             if why := await _compare_versions(*clients):
                 return Verdict(PairState.VERSIONS, why)
+            if self._connector.has_modes and (why := await self._compare_modes(prefill, decode)):
+                return Verdict(PairState.MODES, why)
             await self._connector.prepare(prefill, self._fetch, await self._block_tokens(clients[0]))
             different = ""
             for _ in range(2):  # greedy answers may part by the size of a batch, seldom twice
@@ -94,6 +97,15 @@ class Canary:
             return Verdict(PairState.WRONG, different)
         except _FAILURES as error:
             return Verdict(None, f"{type(error).__name__}: {error}")
+
+    async def _compare_modes(self, *engines: Engine) -> str:
+        """Return the servers' modes where they are not those of the legs; "": they are, or are not reported."""
+        try:
+            answers = [await self._call(one.origin, b"GET", b"/server_info", one, None, ()) for one in engines]
+        except CanaryFailed:
+            return ""
+        modes = tuple(msgspec.json.decode(answer, type=ServerInfo).disaggregation_mode for answer in answers)
+        return "" if None in modes or modes == MODES else f"the servers' modes are {modes[0]} and {modes[1]}"
 
     async def _compare(self, prefill: Engine, decode: Engine, client: VllmClient, model: str) -> Verdict:
         body = self._make_body(model, tokens=TOKENS)

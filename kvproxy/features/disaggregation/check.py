@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from kvproxy.base.errors import ClientError
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.upstream.origin import Origin
@@ -16,6 +14,7 @@ from kvproxy.cache.clients.vllm import MAX_METRICS_BYTES
 from kvproxy.cluster.settings import EndpointRole
 from kvproxy.features.disaggregation.canary import Canary
 from kvproxy.features.disaggregation.connectors import CONNECTORS
+from kvproxy.features.disaggregation.connectors.sglang import MODES, ServerInfo
 from kvproxy.features.disaggregation.feature import Connector, DisaggregationPlace
 from kvproxy.features.disaggregation.findings import FIXES
 from kvproxy.features.disaggregation.pairs import PairState
@@ -84,10 +83,6 @@ async def check_connector(cluster: ClusterFacts) -> Sequence[Finding]:
     return [warning(cluster.where, what, _set_to(found))]
 
 
-class _ServerInfo(msgspec.Struct):
-    disaggregation_mode: str | None = None
-
-
 async def find_connector(engine: EngineFacts) -> Connector | None:
     """Return the connector that an engine shows, by vLLM's metrics of NIXL or SGLang's mode; None: it shows none.
     Nothing is tried: parameters of another connector can end an engine."""
@@ -97,8 +92,8 @@ async def find_connector(engine: EngineFacts) -> Connector | None:
         if _NIXL_METRICS in metrics:
             return Connector.NIXL
     with contextlib.suppress(ClientError):
-        info = await engine.api.get("/server_info", _ServerInfo, timeout_s=timeout_s)
-        if info.disaggregation_mode in ("prefill", "decode"):
+        info = await engine.api.get("/server_info", ServerInfo, timeout_s=timeout_s)
+        if info.disaggregation_mode in MODES:
             return Connector.SGLANG
     return None
 

@@ -28,6 +28,7 @@ _RESULTS = {
     PairState.WRONG: "different",
     PairState.NO_EFFECT: "no_effect",
     PairState.VERSIONS: "versions",
+    PairState.MODES: "modes",
     None: "failed",
 }
 

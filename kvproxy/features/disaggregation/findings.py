@@ -13,6 +13,7 @@ FIXES = {
     PairState.WRONG: "compare the engines' models, dtypes and flags; restart both to examine them again",
     PairState.NO_EFFECT: "start both with the connector (vLLM: --kv-transfer-config); kvproxy doctor shows more",
     PairState.VERSIONS: "give both engines one version",
+    PairState.MODES: "set `role` of each endpoint as its server's --disaggregation-mode",
 }
 
 

@@ -28,10 +28,11 @@ class PairState(StrEnum):
     WRONG = "wrong"  # another text than the decoder's own
     NO_EFFECT = "no_effect"  # the decoder computes the prompt again
     VERSIONS = "versions"  # the engines differ
+    MODES = "modes"  # a server was started for another leg than its endpoint's role
 
 
 #: States by which a pair is out until one of its engines is another process.
-OUT = frozenset({PairState.WRONG, PairState.NO_EFFECT, PairState.VERSIONS})
+OUT = frozenset({PairState.WRONG, PairState.NO_EFFECT, PairState.VERSIONS, PairState.MODES})
 
 
 @dataclass(slots=True)

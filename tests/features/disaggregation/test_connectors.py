@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from starlette.types import Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.base.types import RequestKind
 from kvproxy.base.upstream.origin import Origin
@@ -261,6 +261,32 @@ async def test_every_prompt_goes_in_two_legs_at_sglang() -> None:
         await proxy.client.post("/v1/completions", json=prompt("short"))
         assert [body["bootstrap_room"] for body in bodies(p)] == [body["bootstrap_room"] for body in bodies(d)]
         assert len(p.calls) == 1
+
+
+def in_mode(mode: str, engine: FakeEngine) -> ASGIApp:
+    """Return a server that was started with this `--disaggregation-mode`."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") == "/server_info":
+            await reply(send, 200, json.dumps({"page_size": 16, "disaggregation_mode": mode}).encode())
+        else:
+            await engine(scope, receive, send)
+
+    return app
+
+
+@pytest.mark.parametrize(("modes", "served"), [(("prefill", "decode"), 200), (("decode", "prefill"), 503)])
+async def test_no_leg_goes_to_a_server_of_the_other_mode(modes: tuple[str, str], served: int) -> None:
+    """Both would wait for the bootstrap, for minutes."""
+    engines = FakeEngine("p", answer), FakeEngine("d", answer)
+    async with serve(in_mode(modes[0], engines[0])) as p, serve(in_mode(modes[1], engines[1])) as d:
+        endpoints = [{"id": "p", "url": p, "role": "prefill"}, {"id": "d", "url": d, "role": "decode"}]
+        async with running_proxy(endpoints, disaggregation={"connector": "sglang"}) as proxy:
+            await next(one for one in proxy.proxy.companions if isinstance(one, CanaryService)).run_round()
+            assert (await ask(proxy)).status_code == served
+            state = PairState.GOOD if served == 200 else PairState.MODES
+            assert [pair.state for pair in next(find_all(proxy.proxy.clusters.values())).pairs] == [state]
+            assert all(bool(engine.calls) == (served == 200) for engine in engines)
 
 
 async def test_a_failed_prefill_at_sglang_is_an_error() -> None:

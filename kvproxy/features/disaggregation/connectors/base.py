@@ -63,6 +63,8 @@ class KvConnector:
     sends_prefill = True
     #: Metrics of vLLM show that KV was pulled.
     counts_pulls = True
+    #: Servers are started for one of the legs, and report which.
+    has_modes = False
     #: A decoder takes requests without a prefill leg, and computes their prompts.
     computes_alone = True
 

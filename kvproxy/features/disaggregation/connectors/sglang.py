@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvproxy.features.disaggregation.connectors.base import Engine, KvConnector, LegTerms, member_of, raw
 
+#: Modes of the servers of both legs.
+MODES = ("prefill", "decode")
 _ROOM_BITS = 63
+
+
+class ServerInfo(msgspec.Struct):
+    """What is read of `/server_info`."""
+
+    disaggregation_mode: str | None = None
 
 
 class SglangConnector(KvConnector):
@@ -14,6 +24,7 @@ class SglangConnector(KvConnector):
     at_once = True
     shortens = False
     counts_pulls = False
+    has_modes = True
     computes_alone = False
 
     def begin(self, prefill: Engine) -> LegTerms:
