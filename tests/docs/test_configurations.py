@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvproxy.operate.config.load import load_config
+from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.proxy.filter_settings import order_filters
 from tests.docs.blocks import ROOT, Block, blocks
 from tests.support.certificates import make_certificate
@@ -36,7 +36,7 @@ def whole(text: str) -> str:
 
 @pytest.mark.parametrize("block", OWN, ids=lambda block: block.where)
 def test_configurations_load(block: Block, tmp_path: Path) -> None:
-    """A reader that pastes one gets a proxy that starts."""
+    """A reader that pastes one gets a proxy that starts, and takes every setting."""
     (tmp_path / "keys").write_text("bob: sk-b\n")
     env = {"ALICE_KEY": "sk-a", "OPERATOR_KEY": "sk-o", "KEYS_FILE": str(tmp_path / "keys"), "KVPROXY_ADMIN_TOKEN": "t"}
     env |= {"TLS_DIR": str(tmp_path), "SCALER_TOKEN": "t"}
@@ -45,7 +45,9 @@ def test_configurations_load(block: Block, tmp_path: Path) -> None:
         for name in ("tls", "client", "engines-ca"):
             shutil.copy(made.certificate, tmp_path / f"{name}.crt")
             shutil.copy(made.private_key, tmp_path / f"{name}.key")
-    assert load_config(whole(block.text), env=env, extra_filters={"model_policy": None}).clusters
+    config, problems = check_config(whole(block.text), env=env, extra_filters={"model_policy": None})
+    assert config is not None
+    assert [one for one in problems if one.message.startswith("ignored")] == []
 
 
 @pytest.mark.parametrize("block", OWN, ids=lambda block: block.where)
