@@ -99,7 +99,16 @@ class PolicyName(StrEnum):
 
 
 #: Policies that only a feature has.
-OPTIONAL_POLICIES = frozenset({PolicyName.DYNAMO, PolicyName.DYNAMO_AGENTIC, PolicyName.LLM_D, PolicyName.LLM_D_STICKY})
+OPTIONAL_POLICIES = frozenset(
+    {
+        PolicyName.CONSISTENT_HASH,
+        PolicyName.SESSION,
+        PolicyName.DYNAMO,
+        PolicyName.DYNAMO_AGENTIC,
+        PolicyName.LLM_D,
+        PolicyName.LLM_D_STICKY,
+    }
+)
 
 
 class HealthCheckSettings(Model):

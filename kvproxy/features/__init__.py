@@ -25,6 +25,7 @@ SHIPPED = (
     "exchange",
     "workers",
     "ledger",
+    "hash_policies",
     "published",
     "shield",
     "residents",

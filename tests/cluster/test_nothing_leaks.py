@@ -41,9 +41,7 @@ class ClusterMachine(RuleBasedStateMachine):
         self.max_in_flight = 0
 
     @initialize(
-        policy=st.sampled_from(
-            ["random", "round_robin", "least_request", "power_of_two", "consistent_hash", "session"]
-        ),
+        policy=st.sampled_from(["random", "round_robin", "least_request", "power_of_two"]),
         max_in_flight=st.sampled_from([0, 1, 3]),
     )
     def start(self, policy: str, max_in_flight: int) -> None:

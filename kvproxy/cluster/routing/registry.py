@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.model import Model
 from kvproxy.cluster.feature import ClusterFeature
-from kvproxy.cluster.routing.consistent_hash import ConsistentHash
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import Policy
-from kvproxy.cluster.routing.session import Session
 from kvproxy.cluster.routing.simple import (
     LeastRequest,
     LeastTtft,
@@ -28,8 +26,6 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
     PolicyName.ROUND_ROBIN: RoundRobin,
     PolicyName.LEAST_REQUEST: LeastRequest,
     PolicyName.POWER_OF_TWO: PowerOfTwo,
-    PolicyName.CONSISTENT_HASH: ConsistentHash,
-    PolicyName.SESSION: Session,
     PolicyName.KV_AWARE: KvAware,
     PolicyName.PREFIX_AFFINITY: PrefixAffinity,
     PolicyName.LMETRIC: LMetric,

@@ -32,44 +32,26 @@ async def gateway(**config: Any) -> AsyncIterator[tuple[RunningProxy, list[FakeE
 
 async def test_the_named_policy_decides() -> None:
     """The decision header and the metrics name it; the engine does not hear of it."""
-    async with gateway(client_policies=["session"]) as (running, engines):
-        headers = {HEADER: "session", "x-session-id": "s", "x-kvproxy-debug": "1"}
-        answers = [await running.client.post(PATH, json=chat(), headers=headers) for _ in range(4)]
+    async with gateway(client_policies=["prefix_affinity"]) as (running, engines):
+        headers = {HEADER: "prefix_affinity", "x-kvproxy-debug": "1"}
+        answers = [await running.client.post(PATH, json=chat("long " * 500), headers=headers) for _ in range(4)]
         assert len({answer.headers["x-kvproxy-endpoint"] for answer in answers}) == 1
-        assert {answer.headers["x-kvproxy-decision"].split(";")[0] for answer in answers} == {"policy=session"}
+        assert {answer.headers["x-kvproxy-decision"].split(";")[0] for answer in answers} == {"policy=prefix_affinity"}
         plain = [await running.client.post(PATH, json=chat()) for _ in range(2)]
         assert len({answer.headers["x-kvproxy-endpoint"] for answer in plain}) == 2
         assert {call.header(HEADER) for engine in engines for call in engine.calls} == {None}
         assert next(running.proxy.recent.latest()).outcome.policy == "round_robin"
 
 
-async def test_a_session_and_its_sub_agents_meet() -> None:
-    """Under `session`, as Claude Code names them; a cache group alone is no session."""
-    async with gateway(policy="session") as (running, _):
-
-        async def where(body: dict[str, Any], **headers: str) -> tuple[str, str]:
-            answer = await running.client.post(PATH, json=body, headers={"x-kvproxy-debug": "1", **headers})
-            reason = answer.headers["x-kvproxy-decision"].partition("reason=")[2].partition(";")[0]
-            return answer.headers["x-kvproxy-endpoint"], reason
-
-        for number in range(8):
-            root = {"x-claude-code-session-id": f"root-{number}"}
-            home = await where(chat(), **root)
-            assert home[1] == "session"
-            for agent in "xyz":
-                assert await where(chat(), **root, **{"x-claude-code-agent-id": agent}) == home
-        assert (await where(chat(prompt_cache_key="k")))[1] == "no_session"
-
-
 @pytest.mark.parametrize("name", ["kv_aware", "nonsense", "x" * 5000, "\u00e9"])
 async def test_policies_not_on_offer_are_refused(name: str) -> None:
     """With what is; nothing is sent to an engine, and the answer repeats only so much of the name."""
-    async with gateway(client_policies=["session", "random"]) as (running, engines):
+    async with gateway(client_policies=["least_request", "random"]) as (running, engines):
         answer = await running.client.post(PATH, json=chat(), headers={HEADER: name.encode("latin-1")})  # type: ignore[dict-item]
         assert answer.status_code == 400
         error = answer.json()["error"]
         assert error["code"] == "policy_not_offered"
-        assert error["message"].endswith("these are: round_robin, session, random.")
+        assert error["message"].endswith("these are: round_robin, least_request, random.")
         assert len(error["message"]) < 250
         assert [engine.calls for engine in engines] == [[], []]
         assert running.metric("kvproxy_local_replies_total", status="400", reason="policy_not_offered") == 1
@@ -101,7 +83,7 @@ async def test_where_no_cluster_offers_any_the_header_is_dropped() -> None:
 
 async def test_an_empty_header_names_no_policy() -> None:
     """The cluster's own decides."""
-    async with gateway(client_policies=["session"]) as (running, _):
+    async with gateway(client_policies=["least_request"]) as (running, _):
         assert (await running.client.post(PATH, json=chat(), headers={HEADER: ""})).status_code == 200
 
 

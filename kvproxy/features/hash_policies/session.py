@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kvproxy.cluster.routing.consistent_hash import HashRing, totals
 from kvproxy.cluster.routing.costs import least_loaded
 from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.cluster.routing.simple import Choices
+from kvproxy.features.hash_policies.consistent_hash import HashRing, totals
 
 #: A session leaves its endpoint when that one has more than this times its fair share in flight...
 SESSION_LOAD_FACTOR = 2.0

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.consistent_hash import LOAD_FACTOR, ConsistentHash, HashRing
 from kvproxy.cluster.routing.policy import PickRequest
-from kvproxy.cluster.routing.registry import make_policy, policy_types
-from kvproxy.cluster.routing.session import Session
-from kvproxy.cluster.settings import OPTIONAL_POLICIES, ClusterSettings, PolicyName
+from kvproxy.features.hash_policies.consistent_hash import LOAD_FACTOR, ConsistentHash, HashRing
+from kvproxy.features.hash_policies.session import Session
 from tests.cluster.routing.fleet import FakeCandidate, fleet, occupy
 from tests.support.examples import examples
 
@@ -186,19 +184,3 @@ def test_keys_may_be_any_text() -> None:
     for policy in (Session(rng=random.Random(1)), ConsistentHash(rng=random.Random(1))):
         first = policy.choose(request, fleet(9), 0.0)
         assert policy.choose(request, fleet(9), 0.0) == first
-
-
-@pytest.mark.parametrize("name", list(policy_types()))
-def test_every_registered_policy_chooses_among_its_candidates(name: PolicyName) -> None:
-    """Whatever the request says, and with one candidate as with many."""
-    policy = make_policy(name, ClusterSettings(policy=name), rng=random.Random(1))
-    for count in (1, 2, 5):
-        for request in (PickRequest(), PickRequest(session_key="s"), PickRequest(prompt_head=b"head")):
-            choice = policy.choose(request, fleet(count), 0.0)
-            assert 0 <= choice.index < count
-            assert choice.reason
-
-
-def test_every_policy_of_the_configuration_is_registered() -> None:
-    """A name that the checker accepts must not fail at start; some are left to a feature."""
-    assert set(PolicyName) - OPTIONAL_POLICIES <= set(policy_types()) <= set(PolicyName)
