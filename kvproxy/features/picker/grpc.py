@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.features.picker.http2 import Http2Connection, Stream, StreamHandler
-from kvproxy.features.picker.http2_frames import BUFFER_BYTES, Code, Fields, encode_fields
+from kvproxy.features.picker.http2_frames import Code, Fields, encode_fields
 from kvproxy.proxy.request.body import BodiesFull, HeldBodies
 from kvproxy.proxy.settings import ListenerTls
 
@@ -202,7 +202,6 @@ class GrpcServer:
         self.connections: dict[Http2Connection, None] = {}  # in the order they came: uvloop's clock is coarse
         self._idle = asyncio.Event()
         self._on_closed = on_closed
-        self._room = memoryview(bytearray(BUFFER_BYTES))
         self._look_again: asyncio.TimerHandle | None = None
 
     @property
@@ -244,7 +243,7 @@ class GrpcServer:
             connection.abort()
 
     def _connect(self) -> asyncio.BaseProtocol:
-        return Http2Connection(self._accept, max_streams=self._max_streams, room=self._room, on_change=self._changed)
+        return Http2Connection(self._accept, max_streams=self._max_streams, on_change=self._changed)
 
     def _look(self) -> None:
         """Close connections that do not begin, and those that stay without a call."""

@@ -101,19 +101,6 @@ class StreamHandler(Protocol):
 class Stream:
     """Stream of one exchange. Data waits here while the peer's windows are full."""
 
-    __slots__ = (
-        "_connection",
-        "_ending",
-        "_waiting",
-        "closed",
-        "credit",
-        "handler",
-        "id",
-        "peer_ended",
-        "received",
-        "waiting_bytes",
-    )
-
     def __init__(self, connection: Streams, name: int, credit: int) -> None:
         self.id = name
         self.credit = credit  # bytes that the peer takes
@@ -373,23 +360,20 @@ log = logging.getLogger("kvproxy.picker")
 _KEEPALIVE_S = 30
 
 
-class Http2Connection(asyncio.BufferedProtocol):
-    """One peer. `room` is a buffer for reading that a server's connections share. `accept` makes the handler of a
-    stream from its header fields; at most `max_streams` are open."""
+class Http2Connection(asyncio.Protocol):
+    """One peer. `accept` makes the handler of a stream from its header fields; at most `max_streams` are open."""
 
     def __init__(
         self,
         accept: Callable[[Stream, Fields], StreamHandler],
         *,
         max_streams: int,
-        room: memoryview | None = None,
         on_change: Callable[[Http2Connection, bool], None] = lambda connection, there: None,  # after TLS's handshake
     ) -> None:
         self._on_change = on_change
         self._output = PeerOutput()
         self._streams = Streams(accept, output=self._output, max_streams=max_streams, on_empty=self._became_idle)
-        shared = memoryview(bytearray(wire.BUFFER_BYTES)) if room is None else room
-        self._reader = FrameReader(self._streams.take, self._streams.open, shared=shared)
+        self._reader = FrameReader(self._streams.take, self._streams.open)
         self.idle_since = 0.0  # loop time; meaningless while there are streams
         self._leaving = False
 
@@ -424,12 +408,9 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._output.resume()
         self._streams.unblock()
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.room
-
-    def buffer_updated(self, nbytes: int) -> None:
+    def data_received(self, data: bytes) -> None:
         try:
-            self._reader.take(nbytes)
+            self._reader.take(data)
             self._output.flush()
         except ConnectionFault as fault:
             log.warning("a connection to the picker ends: %s", fault)

@@ -12,10 +12,6 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 16_384  # the largest frame we take, and the default of the peer's bound
 LARGEST = 2**31 - 1  # of stream numbers and windows
 _MAX_HEADER_BYTES = 64 * 1024
-#: Read at once, into a buffer that the connections of a server share; and the room of one that holds an unfinished
-#: frame, which is a whole one.
-BUFFER_BYTES = 128 * 1024
-_OWN_BYTES = FRAME_BYTES + 9
 _HEAD = struct.Struct("!BHBBI")  # length in two parts, kind, flags, stream
 
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
@@ -65,67 +61,48 @@ def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
 
 
 class FrameReader:
-    """Cuts frames out of what one peer sends, which is written into its `room`: nothing is copied but each payload,
-    once, and a frame that is not whole yet. `shared` is a buffer that holds nothing between two calls of `take`.
-    `on_frame(kind, flags, stream, payload)` gets frames without headers, as they are; `on_headers(stream, fields,
-    ended)` each whole header block."""
+    """Cuts frames out of what one peer sends, and holds one that is not whole yet. `on_frame(kind, flags, stream,
+    payload)` gets frames without headers, as they are; `on_headers(stream, fields, ended)` each whole header block."""
 
     def __init__(
         self,
         on_frame: Callable[[int, int, int, bytes], None],
         on_headers: Callable[[int, Fields, bool], None],
-        *,
-        shared: memoryview,
     ) -> None:
         self._on_frame = on_frame
         self._on_headers = on_headers
         self._decoder = Decoder(max_header_list_size=_MAX_HEADER_BYTES)
         self._latest: tuple[bytes, Fields] = b"", {}  # the latest header block, if it left the decoder as it was
-        self._shared = shared
-        self._own: memoryview | None = None  # while there is an unfinished frame
-        self._filled = 0  # bytes of it
+        self._rest = b""  # an unfinished frame
         self.begun = False  # the preface was read
         self._block: tuple[int, int, bytearray] | None = None  # stream, flags and received part of a header block
 
-    @property
-    def room(self) -> memoryview:
-        """Where to write what comes next."""
-        return self._shared if self._own is None else self._own[self._filled :]
+    def take(self, data: bytes) -> None:
+        """Take the next bytes. Raises ConnectionFault."""
+        if self._rest:
+            data = self._rest + data
+        self._rest = data[self._read(data) :]
 
-    def take(self, count: int) -> None:
-        """So many bytes were written there. Raises ConnectionFault."""
-        size = self._filled + count
-        self._filled = 0
-        buffer = self._shared if self._own is None else self._own
-        end = self._read(buffer, size)
-        self._filled = size - end
-        if not self._filled:
-            self._own = None
-        elif self._own is None:
-            self._own = memoryview(bytearray(_OWN_BYTES))
-            self._own[: self._filled] = buffer[end:size]
-        elif end:
-            buffer[: self._filled] = buffer[end:size]
-
-    def _read(self, buffer: memoryview, size: int) -> int:
-        """How many of so many bytes were whole frames."""
+    def _read(self, data: bytes) -> int:
+        """Return how many bytes were whole frames."""
+        size = len(data)
         position = 0
         if not self.begun:
-            if not PREFACE.startswith(buffer[: min(size, len(PREFACE))]):
+            if not PREFACE.startswith(data[: len(PREFACE)]):
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "the peer does not speak HTTP/2")
             if size < len(PREFACE):
                 return 0
             self.begun = True
             position = len(PREFACE)
         while size - position >= 9:
-            high, low, kind, flags, name = _HEAD.unpack_from(buffer, position)
+            high, low, kind, flags, name = _HEAD.unpack_from(data, position)
             length = high << 16 | low
             if length > FRAME_BYTES:
                 raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a frame is too long")
             end = position + 9 + length
             if end > size:
                 break
-            self._take(kind, flags, name & LARGEST, bytes(buffer[position + 9 : end]))
+            self._take(kind, flags, name & LARGEST, data[position + 9 : end])
             position = end
         return position
 

@@ -126,16 +126,3 @@ async def test_one_that_has_not_begun_gives_its_place_first() -> None:
         await until(lambda: len(one.server.connections) == 2)
         await one.connect(stack)
         assert await is_closed(half)
-
-
-async def test_connections_share_the_buffer_they_read_into() -> None:
-    """Frames of two peers that come in halves are not mixed up."""
-    async with place() as (one, stack):
-        peers = [await one.connect(stack), await one.connect(stack)]
-        pings = [frame(PING, 0, 0, bytes((number,)) * 8) for number in (1, 2)]
-        for part in (slice(0, 5), slice(5, 12), slice(12, 17)):
-            for peer, ping in zip(peers, pings, strict=True):
-                peer.say(ping[part])
-                await peer.writer.drain()
-                await asyncio.sleep(0)
-        assert [(await peer.hear_of(PING))[2] for peer in peers] == [b"\1" * 8, b"\2" * 8]
