@@ -12,7 +12,7 @@ _ROOM_BITS = 63
 
 
 class ServerInfo(msgspec.Struct):
-    """What is read of `/server_info`."""
+    """The part of `/server_info` that is read."""
 
     disaggregation_mode: str | None = None
 
