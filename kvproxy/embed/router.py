@@ -130,13 +130,13 @@ class PlacedRequest:
         self._priority = priority
         self._exclude = exclude
         self._sees_first_token = sees_first_token
-        self._carried: CarriedRequest
+        self._entered: CarriedRequest | None = None
         self.body = body
         self._over = False
 
     async def __aenter__(self) -> Self:
         placer = await self._router._placer()
-        self._carried = carried = placer.begin("POST", self._path, self._headers)
+        self._entered = carried = placer.begin("POST", self._path, self._headers)
         carried.exchange.tenant = self._tenant
         carried.priority = self._priority
         try:
@@ -154,6 +154,12 @@ class PlacedRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self.leave()
+
+    @property
+    def _carried(self) -> CarriedRequest:
+        if self._entered is None:
+            raise RuntimeError("this request has no place yet: write `async with router.place(...) as placed`")
+        return self._entered
 
     @property
     def endpoint(self) -> EndpointId:

@@ -78,6 +78,15 @@ async def test_an_endpoint_that_keeps_failing_is_ejected() -> None:
                 assert placed.endpoint == "b"
 
 
+async def test_a_request_that_was_not_entered_has_no_place() -> None:
+    async with Router(endpoints=NOWHERE) as router:
+        placed = router.place(BODY)
+        with pytest.raises(RuntimeError, match=r"async with router\.place"):
+            _ = placed.endpoint
+        with pytest.raises(RuntimeError, match=r"async with router\.place"):
+            placed.finish()
+
+
 async def test_leaving_without_a_word_gives_the_place_back() -> None:
     async with Router(endpoints=NOWHERE) as router:
         with pytest.raises(LookupError):
