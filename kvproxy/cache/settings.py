@@ -131,17 +131,6 @@ class TokenizeSettings(Model):
     """Shorter prompts are tokenized afterwards: LMCache matches whole chunks only (256 tokens by default)."""
 
 
-class LookupRetrySettings(Model):
-    """Retries of background calls (never of a lookup on the routing path)."""
-
-    max_attempts: int = Field(default=3, ge=1, le=20)
-    """Attempts in all, the first included."""
-    base_backoff: Duration = 0.1
-    """Base of the pause between attempts (full jitter, doubling)."""
-    max_backoff: Duration = 2.0
-    """Longest pause between attempts."""
-
-
 #: Connections to LMCache, and as many to the engine that tokenizes.
 MAX_CONNECTIONS = 64
 
@@ -154,6 +143,7 @@ class KvCacheSettings(Model):
         "background": "1,024 jobs may wait, 4 run at once, each for 10 s at most",
         "hot_max_keys": "the uses of 100,000 prefixes are counted",
         "hot_max_records": "300 uses of a prefix are remembered",
+        "retry": "a background call is attempted three times, 0.1 s and 0.2 s apart at most",
         "max_connections": "64 connections lead to `lmcache_endpoint`, and as many to `vllm_endpoint`",
     }
 
@@ -199,8 +189,6 @@ class KvCacheSettings(Model):
     """Asking the engine for token ids."""
     cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
-    retry: LookupRetrySettings = LookupRetrySettings()
-    """Retries of background calls."""
     circuit_breaker: BreakerSettings = BreakerSettings()
     """One breaker per operation (lookup, tokenize, pin, ...): background failures never stop lookups."""
     preference_header: HeaderName = ""

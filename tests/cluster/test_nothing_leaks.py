@@ -53,7 +53,7 @@ class ClusterMachine(RuleBasedStateMachine):
                 policy=PolicyName(policy),
                 max_in_flight=max_in_flight,
                 health=HealthCheckSettings(eject_after=2, eject_for=5),
-                breaker=BreakerSettings(failure_threshold=3, recovery_timeout=5, half_open_max_calls=1),
+                breaker=BreakerSettings(failure_threshold=3, recovery_timeout=5),
             ),
             metrics=self.metrics,
             clock=self.clock,

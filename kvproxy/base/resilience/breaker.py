@@ -38,6 +38,9 @@ def _load_pybreaker() -> ModuleType:
 
 pybreaker = _load_pybreaker()
 
+#: Calls let through at once while half open.
+HALF_OPEN_CALLS = 2
+
 
 class BreakerState(StrEnum):
     """Where a breaker stands; shown in status."""
@@ -78,7 +81,7 @@ class Permit(msgspec.Struct, eq=False):
 class Breaker:
     """Opens after `failure_threshold` failures in a row, lets probes through after `recovery_timeout`.
 
-    While half open at most `half_open_max_calls` calls run at once; the first success closes it, the first failure
+    While half open at most HALF_OPEN_CALLS calls run at once; the first success closes it, the first failure
     opens it again. `settings` may be replaced at any time: other bounds count from then on, and permits that are out
     stay good. `on_change` is called whenever what `admits` answers may have changed for another reason than time.
     """
@@ -118,7 +121,7 @@ class Breaker:
             return True
         if self.state is BreakerState.OPEN:
             return self._clock() >= self.reopens_at
-        return self._probes < self.settings.half_open_max_calls
+        return self._probes < HALF_OPEN_CALLS
 
     @property
     def reopens_at(self) -> float:
@@ -139,7 +142,7 @@ class Breaker:
         if self.state is BreakerState.OPEN:
             self._change_state(self._circuit.half_open)
         self._probes += 1
-        if self._on_change is not None and self._probes >= self.settings.half_open_max_calls:
+        if self._on_change is not None and self._probes >= HALF_OPEN_CALLS:
             self._on_change()
 
     def _settle(self, era: int, answered: bool | None) -> None:

@@ -242,9 +242,9 @@ Secret = Annotated[
 class BreakerSettings(Model):
     """Circuit breaker of one endpoint (or of one operation of a helper service)."""
 
+    retired = {"half_open_max_calls": "two probes at once are let through while it is half open"}
+
     failure_threshold: int = Field(default=5, ge=1)
     """Failures in a row that open it."""
     recovery_timeout: Duration = 10.0
     """How long it stays open before it lets probes through."""
-    half_open_max_calls: int = Field(default=2, ge=1)
-    """Probes let through at once while half open."""

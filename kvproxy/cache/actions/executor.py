@@ -39,6 +39,10 @@ RETRIED = (ClientTimeout, ClientUnavailable, InstanceBusy, TooManyWaiting)
 #: Of an action that is worth something now or not at all.
 RETRIED_AT_ONCE = (InstanceBusy, TooManyWaiting)
 
+#: Attempts of an action in all, and the longest pause after the first (full jitter; the next is twice as long).
+ATTEMPTS = 3
+BACKOFF_S = 0.1
+
 #: Times in a row that an action may have no effect at an instance before it is switched off there.
 DISABLE_AFTER = 5
 
@@ -146,14 +150,13 @@ class ActionExecutor:
         """How it went (a metric label), and the amount the service named."""
         if self._settings.cache_strategy.dry_run:
             return "dry_run", None
-        retry = self._settings.retry
         try:
             effect = await retry_background(
                 self._call(action),
-                attempts=retry.max_attempts,
+                attempts=ATTEMPTS,
                 deadline_s=JOB_TIMEOUT_S,
-                base_s=retry.base_backoff,
-                max_s=retry.max_backoff,
+                base_s=BACKOFF_S,
+                max_s=2 * BACKOFF_S,
                 retry_on=RETRIED if action.timeout_s is None else RETRIED_AT_ONCE,
                 rng=self._rng,
                 clock=self._clock,

@@ -187,9 +187,13 @@ def translate_kvcache(translation: Translation, raw: dict[str, Any], at: Path) -
     _connections(translation, settings, at)
     settings.setdefault("lookup_min_tokens", 1)  # Pixiu looks up every prompt, however short
     settings.setdefault("tokenize", {"inline_min": 0})
-    for key in ("hot_max_keys", "hot_max_records"):
+    for key in ("hot_max_keys", "hot_max_records", "retry"):
         if settings.pop(key, None) is not None:
             translation.add_note((*at, key), "bounds of this proxy apply")
+    breaker = settings.get("circuit_breaker")
+    if isinstance(breaker, dict) and "half_open_max_calls" in breaker:
+        settings["circuit_breaker"] = {key: breaker[key] for key in breaker if key != "half_open_max_calls"}
+        translation.add_note((*at, "circuit_breaker", "half_open_max_calls"), "two probes at once, as is its default")
     strategy = settings.get("cache_strategy")
     if isinstance(strategy, dict):
         strategy = settings["cache_strategy"] = dict(strategy)

@@ -216,8 +216,6 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         for name in ("enable_pinning", "enable_compression", "enable_eviction"):
             if getattr(strategy, name):
                 yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
-    if settings.retry.max_backoff < settings.retry.base_backoff:
-        yield error_at((*at, "retry", "max_backoff"), "shorter than base_backoff")
     if settings.lookup_routing_timeout > settings.request_timeout:
         longer = (
             f"{settings.lookup_routing_timeout:g} s is longer than request_timeout ({settings.request_timeout:g} s)"

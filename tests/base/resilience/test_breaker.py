@@ -14,7 +14,7 @@ from kvproxy.base.resilience.breaker import Breaker, BreakerState
 from kvproxy.base.settings.model import BreakerSettings
 from tests.support.clock import FakeClock
 
-SETTINGS = BreakerSettings(failure_threshold=3, recovery_timeout=10, half_open_max_calls=2)
+SETTINGS = BreakerSettings(failure_threshold=3, recovery_timeout=10)
 
 
 def opened(clock: FakeClock) -> Breaker:

@@ -58,7 +58,7 @@ class Bench:
     """Everything an action goes through."""
 
     def __init__(self, provider: Acting | None, clock: FakeClock, config: KvCacheSettings | None = None) -> None:
-        config = config or settings(retry={"base_backoff": 0, "max_backoff": 0})
+        config = config or settings()
         self.metrics = Metrics()
         breakers = OperationBreakers(config.circuit_breaker, clock=clock, metrics=self.metrics)
         lookups = LookupClient(breakers=breakers, metrics=self.metrics, clock=clock)
@@ -198,7 +198,7 @@ async def test_an_open_breaker_queues_nothing(clock: FakeClock) -> None:
 
 
 async def test_a_breaker_that_opens_between_attempts_ends_the_job(clock: FakeClock) -> None:
-    config = settings(circuit_breaker={"failure_threshold": 1}, retry={"base_backoff": 0, "max_backoff": 0})
+    config = settings(circuit_breaker={"failure_threshold": 1})
     bench = Bench(Acting(ClientTimeout("slow")), clock, config)
     async with bench.background:
         await bench.act(action())

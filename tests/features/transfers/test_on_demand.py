@@ -109,7 +109,7 @@ async def stage(
 
     engines = [Fake({"/tokenize": tokenize, "/v1/chat/completions": answer}) for _ in "ab"]
     async with serve(service) as url, serve(engines[0]) as a, serve(engines[1]) as b:
-        kvcache = {**copying(url, **transfers), "retry": {"base_backoff": 0, "max_backoff": 0}}
+        kvcache = copying(url, **transfers)
         more: dict[str, Any] = {} if receipts is None else {"receipts": {"path": str(receipts)}}
         filters = ["inference_request", {"kvcache": kvcache}, "router"]
         async with running_proxy({"a": a, "b": b}, policy="kv_aware", queue={}, filters=filters, **more) as proxy:

@@ -55,7 +55,6 @@ async def prepared(
             "lmcache_endpoint": url,
             "provider": "controller" if isinstance(app, ControllerApp) else "coordinator",
             "transfers": given,
-            "retry": {"base_backoff": 0, "max_backoff": 0},
             **changes,
         }
         async with world({"a": engine(), "b": engine()}, clock=clock, **more) as service:

@@ -134,7 +134,6 @@ def test_contradictory_settings(text: str, problem: str) -> None:
         ("cache_strategy: {enable_eviction: true}", "error: filters[1].kvcache.cache_strategy.enable_eviction: needs"),
         ("cache_strategy: {compress_instance_id: nobody}",
          "warning: filters[1].kvcache.cache_strategy.compress_instance_id: no endpoint has the instance id 'nobody'"),
-        ("retry: {base_backoff: 3s}", "error: filters[1].kvcache.retry.max_backoff: shorter than base_backoff"),
         ("lookup_routing_timeout: 3s", "warning: filters[1].kvcache.lookup_routing_timeout: 3 s is longer"),
     ],
 )  # fmt: skip
