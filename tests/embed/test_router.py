@@ -137,3 +137,50 @@ async def test_the_app_names_the_priority_in_the_queue() -> None:
                 await until(lambda count=count: len(cluster.queue or ()) == count)
         await asyncio.gather(*waiting)
     assert order == [50, 0, -50]
+
+
+async def test_a_request_given_up_in_the_queue_holds_no_place() -> None:
+    """Nor does it hold up those behind it."""
+    config = {"endpoints": {"a": NOWHERE["a"]}, "policy": "kv_aware", "queue": {"max_wait": "600s"}}
+    long = {**BODY, "messages": [{"role": "user", "content": "word " * 40_000}]}
+    async with Router(config) as router:
+        cluster = router.proxy.clusters["default"]
+        assert cluster.queue is not None
+        async with router.place(long):
+            waiting = asyncio.create_task(router.place(BODY).__aenter__())
+            await until(lambda: len(cluster.queue or ()) == 1)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert len(cluster.queue) == 0
+            assert in_flight(router) == {"a": 1}
+        assert in_flight(router) == {"a": 0}
+
+
+async def test_a_first_request_starts_it_and_endpoints_come_and_go() -> None:
+    """Those that left keep the requests they have."""
+    router = Router(endpoints={"a": NOWHERE["a"]})
+    async with router.place(BODY) as placed:
+        assert router.proxy.status()["running"]
+        router.add_endpoint("b", NOWHERE["b"])
+        router.remove_endpoint("a")
+        assert placed.endpoint == "a"
+        async with router.place(BODY) as later:
+            assert later.endpoint == "b"
+        with pytest.raises(LookupError):
+            router.remove_endpoint("b", cluster="other")
+    await router.__aexit__()
+
+
+async def test_a_request_may_be_moved_to_where_it_went() -> None:
+    """Only to an endpoint that may take it; the one before no longer counts it."""
+    async with Router(endpoints=NOWHERE) as router, router.place(BODY) as placed:
+        other = "b" if placed.endpoint == "a" else "a"
+        placed.move_to(other)
+        assert placed.endpoint == other
+        assert in_flight(router)[other] == 1
+        assert sum(in_flight(router).values()) == 1
+        placed.move_to(other)
+        assert sum(in_flight(router).values()) == 1
+        placed.move_to("unknown")
+        assert sum(in_flight(router).values()) == 0
