@@ -107,6 +107,8 @@ OPTIONAL_POLICIES = frozenset(
         PolicyName.DYNAMO_AGENTIC,
         PolicyName.LLM_D,
         PolicyName.LLM_D_STICKY,
+        PolicyName.LMETRIC,
+        PolicyName.LEAST_TTFT,
     }
 )
 

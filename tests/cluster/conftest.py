@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +14,41 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.cluster.routing import registry
+from kvproxy.cluster.routing.costs import wait_s
+from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Policy
+from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, PolicyName
 from tests.support.clock import FakeClock
 
 MakeCluster = Callable[..., "Bench"]
+#: Name of the policy `Greedy` in tests with the fixture `greedy`.
+GREEDY = "power_of_two"
+
+
+class Greedy(Policy):
+    """The least wait; learns speeds as kv_aware does."""
+
+    learns_speeds = True
+    reasons = {"least_wait": "its wait is the least"}
+    speeds: SpeedModel
+
+    def __init__(self, *, rng: random.Random) -> None:
+        super().__init__(rng=rng)
+        self.speeds = SpeedModel()
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        waits = [wait_s(one, self.speeds, now) for one in candidates]
+        return Choice(waits.index(min(waits)), "least_wait")
+
+    def forget(self, endpoint: EndpointId) -> None:
+        self.speeds.forget(endpoint)
+
+
+@pytest.fixture
+def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the policy in the place of another one."""
+    monkeypatch.setitem(registry.POLICIES, PolicyName(GREEDY), Greedy)  # type: ignore[arg-type]
 
 
 def configs(*ids: str, **fields: Any) -> tuple[EndpointSettings, ...]:

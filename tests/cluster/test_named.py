@@ -10,10 +10,9 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, Policy
-from kvproxy.cluster.routing.simple import LeastTtft
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.cluster.settings import PolicyName
-from tests.cluster.conftest import Bench, MakeCluster, configs
+from tests.cluster.conftest import GREEDY, Bench, Greedy, MakeCluster, configs
 
 A, B = EndpointId("a"), EndpointId("b")
 
@@ -55,13 +54,14 @@ def test_nobody_is_offered_anything_unless_it_is_configured(make_cluster: MakeCl
     assert bench.picked(policy="random").decision.policy == "round_robin"
 
 
-@pytest.mark.parametrize("own", ["kv_aware", "least_ttft", "round_robin"])
+@pytest.mark.usefixtures("greedy")
+@pytest.mark.parametrize("own", ["kv_aware", GREEDY, "round_robin"])
 def test_learned_speeds_are_shared_and_learned_once(make_cluster: MakeCluster, own: str) -> None:
     """One model for all that go by speeds, told of each sample once, whichever policy placed the request."""
-    bench = make_cluster("a", "b", policy=own, client_policies=["kv_aware", "least_ttft", "random"])
-    first, second = policy(bench, "kv_aware"), policy(bench, "least_ttft")
+    bench = make_cluster("a", "b", policy=own, client_policies=["kv_aware", GREEDY, "random"])
+    first, second = policy(bench, "kv_aware"), policy(bench, GREEDY)
     assert isinstance(first, KvAware)
-    assert isinstance(second, LeastTtft)
+    assert isinstance(second, Greedy)
     assert first.speeds is second.speeds is bench.cluster.speeds
     bench.endpoint("a").load.on_sample(features_of(8000, 0), 2.0, bench.clock())  # type: ignore[misc]
     assert first.speeds.estimates(bench.clock()).samples == 1
@@ -91,6 +91,7 @@ def changed(bench: Bench, **changes: Any) -> None:
     bench.cluster.reconfigure(settings, probe=None)
 
 
+@pytest.mark.usefixtures("greedy")
 def test_a_reload_changes_the_offer_and_keeps_what_was_learned(make_cluster: MakeCluster) -> None:
     """The same list stays as it is; a new one goes on with the speeds known."""
     bench = make_cluster("a", "b", policy="kv_aware", client_policies=["round_robin"])
@@ -98,11 +99,11 @@ def test_a_reload_changes_the_offer_and_keeps_what_was_learned(make_cluster: Mak
     before = policy(bench, "round_robin")
     changed(bench, max_in_flight=9)
     assert policy(bench, "round_robin") is before
-    changed(bench, client_policies=["least_ttft"])
+    changed(bench, client_policies=[GREEDY])
     assert bench.picked(policy="round_robin").decision.policy == "kv_aware"
-    assert policy(bench, "least_ttft").speeds is bench.cluster.speeds
+    assert policy(bench, GREEDY).speeds is bench.cluster.speeds
     changed(bench, policy="least_request")
-    speeds = policy(bench, "least_ttft").speeds
+    speeds = policy(bench, GREEDY).speeds
     assert speeds is not None
     assert speeds.estimates(bench.clock()).samples == 1
     changed(bench, client_policies=[])
@@ -116,9 +117,10 @@ def test_the_clusters_own_policy_may_be_listed_too(make_cluster: MakeCluster) ->
     assert policy(bench, "kv_aware") is bench.cluster.policy
 
 
+@pytest.mark.usefixtures("greedy")
 def test_departed_endpoints_are_forgotten_by_policies_that_share_speeds(make_cluster: MakeCluster) -> None:
     """Speeds are shared; requests that keep coming to an endpoint each policy counts itself."""
-    bench = make_cluster("a", "b", policy="least_ttft", client_policies=["kv_aware"])
+    bench = make_cluster("a", "b", policy=GREEDY, client_policies=["kv_aware"])
     bench.picked(policy="kv_aware").settle(AttemptOutcome.SUCCESS, bench.clock())
     named = policy(bench, "kv_aware")
     assert isinstance(named, KvAware)

@@ -36,7 +36,7 @@ class Newcomer(Policy):
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> PolicyName:
     """Under a name that the configuration has."""
-    name = PolicyName.LMETRIC
+    name = PolicyName.POWER_OF_TWO
     monkeypatch.setitem(registry.POLICIES, name, Newcomer)  # type: ignore[arg-type]
     return name
 
@@ -46,8 +46,8 @@ async def test_one_line_in_the_registry_is_all(make_cluster: MakeCluster, regist
     bench = make_cluster("a", "b", policy=registered, queue={})
     assert (bench.picked().endpoint.id, bench.picked().decision.reason) == ("b", "newest")
     assert bench.cluster.queue is not None
-    assert describe_routing(bench.cluster, bench.clock())["policy"] == "lmetric"
-    asked = make_cluster("a", "b", client_policies=[registered]).picked(policy="lmetric")
-    assert (asked.decision.policy, asked.decision.reason) == ("lmetric", "newest")
+    assert describe_routing(bench.cluster, bench.clock())["policy"] == "power_of_two"
+    asked = make_cluster("a", "b", client_policies=[registered]).picked(policy="power_of_two")
+    assert (asked.decision.policy, asked.decision.reason) == ("power_of_two", "newest")
     assert not prefers(KvCacheSettings(lmcache_endpoint="http://127.0.0.1:1"), registered)
-    assert isinstance(PolicySpec.parse("lmetric+queue").make(rng=Random(1)), Newcomer)
+    assert isinstance(PolicySpec.parse("power_of_two+queue").make(rng=Random(1)), Newcomer)

@@ -22,7 +22,7 @@ from kvproxy.cluster.settings import (
     HealthCheckSettings,
     PolicyName,
 )
-from tests.cluster.conftest import Bench, MakeCluster, configs
+from tests.cluster.conftest import GREEDY, Bench, MakeCluster, configs
 from tests.support.until import until
 
 A, B = EndpointId("a"), EndpointId("b")
@@ -102,7 +102,7 @@ def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
     policy = bench.cluster.policy
     assert isinstance(policy, PrefixAffinity)
     policy.settings = policy.settings.model_copy(update={"cache_threshold": 0.5})
-    reconfigure(bench, queue={}, client_policies=["least_ttft"])
+    reconfigure(bench, queue={}, client_policies=["random"])
     assert bench.cluster.policy is policy
     assert policy.settings.cache_threshold == 0.5
 
@@ -161,7 +161,8 @@ def test_live_blocks_are_counted_while_a_policy_asks_for_them(
         pick.settle(AttemptOutcome.SUCCESS, bench.clock())
 
 
-@pytest.mark.parametrize("way", [["least_ttft"], ["round_robin", "least_ttft"], ["least_ttft", "kv_aware"]])
+@pytest.mark.usefixtures("greedy")
+@pytest.mark.parametrize("way", [[GREEDY], ["round_robin", GREEDY], [GREEDY, "kv_aware"]])
 def test_learned_speeds_outlive_the_policy(make_cluster: MakeCluster, way: list[str]) -> None:
     """Also where a policy between them learns nothing; and learning goes on."""
     bench = make_cluster("a", "b", policy=PolicyName.KV_AWARE)
@@ -190,12 +191,13 @@ def test_endpoints_that_left_a_policy_without_learning_are_forgotten(make_cluste
     assert A not in bench.cluster.speeds.estimates(bench.clock()).slowness
 
 
+@pytest.mark.usefixtures("greedy")
 def test_a_replaced_endpoints_last_samples_go_nowhere(make_cluster: MakeCluster) -> None:
     """It has its requests still, and its id belongs to another one, when the policy changes."""
     bench = make_cluster("a", policy=PolicyName.KV_AWARE)
     pick = bench.picked()
     bench.cluster.apply_endpoints((EndpointSettings(id="a", url="http://127.0.0.1:7"),))
-    reconfigure(bench, policy="least_ttft")
+    reconfigure(bench, policy=GREEDY)
     assert pick.endpoint.load.on_sample is None
     assert bench.endpoint("a").load.on_sample is not None
 

@@ -12,8 +12,6 @@ from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.simple import (
     LeastRequest,
-    LeastTtft,
-    LMetric,
     PowerOfTwo,
     PrefixAffinity,
     RandomPolicy,
@@ -28,8 +26,6 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
     PolicyName.POWER_OF_TWO: PowerOfTwo,
     PolicyName.KV_AWARE: KvAware,
     PolicyName.PREFIX_AFFINITY: PrefixAffinity,
-    PolicyName.LMETRIC: LMetric,
-    PolicyName.LEAST_TTFT: LeastTtft,
 }
 
 

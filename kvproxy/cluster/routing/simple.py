@@ -1,16 +1,14 @@
-"""The policies that are one rule each: chance, turns, fewest requests, and the short formulas of other schedulers."""
+"""The policies that are one rule each: chance, turns, fewest requests, the longest prefix while loads are balanced."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from random import Random
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.costs import LOWEST_COST, least, least_loaded, own_s
+from kvproxy.cluster.routing.costs import least, least_loaded
 from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Policy
-from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.settings import PrefixAffinitySettings
 
 #: Endpoints that left are forgotten once the memory of a policy is this many entries beyond the present ones.
@@ -125,61 +123,6 @@ class PowerOfTwo(Policy):
         b = candidates[second]
         first_is_less = (a.load.in_flight + 1) * b.weight <= (b.load.in_flight + 1) * a.weight
         return self._choices[first if first_is_less else second]
-
-
-class LMetric(Policy):
-    """Uncached pending tokens times batch size, the product of the LMetric paper on LLM request scheduling.
-
-        cost = (pending uncached tokens + this request's) * (requests in flight + 1)
-
-    Nothing to tune and nothing learned: the peer that is hardest to beat.
-    """
-
-    uses_overlap = True
-    reasons = LOWEST_COST
-
-    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts = request.facts
-        costs = []
-        for candidate in candidates:
-            load = candidate.load
-            uncached = facts.prompt_tokens - facts.matched_tokens(candidate.id)
-            costs.append((load.pending_tokens + uncached) * (load.in_flight + 1) / candidate.weight)
-        return Choice(least(costs, self._rng), "lowest_cost", costs)
-
-
-class LeastTtft(Policy):
-    """Greedy by estimated time to first token, as Mooncake's Conductor schedules.
-
-        cost = wait + slowness * own
-
-    The same ledger and the same learned speeds as kv_aware, without what makes that one look further than this request.
-    """
-
-    uses_overlap = True
-    learns_speeds = True
-    reasons = LOWEST_COST
-    speeds: SpeedModel
-
-    def __init__(self, *, rng: Random, speeds: SpeedModel | None = None) -> None:
-        super().__init__(rng=rng)
-        self.speeds = SpeedModel() if speeds is None else speeds
-
-    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts = request.facts
-        speeds = self.speeds
-        costs = []
-        for candidate in candidates:
-            slowness = speeds.slowness(candidate.id, now)
-            wait = candidate.load.wait_s(speeds.seconds, slowness, now)
-            costs.append((wait + slowness * own_s(facts, candidate.id, speeds)) / candidate.weight)
-        return Choice(least(costs, self._rng), "lowest_cost", costs)
-
-    def estimates(self, now: float) -> Mapping[str, object]:
-        return asdict(self.speeds.estimates(now))
-
-    def forget(self, endpoint: EndpointId) -> None:
-        self.speeds.forget(endpoint)
 
 
 class PrefixAffinity(Policy):

@@ -19,13 +19,15 @@ class Published(Feature):
 
     def policy_types(self) -> Mapping[PolicyName, type[Policy]]:
         """Return all of them."""
-        from kvproxy.features.published.policies import Dynamo, DynamoAgentic, LlmD, LlmDSticky
+        from kvproxy.features.published.policies import Dynamo, DynamoAgentic, LeastTtft, LlmD, LlmDSticky, LMetric
 
         return {
             PolicyName.DYNAMO: Dynamo,
             PolicyName.DYNAMO_AGENTIC: DynamoAgentic,
             PolicyName.LLM_D: LlmD,
             PolicyName.LLM_D_STICKY: LlmDSticky,
+            PolicyName.LMETRIC: LMetric,
+            PolicyName.LEAST_TTFT: LeastTtft,
         }
 
 

@@ -1,4 +1,5 @@
-"""Policies rebuilt from published schedulers, NVIDIA Dynamo's and llm-d's, to compare with.
+"""Policies rebuilt from published schedulers, to compare with: NVIDIA Dynamo's and llm-d's, the LMetric paper's and
+Mooncake's (each described by its class).
 
 dynamo: the worker selection of NVIDIA Dynamo's KV router. dynamo_agentic: the same with its `--agentic` weights.
 
@@ -37,12 +38,14 @@ share of the prompt for `prefix` (pkg/epp/config/loader/defaults.go at 0b59e4edb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from random import Random
 
-from kvproxy.cluster.routing.costs import LOWEST_COST, least
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.costs import LOWEST_COST, least, own_s
 from kvproxy.cluster.routing.policy import Candidate, Choice, LoadView, Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.cluster.routing.speeds import SpeedModel
 
 _NOTHING_HELD = Overlap(device_tokens=0)
 BLOCK_TOKENS = 16
@@ -169,6 +172,61 @@ class LlmDSticky(Policy):
             return Choice(least(costs, self._rng), "lowest_cost", costs)
         index = sticky[least([costs[index] for index in sticky], self._rng)]
         return Choice(index, "sticky", costs)
+
+
+class LMetric(Policy):
+    """Uncached pending tokens times batch size, the product of the LMetric paper on LLM request scheduling.
+
+        cost = (pending uncached tokens + this request's) * (requests in flight + 1)
+
+    Nothing to tune and nothing learned: the peer that is hardest to beat.
+    """
+
+    uses_overlap = True
+    reasons = LOWEST_COST
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        facts = request.facts
+        costs = []
+        for candidate in candidates:
+            load = candidate.load
+            uncached = facts.prompt_tokens - facts.matched_tokens(candidate.id)
+            costs.append((load.pending_tokens + uncached) * (load.in_flight + 1) / candidate.weight)
+        return Choice(least(costs, self._rng), "lowest_cost", costs)
+
+
+class LeastTtft(Policy):
+    """Greedy by estimated time to first token, as Mooncake's Conductor schedules.
+
+        cost = wait + slowness * own
+
+    The same ledger and the same learned speeds as kv_aware, without what makes that one look further than this request.
+    """
+
+    uses_overlap = True
+    learns_speeds = True
+    reasons = LOWEST_COST
+    speeds: SpeedModel
+
+    def __init__(self, *, rng: Random, speeds: SpeedModel | None = None) -> None:
+        super().__init__(rng=rng)
+        self.speeds = SpeedModel() if speeds is None else speeds
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        facts = request.facts
+        speeds = self.speeds
+        costs = []
+        for candidate in candidates:
+            slowness = speeds.slowness(candidate.id, now)
+            wait = candidate.load.wait_s(speeds.seconds, slowness, now)
+            costs.append((wait + slowness * own_s(facts, candidate.id, speeds)) / candidate.weight)
+        return Choice(least(costs, self._rng), "lowest_cost", costs)
+
+    def estimates(self, now: float) -> Mapping[str, object]:
+        return asdict(self.speeds.estimates(now))
+
+    def forget(self, endpoint: EndpointId) -> None:
+        self.speeds.forget(endpoint)
 
 
 def _prefix_scores(matched: Sequence[int]) -> list[float]:

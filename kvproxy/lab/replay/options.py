@@ -14,8 +14,8 @@ from kvproxy.lab.simulator.timing import EngineTiming
 from kvproxy.operate.commands.options import Option, add_options
 
 DEFAULT_LOAD = 0.7
-_DYNAMO = "dynamo," if find_spec("kvproxy.features.published") else ""
-DEFAULT_POLICIES = f"{_DYNAMO}lmetric,least_ttft,kv_aware"
+_PUBLISHED = "dynamo,lmetric,least_ttft," if find_spec("kvproxy.features.published") else ""
+DEFAULT_POLICIES = f"{_PUBLISHED}kv_aware"
 _FLEET = ReplayFleet()
 _GOODPUT = GoodputLimits()
 _MORE_TIERS = ", ".join(name for name in TierPlan.NAMES if name not in ("device", "host", "gbps"))

@@ -10,7 +10,7 @@ from kvproxy.cluster.settings import OPTIONAL_POLICIES
 from kvproxy.features.published.feature import FEATURE
 from kvproxy.operate.config.load import load_config
 
-NAMED = {"endpoints": {"a": "http://127.0.0.1:1"}, "policy": "llm_d", "client_policies": ["lmetric", "dynamo"]}
+NAMED = {"endpoints": {"a": "http://127.0.0.1:1"}, "policy": "llm_d", "client_policies": ["random", "dynamo"]}
 
 
 def test_the_core_leaves_its_policies_to_features() -> None:

@@ -11,10 +11,18 @@ from kvproxy.base.types import Tier
 from kvproxy.cluster.routing.load import count_live_blocks
 from kvproxy.cluster.routing.policy import Overlap, PickRequest, Policy
 from kvproxy.cluster.routing.registry import make_policy
-from kvproxy.cluster.routing.simple import LeastRequest, LeastTtft, LMetric, PrefixAffinity
+from kvproxy.cluster.routing.simple import LeastRequest, PrefixAffinity
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
-from kvproxy.features.published.policies import Dynamo, DynamoWeights, LlmD, LlmDSticky, LlmDWeights
+from kvproxy.features.published.policies import (
+    Dynamo,
+    DynamoWeights,
+    LeastTtft,
+    LlmD,
+    LlmDSticky,
+    LlmDWeights,
+    LMetric,
+)
 from tests.cluster.routing.fleet import FakeCandidate, ask, decode, fleet, live, occupy
 
 
