@@ -26,8 +26,9 @@ from benchmarks.stub import Engine
 from kvproxy.app import Proxy
 from kvproxy.base.types import InferenceRequest, RequestKind
 from kvproxy.cache.service import KvCache
+from kvproxy.lab.served import serve_fleet
 from kvproxy.lab.simulator.engine_io import EngineSettings
-from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.fleet import FleetSettings, clone_engines
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
@@ -229,11 +230,11 @@ async def turns(sessions: int, length: int) -> tuple[float, float]:
     rng = random.Random(3)
     async with AsyncExitStack() as stack:
         engine = VllmSettings(model="bench", engine=EngineSettings(65_536, 16, token_outputs=True))
-        fleet = await stack.enter_async_context(Fleet(FleetSettings(clone_engines(engine, 2))))
-        endpoints = {name: (await stack.enter_async_context(Server(app))).url for name, app in fleet.engines.items()}
-        assert fleet.controller is not None
-        lmcache = (await stack.enter_async_context(Server(fleet.controller))).url
-        settings = {"lmcache_endpoint": lmcache, "tokenize": {"inline": False}, "lookup_routing_timeout": 1.0}
+        fleet = await stack.enter_async_context(
+            serve_fleet(FleetSettings(clone_engines(engine, 2)), rng=random.Random(4))
+        )
+        endpoints = fleet.engines
+        settings = {"lmcache_endpoint": fleet.lmcache, "tokenize": {"inline": False}, "lookup_routing_timeout": 1.0}
         settings |= {"preference_header": "x-preferred"}  # so that the preferred endpoint is told
         proxy = await started(stack, ["inference_request", {"kvcache": settings}, "router"], endpoints)
         later = preferred = whole = 0

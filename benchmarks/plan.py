@@ -25,8 +25,9 @@ from kvproxy.lab.replay.pooled import measure_bound
 from kvproxy.lab.replay.results import summarize_outcomes
 from kvproxy.lab.replay.settings import ENGINES, Pace, ReplayFleet, make_prompt
 from kvproxy.lab.replay.trace import Trace, read_trace
+from kvproxy.lab.served import serve_fleet
 from kvproxy.lab.simulator.engine_io import EngineSettings
-from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.fleet import FleetSettings, clone_engines
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.lab.simulator.tokenizer import Tokenizer
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
@@ -86,8 +87,7 @@ async def measure(trace: Trace, pace: Pace, fleet: ReplayFleet, tokens: int) -> 
     server = VllmSettings(model="sim", engine=engine, kv_events=PublisherSettings(), max_model_len=1_000_000)
     async with contextlib.AsyncExitStack() as stack:
         fleet_settings = FleetSettings(clone_engines(server, fleet.instances), controller=None)
-        servers = await stack.enter_async_context(Fleet(fleet_settings, rng=Random(7)))
-        urls = {name: (await stack.enter_async_context(Server(app))).url for name, app in servers.engines.items()}
+        urls = (await stack.enter_async_context(serve_fleet(fleet_settings, rng=Random(7)))).engines
         raw = {"endpoints": urls, "policy": "kv_aware", "limits": {"body": "64MiB"}}
         filters = ["request_id", "inference_request", {"kvcache": {"kv_events": True}}, "router"]
         proxy = await stack.enter_async_context(Proxy(load_config({**raw, "filters": filters}), rng=Random(7)))

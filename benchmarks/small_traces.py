@@ -19,12 +19,12 @@ from typing import Any
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.lab.replay.settings import make_prompt
 from kvproxy.lab.replay.trace import Trace, TraceSession, Turn
+from kvproxy.lab.served import serve_fleet
 from kvproxy.lab.simulator.engine_io import EngineSettings
-from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.fleet import FleetSettings, clone_engines
 from kvproxy.lab.simulator.timing import EngineTiming
 from kvproxy.lab.simulator.tokenizer import list_output_words
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
-from kvproxy.proxy.listener.server import Server
 
 ENGINES = 4
 #: Words of prompts by those of a replay: each is one token of a simulated engine.
@@ -122,13 +122,9 @@ class Ask:
 async def serve_engines(small: SmallTrace) -> AsyncIterator[dict[str, str]]:
     """Serve the trace's engines in this event loop; yields `{id: url}`."""
     engine = VllmSettings(model=MODEL, engine=small.engine(kv_events=False))
-    async with contextlib.AsyncExitStack() as stack:
-        settings = FleetSettings(clone_engines(engine, ENGINES), controller=None)
-        fleet = await stack.enter_async_context(Fleet(settings, rng=random.Random(1)))
-        servers = {
-            name: await stack.enter_async_context(Server(app, drain_s=0.5)) for name, app in fleet.engines.items()
-        }
-        yield {name: server.url for name, server in servers.items()}
+    settings = FleetSettings(clone_engines(engine, ENGINES), controller=None)
+    async with serve_fleet(settings, rng=random.Random(1)) as fleet:
+        yield fleet.engines
 
 
 def write_prompt(turn: Turn, block_tokens: int) -> str:

@@ -11,10 +11,10 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 
+from kvproxy.lab.served import serve_fleet
 from kvproxy.lab.simulator.engine_io import EngineSettings
-from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.fleet import FleetSettings, clone_engines
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
-from kvproxy.proxy.listener.server import Server
 
 BLOCK_TOKENS = 16
 
@@ -31,11 +31,5 @@ async def simulated_engines(
     engine = VllmSettings(
         model=model, engine=EngineSettings(capacity_tokens // BLOCK_TOKENS, BLOCK_TOKENS, token_outputs=True)
     )
-    async with contextlib.AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(
-            Fleet(FleetSettings(clone_engines(engine, count)), rng=random.Random(seed))
-        )
-        servers = {
-            name: await stack.enter_async_context(Server(app, drain_s=0.5)) for name, app in fleet.engines.items()
-        }
-        yield {name: server.url for name, server in servers.items()}
+    async with serve_fleet(FleetSettings(clone_engines(engine, count), None), rng=random.Random(seed)) as fleet:
+        yield fleet.engines

@@ -8,7 +8,6 @@ import contextlib
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -21,8 +20,9 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.addresses import is_loopback
 from kvproxy.cache.settings import KvCacheSettings, Provider
 from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.lab.served import ServedFleet, serve_fleet
 from kvproxy.lab.simulator.engine_io import EngineSettings
-from kvproxy.lab.simulator.fleet import EngineKindSettings, Fleet, FleetSettings
+from kvproxy.lab.simulator.fleet import EngineKindSettings, FleetSettings
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
@@ -32,7 +32,6 @@ from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.commands.serving import run_loop
 from kvproxy.operate.config.schema import Config
-from kvproxy.proxy.listener.server import Server
 
 _BLOCK_TOKENS = 16
 
@@ -147,14 +146,6 @@ def _value_of(text: str) -> object:
         raise ConfigError([Problem("--fault", f"{text!r} is no number", "a number, true or false")]) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """Where everything listens: engines by name, and LMCache ("": there is none)."""
-
-    engines: Mapping[str, str]
-    lmcache: str = ""
-
-
 def main(args: argparse.Namespace) -> int:
     """`kvproxy simulate`."""
     if args.config is None:
@@ -187,20 +178,11 @@ async def run(plan: SimulationPlan, *, out: TextIO, config: Path | None = None, 
 
 
 @contextlib.asynccontextmanager
-async def start(plan: SimulationPlan) -> AsyncIterator[Simulation]:
+async def start(plan: SimulationPlan) -> AsyncIterator[ServedFleet]:
     """Everything in the plan, faults included. OSError for a port that is taken."""
-    async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(Fleet(plan.fleet, rng=Random()))
-        urls = {}
-        for name, port in plan.ports.items():
-            server = Server(fleet.engines[name], port=port, drain_s=1.0)
-            urls[name] = (await stack.enter_async_context(server)).url
-        lmcache = fleet.coordinator or fleet.controller
-        url = ""
-        if lmcache is not None:
-            url = (await stack.enter_async_context(Server(lmcache, port=plan.lmcache_port, drain_s=1.0))).url
-        await _switch_faults_on(plan, urls)
-        yield Simulation(urls, url)
+    async with serve_fleet(plan.fleet, rng=Random(), ports=plan.ports, lmcache_port=plan.lmcache_port) as simulation:
+        await _switch_faults_on(plan, simulation.engines)
+        yield simulation
 
 
 async def _switch_faults_on(plan: SimulationPlan, urls: Mapping[str, str]) -> None:
@@ -214,12 +196,12 @@ async def _switch_faults_on(plan: SimulationPlan, urls: Mapping[str, str]) -> No
                     raise ConfigError([Problem("--fault", answer.text.strip()[:400])])
 
 
-def write_moved(config: Path, output: Path, plan: SimulationPlan, simulation: Simulation) -> None:
+def write_moved(config: Path, output: Path, plan: SimulationPlan, simulation: ServedFleet) -> None:
     """Write a copy of the configuration with the addresses of the stand-ins."""
     output.write_text(move_addresses(config.read_text("utf-8"), plan, simulation), "utf-8")
 
 
-def move_addresses(text: str, plan: SimulationPlan, simulation: Simulation) -> str:
+def move_addresses(text: str, plan: SimulationPlan, simulation: ServedFleet) -> str:
     """Return the configuration's text with the addresses of the stand-ins; comments and everything else stay."""
     addresses = {**simulation.engines, "": simulation.lmcache}
     moves = {url: addresses[name] for url, name in plan.replaced.items()}
@@ -230,7 +212,7 @@ def move_addresses(text: str, plan: SimulationPlan, simulation: Simulation) -> s
     return text
 
 
-def print_addresses(plan: SimulationPlan, simulation: Simulation, out: TextIO, *, config: Path | None) -> None:
+def print_addresses(plan: SimulationPlan, simulation: ServedFleet, out: TextIO, *, config: Path | None) -> None:
     """Print the servers with their addresses, and the next command."""
     for name, engine in plan.fleet.engines.items():
         kind = "vLLM" if isinstance(engine, VllmSettings) else "SGLang"
@@ -249,7 +231,7 @@ def print_addresses(plan: SimulationPlan, simulation: Simulation, out: TextIO, *
     print("\nCtrl-C ends everything.", file=out)
 
 
-def _sample_config(simulation: Simulation) -> str:
+def _sample_config(simulation: ServedFleet) -> str:
     lines = ["endpoints:", *(f"  {name}: {url}" for name, url in simulation.engines.items())]
     if simulation.lmcache:
         lines += ["filters:", f"  kvcache: {{lmcache_endpoint: {simulation.lmcache}}}"]

@@ -24,8 +24,9 @@ import httpx
 from kvproxy.app import Proxy
 from kvproxy.lab.demo.demo_traffic import DemoReply, Mix, keep_trickling, run_mix
 from kvproxy.lab.demo.kill import run_kill
+from kvproxy.lab.served import serve_fleet
 from kvproxy.lab.simulator.engine_io import EngineSettings
-from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.fleet import FleetSettings, clone_engines
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.lab.simulator.retention import TierSettings
 from kvproxy.lab.simulator.sglang_settings import EventSettings, SglangSettings
@@ -112,15 +113,9 @@ async def start_fleet(stack: AsyncExitStack, demo: DemoOptions, *, told: bool = 
         settings = FleetSettings(clone_engines(sglang, demo.engines), None)
     else:
         settings = FleetSettings(clone_engines(VllmSettings(model=MODEL, engine=engine), demo.engines))
-    fleet = await stack.enter_async_context(Fleet(settings, rng=Random(_SEED)))
-    urls = {}
-    for name, app in fleet.engines.items():
-        urls[name] = (await stack.enter_async_context(Server(app, drain_s=1.0))).url
-    if fleet.controller is None:
-        health = "/ready" if demo.kind == "sglang" else "/health"
-        return RunningFleet(urls, ranks=demo.ranks, health=health, disaggregated=demo.disaggregated and told)
-    controller = await stack.enter_async_context(Server(fleet.controller, drain_s=1.0))
-    return RunningFleet(urls, controller.url)
+    fleet = await stack.enter_async_context(serve_fleet(settings, rng=Random(_SEED)))
+    health = "/ready" if demo.kind == "sglang" else "/health"
+    return RunningFleet(fleet.engines, fleet.lmcache, demo.ranks, health, disaggregated=demo.disaggregated and told)
 
 
 async def start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *, stays: bool) -> ProxyAddress:

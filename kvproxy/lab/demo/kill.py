@@ -12,8 +12,9 @@ from typing import TextIO
 import httpx
 
 from kvproxy.app import Proxy
+from kvproxy.lab.served import serve_fleet
 from kvproxy.lab.simulator.engine_io import EngineSettings
-from kvproxy.lab.simulator.vllm_server import VllmApp
+from kvproxy.lab.simulator.fleet import FleetSettings
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
@@ -58,11 +59,9 @@ class WatchedStream:
 async def run_kill(sessions: int, out: TextIO) -> int:
     """Show it; 0 if every client got the answer of an undisturbed run."""
     async with AsyncExitStack() as stack:
-        engines = {name: VllmApp(VllmSettings(model=_MODEL, engine=_engine()), rng=Random(1)) for name in "ab"}
-        urls = {}
-        for name, app in engines.items():
-            await stack.enter_async_context(app)
-            urls[name] = (await stack.enter_async_context(Server(app, drain_s=1.0))).url
+        settings = VllmSettings(model=_MODEL, engine=EngineSettings(4096, 16, token_outputs=True))
+        fleet = serve_fleet(FleetSettings(dict.fromkeys("ab", settings), None), rng=Random(1))
+        urls = (await stack.enter_async_context(fleet)).engines
         config = load_config(
             {
                 "endpoints": urls,
@@ -86,10 +85,6 @@ async def run_kill(sessions: int, out: TextIO) -> int:
             async with httpx.AsyncClient() as operator:
                 await operator.post(f"{urls['a']}/sim/faults", json={"engine_dead": True})
         return _print_result(streams, undisturbed, out)
-
-
-def _engine() -> EngineSettings:
-    return EngineSettings(4096, 16, token_outputs=True)
 
 
 async def _read_all(sessions: int, client: httpx.AsyncClient) -> list[WatchedStream]:
