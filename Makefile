@@ -100,7 +100,7 @@ binary: $(PACK) ## dist/kvproxy: one file that runs where no Python is installed
 	$(BIN)/python -m PyInstaller --noconfirm --log-level WARN --workpath build/binary --distpath dist packaging/kvproxy.spec
 
 test-packaging: $(DEV) $(PACK) ## builds the binary, the wheel and the sdist, and runs each in an empty environment
-	$(BIN)/python -m pytest -m packaging -p no:xdist tests/packaging $(ARGS)
+	$(BIN)/python -m pytest -m packaging -p no:xdist -o timeout=900 tests/packaging $(ARGS)
 
 clean: ## removes what was built and installed here
 	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
