@@ -192,7 +192,7 @@ async def test_a_service_that_never_answers_costs_the_deadline() -> None:
     breaker = {"failure_threshold": 1, "recovery_timeout": 60}
     limits = {"lookup_routing_timeout": 0.01, "request_timeout": 0.05, "circuit_breaker": breaker}
     async with world({"a": engine()}, controller(both, lookup=never), **limits) as service:
-        await service.ask(PROMPT)
+        await service.ask(completion(list(range(600))))  # token ids: no engine has to answer in time
         await until(lambda: not service.kv.overlap.lookups.possible)
         assert service.metric("kvproxy_kvcache_lookups_total", outcome="lookup_timeout") == 1
 
