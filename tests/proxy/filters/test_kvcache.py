@@ -141,7 +141,7 @@ async def test_leaving_drains_what_was_queued() -> None:
 async def test_a_worker_that_never_answers_holds_up_nobody() -> None:
     """The controller hangs for ever on a dead worker; requests go on, the action ends by its own timeout."""
     async with simulated() as place:
-        limits = {"request_timeout": 1.0, "retry": {"max_attempts": 1}}
+        limits = {"request_timeout": 1.0}
         strategy = {**PIN, "hot_content_threshold": 1}
         async with proxied(place, cache_strategy=strategy, **limits) as proxy:
             assert place.fleet.controller is not None
