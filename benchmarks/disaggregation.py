@@ -52,14 +52,13 @@ def play(trace: Any, pace: Any, fleet: ReplayFleet, prefill: int, rule: str, see
     """Return the figures of one run with so many engines that prefill alone."""
     gaps = TokenGaps()
     name, _, link = rule.partition(", ")
+    spec = replace(PolicySpec.parse("kv_aware+no_admission"), apart=name)
     outcomes = play_policy(
         trace,
         pace,
         replace(fleet, prefill=prefill, pull_s_per_token=fleet.pull_s_per_token * (SLOWNESS if link else 1)),
-        PolicySpec.parse("kv_aware").make(rng=Random(seed)),
-        queue=True,
-        no_admission=True,
-        apart=name,
+        spec.make(rng=Random(seed)),
+        spec,
         seed=seed,
         token_gaps=gaps,
     )

@@ -94,7 +94,7 @@ class Job:
                 played = replace(fleet, link=link, wrong_share=cell.wrong_share)
                 for seed in range(1, self.seeds + 1):
                     policy = spec.make(rng=Random(seed))
-                    found = play_policy(trace, bound.pace, played, policy, queue=True, move=spec.move, seed=seed)
+                    found = play_policy(trace, bound.pace, played, policy, spec, seed=seed)
                     runs.append((cell, seed, found))
             for cell, seed, outcomes in runs:
                 summary = summarize_outcomes(outcomes, INSTANCES)

@@ -136,8 +136,7 @@ def run_cell(cell: Cell, work: Path, version: str) -> dict[str, Any]:
         reference.pace,
         fleet,
         _policy_of(cell, spec, fleet, reference),
-        queue=spec.queue,
-        priority=spec.priority,
+        spec,
         seed=cell.seed,
         token_gaps=token_gaps,
     )

@@ -55,7 +55,7 @@ def play_cell(name: str, load: float, *, requests: int, seeds: int) -> Played:
         found: list[Summary] = []
         for seed in range(1, seeds + 1):
             policy_of_run = spec.make(rng=Random(seed))
-            outcomes = play_policy(bound.trace, bound.pace, fleet, policy_of_run, queue=spec.queue, seed=seed)
+            outcomes = play_policy(bound.trace, bound.pace, fleet, policy_of_run, spec, seed=seed)
             found.append(summarize_outcomes(outcomes, ENGINES))
         played[policy] = Figures(
             fmean(one.ttft_mean_s for one in found),

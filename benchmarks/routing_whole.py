@@ -55,9 +55,7 @@ def play_cell(trace: str, load: float, known: dict[tuple[str, float, str], Playe
     bound = measure_bound(whole, fleet.undisturbed(), load)
     for policy in missing:
         spec = PolicySpec.parse(policy)
-        outcomes = play_policy(
-            bound.trace, bound.pace, fleet, spec.make(rng=Random(1)), queue=spec.queue, priority=spec.priority
-        )
+        outcomes = play_policy(bound.trace, bound.pace, fleet, spec.make(rng=Random(1)), spec)
         found = summarize_outcomes(outcomes, ENGINES)
         played = Played(trace, load, policy, found.ttft_mean_s, found.ttft_p99_s, bound.summary.ttft_mean_s)
         known[trace, load, policy] = played

@@ -121,9 +121,7 @@ def play(policy: str, trace: Trace, fleet: ReplayFleet, seed: int) -> Sequence[R
     """Return the outcomes of one run."""
     spec = PolicySpec.parse_run(RULES.get(policy, policy))
     made = spec.make(rng=Random(seed))
-    return play_policy(
-        trace, Pace(), fleet, made, queue=spec.queue, no_admission=spec.no_admission, sessions=spec.sessions, seed=seed
-    )
+    return play_policy(trace, Pace(), fleet, made, spec, seed=seed)
 
 
 def chat_figures(outcomes: Sequence[ReplayOutcome]) -> dict[str, float]:

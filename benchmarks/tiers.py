@@ -97,7 +97,7 @@ def _play(trace: Trace, bound: Bound, fleet: ReplayFleet, cell: Cell, seed: int)
         played = replace(fleet, tiers=tiers, wrong_share=0.2 if cell.variant == FALSE else 0.0)
         spec = PolicySpec.parse(AWARE if cell.policy == DEVICE else cell.policy)
         policy = spec.make(rng=Random(seed))
-        outcomes = play_policy(trace, bound.pace, played, policy, tier_blind=spec.tier_blind, seed=seed)
+        outcomes = play_policy(trace, bound.pace, played, policy, replace(spec, queue=False), seed=seed)
         speeds = policy.speeds
     summary = summarize_outcomes(outcomes, INSTANCES)
     learned = {} if speeds is None else speeds.onboarding.pool_prices(speeds.seconds[1])

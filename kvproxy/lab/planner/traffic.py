@@ -95,8 +95,7 @@ def play_sizes(plan: TrafficPlan, *, err: TextIO) -> list[Row]:
             bound.pace,
             plan.fleet_of(tokens),
             plan.policy.make(rng=Random(1)),
-            queue=plan.policy.queue,
-            priority=plan.policy.priority,
+            plan.policy,
             progress=bar.advance,
         )
         bar.end(bound.trace.requests)

@@ -138,7 +138,8 @@ def compare_batch(trace: Trace, plan: ComparisonPlan, *, sessions_at_once: int =
     alone_s = measure_alone(trace, plan.fleet)
     if any(spec.sessions == BEST_PLACES for spec in plan.policies):
         best = PolicySpec.parse_run(find_places(trace, plan.fleet, alone_s, pace=pace, err=err))
-        plan = replace(plan, policies=[best if one.sessions == BEST_PLACES else one for one in plan.policies])
+        found = [best if one.sessions == BEST_PLACES else one for one in plan.policies]
+        plan = replace(plan, policies=list(dict.fromkeys(found)))  # the best number may be among them
     bar = ProgressBar(trace.requests * plan.seeds * len(plan.policies), out=err)
     runs: dict[str, list[BatchFigures]] = {}
     for run in play_all(trace, pace, plan, bar):
@@ -166,8 +167,8 @@ def find_places(
         rule = f"{BEST_PLACES}={places}"
         if err is not None:
             announce_part(f"trying {rule}", err)
-        policy = PolicySpec.parse_run(rule).make(rng=Random(1))
-        outcomes = play_policy(trace, pace, fleet, policy, sessions=rule, seed=1)
+        spec = PolicySpec.parse_run(rule)
+        outcomes = play_policy(trace, pace, fleet, spec.make(rng=Random(1)), spec, seed=1)
         return summarize_batch(outcomes, trace, alone_s).sessions_per_hour
 
     most = math.ceil(len(trace.sessions) / fleet.instances)

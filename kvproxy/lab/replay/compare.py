@@ -36,20 +36,14 @@ from kvproxy.lab.simulator.timing import TokenGaps
 from kvproxy.operate.commands.progress import ProgressBar, announce_part
 from kvproxy.operate.config.decode import POLICY_ALIASES, spelling_hint
 
-#: Behind a policy's name: with the router queue in front of it (which kv_aware has by itself) or without one, and with
-#: a priority for the engine in each request.
-QUEUE_SUFFIX = "+queue"
-NO_QUEUE_SUFFIX = "+no_queue"
-PRIORITY_SUFFIX = "+priority"
-#: Suffix of runs without events of tiers below the engines' memory.
-BLIND_SUFFIX = "+tier_blind"
-#: ...and with KV copied between engines on demand.
-MOVE_SUFFIX = "+move"
-#: ...and without rules of admission to the engines' memory.
-NO_ADMISSION_SUFFIX = "+no_admission"
+#: Behind a policy's name, in this order: with the router queue in front of it (which kv_aware has by itself) or without
+#: one, with a priority for the engine in each request, without events of tiers below the engines' memory, with KV
+#: copied between engines on demand, without rules of admission to the engines' memory.
+_MARKS = ("queue", "no_queue", "priority", "tier_blind", "move", "no_admission")
+#: Of these, the ones that any policy takes.
+_FOR_ALL = ("no_queue", "tier_blind", "no_admission")
 #: ...and a rule by which prompts are computed apart, in place of the proxy's own.
-APART_PREFIX = "+apart="
-_SUFFIXES = (QUEUE_SUFFIX, NO_QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX, NO_ADMISSION_SUFFIX)
+_APART = "apart="
 
 
 class UnknownPolicy(KvproxyError):
@@ -58,8 +52,8 @@ class UnknownPolicy(KvproxyError):
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """Run to compare: a policy of the configuration, with or without the router queue, with or without engine
-    priority."""
+    """Run to compare: a policy of the configuration and what is beside it. With `priority` the engines schedule by the
+    policy's numbers; `apart` is the rule by which a fleet with roles computes prompts apart."""
 
     name: PolicyName
     queue: bool = False
@@ -74,31 +68,20 @@ class PolicySpec:
     def parse(cls, text: str) -> PolicySpec:
         """From `kv_aware`, `kv_aware+queue`, `kv_aware+priority` or with both, in any order."""
         name, *extras = text.strip().split("+")
-        suffixes = [f"+{extra}" for extra in extras]
         if name not in policy_types():
             alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", name.casefold()))
             hint = f"did you mean {str(alias)!r}?" if alias else spelling_hint(name, map(str, policy_types()))
             raise UnknownPolicy(f"no policy {name!r} ({hint})")
-        apart = [suffix.removeprefix(APART_PREFIX) for suffix in suffixes if suffix.startswith(APART_PREFIX)]
-        suffixes = [suffix for suffix in suffixes if not suffix.startswith(APART_PREFIX)]
-        if unknown := [suffix for suffix in suffixes if suffix not in _SUFFIXES]:
-            hint = spelling_hint(unknown[0], _SUFFIXES)
-            raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
-        if MOVE_SUFFIX in suffixes and name != PolicyName.KV_AWARE:
-            raise UnknownPolicy(f"{MOVE_SUFFIX} needs kv_aware, which prices copies")
-        timed = [suffix for suffix in suffixes if suffix not in (BLIND_SUFFIX, NO_QUEUE_SUFFIX, NO_ADMISSION_SUFFIX)]
-        if timed and not policy_types()[PolicyName(name)].learns_speeds:
-            raise UnknownPolicy(
-                f"{name} does not know how long a prefill takes; {timed[0]} needs kv_aware or least_ttft"
-            )
-        queue = NO_QUEUE_SUFFIX not in suffixes and (name == PolicyName.KV_AWARE or QUEUE_SUFFIX in suffixes)
+        apart = [extra.removeprefix(_APART) for extra in extras if extra.startswith(_APART)]
+        marks = [extra for extra in extras if not extra.startswith(_APART)]
+        _check_marks(PolicyName(name), marks)
         return cls(
             PolicyName(name),
-            queue,
-            priority=PRIORITY_SUFFIX in suffixes,
-            tier_blind=BLIND_SUFFIX in suffixes,
-            move=MOVE_SUFFIX in suffixes,
-            no_admission=NO_ADMISSION_SUFFIX in suffixes,
+            queue="no_queue" not in marks and (name == PolicyName.KV_AWARE or "queue" in marks),
+            priority="priority" in marks,
+            tier_blind="tier_blind" in marks,
+            move="move" in marks,
+            no_admission="no_admission" in marks,
             apart=_check_apart(apart[-1]) if apart else "",
         )
 
@@ -114,10 +97,9 @@ class PolicySpec:
         if self.sessions:
             return self.sessions.rpartition(":")[2]
         by_itself = self.name is PolicyName.KV_AWARE
-        queue = (self.queue and not by_itself, by_itself and not self.queue)
-        chosen = zip(_SUFFIXES, (*queue, self.priority, self.tier_blind, self.move, self.no_admission), strict=True)
-        apart = APART_PREFIX + self.apart if self.apart else ""
-        return self.name.value + "".join(suffix for suffix, has in chosen if has) + apart
+        has = {"queue": self.queue and not by_itself, "no_queue": by_itself and not self.queue}
+        marks = [mark for mark in _MARKS if (has[mark] if mark in has else getattr(self, mark))]
+        return "+".join([self.name.value, *marks, *([_APART + self.apart] if self.apart else [])])
 
     def make(self, *, rng: Random, prior_factor: float = 1.0) -> Policy:
         """Return a fresh policy; learned speeds start from priors wrong by `prior_factor`."""
@@ -131,6 +113,17 @@ class PolicySpec:
         return policy
 
 
+def _check_marks(name: PolicyName, marks: Sequence[str]) -> None:
+    if unknown := [mark for mark in marks if mark not in _MARKS]:
+        hint = spelling_hint(f"+{unknown[0]}", [f"+{mark}" for mark in _MARKS])
+        raise UnknownPolicy(f"nothing '+{unknown[0]}' goes behind a policy ({hint})")
+    if "move" in marks and name is not PolicyName.KV_AWARE:
+        raise UnknownPolicy("+move needs kv_aware, which prices copies")
+    timed = [mark for mark in marks if mark not in _FOR_ALL]
+    if timed and not policy_types()[name].learns_speeds:
+        raise UnknownPolicy(f"{name} does not know how long a prefill takes; +{timed[0]} needs kv_aware or least_ttft")
+
+
 def _check_apart(rule: str) -> str:
     from kvproxy.lab.replay.apart import RULES
 
@@ -139,19 +132,17 @@ def _check_apart(rule: str) -> str:
     return rule
 
 
+#: A policy with nothing beside it.
+PLAIN = PolicySpec(PolicyName.ROUND_ROBIN)
+
+
 def play_policy(
     trace: Trace,
     pace: Pace,
     fleet: ReplayFleet,
     policy: Policy,
+    spec: PolicySpec = PLAIN,
     *,
-    queue: bool = False,
-    priority: bool = False,
-    tier_blind: bool = False,
-    move: bool = False,
-    sessions: str = "",
-    no_admission: bool = False,
-    apart: str = "",
     seed: int = 0,
     streamed: float = 1.0,
     token_gaps: TokenGaps | None = None,
@@ -162,25 +153,25 @@ def play_policy(
 ) -> Sequence[ReplayOutcome]:
     """Play every request of the trace and return the outcomes as its clients saw them.
 
-    The policy is a fresh one that learns during the run; `streamed` is the share of requests whose first token it sees;
-    with `priority` the engines schedule by the policy's numbers; any `seed` but 0 moves the arrivals a little;
-    `sessions` is a rule of sessions that chooses in its place; `apart` is the rule by which a fleet with roles computes
-    prompts apart, in place of the proxy's own; `token_gaps` collects times between tokens; `beside` are policies of
-    further routers, each of which receives the others' reports after `delay_s`."""
-    fleet = _fleet_of(fleet, priority=priority, sessions=sessions)
+    The policy is a fresh one that learns during the run; `spec` has what is beside it; `streamed` is the share of
+    requests whose first token it sees; any `seed` but 0 moves the arrivals a little; `token_gaps` collects times
+    between tokens; `beside` are policies of further routers, each of which receives the others' reports after
+    `delay_s`."""
+    fleet = _fleet_of(fleet, spec)
     blocks = fleet.blocks_of(trace)
     endpoints, changes = _make_endpoints(fleet, blocks, pace.duration_s(trace))
-    transfers = SimTransfers(fleet.link, block_size=blocks.size, rng=Random(seed + 4)) if move and fleet.link else None
-    make_time = VirtualTime if fleet.prefill is None else _separate(endpoints, policy, apart, fleet)
-    make_router = _find_rule_router(sessions, trace, fleet) or partial(
+    link = fleet.link if spec.move else None
+    transfers = None if link is None else SimTransfers(link, block_size=blocks.size, rng=Random(seed + 4))
+    make_time = VirtualTime if fleet.prefill is None else _separate(endpoints, policy, spec.apart, fleet)
+    make_router = _find_rule_router(spec.sessions, trace, fleet) or partial(
         router_type,
-        queue=QueueSettings(limit=100_000) if queue else None,
-        priority=priority,
+        queue=QueueSettings(limit=100_000) if spec.queue else None,
+        priority=spec.priority,
         reports_cached=fleet.reports_cached,
         transfers=transfers,
-        make_admission=None if no_admission else make_admission,
+        make_admission=None if spec.no_admission else make_admission,
     )
-    make_view = partial(IndexView, fleet, blocks.size, tier_blind=tier_blind)
+    make_view = partial(IndexView, fleet, blocks.size, tier_blind=spec.tier_blind)
     parts = [(each, make_view(rng=Random(seed + 1))) for each in (policy, *beside)]
     there = fleet.answering_at_first()
     router, view = connect_routers(parts, endpoints, there, make_router, delay_s, chance=Random(seed + 5))
@@ -221,10 +212,10 @@ def _separate(
     return separating(endpoints, policy, rule, fleet.pull_s_per_token)
 
 
-def _fleet_of(fleet: ReplayFleet, *, priority: bool, sessions: str) -> ReplayFleet:
+def _fleet_of(fleet: ReplayFleet, spec: PolicySpec) -> ReplayFleet:
     """Return the fleet as this run needs it."""
-    fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
-    return replace(fleet, index=IndexMode.APPROXIMATE) if sessions else fleet  # no events for nothing
+    fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if spec.priority else fleet
+    return replace(fleet, index=IndexMode.APPROXIMATE) if spec.sessions else fleet  # no events for nothing
 
 
 def _find_rule_router(sessions: str, trace: Trace, fleet: ReplayFleet) -> MakeRouter | None:
@@ -324,13 +315,7 @@ def play_all(trace: Trace, pace: Pace, plan: ComparisonPlan, bar: ProgressBar) -
                 pace,
                 plan.fleet,
                 policy,
-                queue=spec.queue,
-                priority=spec.priority,
-                tier_blind=spec.tier_blind,
-                move=spec.move,
-                sessions=spec.sessions,
-                no_admission=spec.no_admission,
-                apart=spec.apart,
+                spec,
                 seed=seed,
                 streamed=plan.streamed,
                 token_gaps=token_gaps,

@@ -25,7 +25,7 @@ TWO_FOR_TWO = ReplayFleet(instances=4, prefill=2)
 def play(text: str, *, fleet: ReplayFleet = TWO_FOR_TWO, trace: Trace | None = None) -> Sequence[ReplayOutcome]:
     spec = PolicySpec.parse(text)
     trace = trace or shared_prefix_trace()
-    return play_policy(trace, Pace(), fleet, spec.make(rng=Random(1)), queue=spec.queue, apart=spec.apart)
+    return play_policy(trace, Pace(), fleet, spec.make(rng=Random(1)), spec)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "lmetric", "least_ttft", "kv_aware", "kv_aware+no_queue"])

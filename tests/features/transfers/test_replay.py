@@ -225,7 +225,7 @@ def figures(fleet: ReplayFleet, text: str, gap_ms: int = 60) -> Summary:
     spec = PolicySpec.parse(text)
     policy = spec.make(rng=Random(1))
     trace = shared_prefix_trace(gap_ms=gap_ms)
-    outcomes = play_policy(trace, Pace(closed_loop=False), fleet, policy, queue=spec.queue, move=spec.move)
+    outcomes = play_policy(trace, Pace(closed_loop=False), fleet, policy, spec)
     assert all(each.first_token_at is not None for each in outcomes)
     return summarize_outcomes(outcomes, fleet.instances)
 
@@ -252,7 +252,7 @@ def test_nothing_is_lost_with_engines_that_leave() -> None:
     fleet = ReplayFleet(instances=3, link=LinkPlan(1.5), leaves=((0, 0.4),), joins=((0, 0.7),))
     spec = PolicySpec(PolicyName.KV_AWARE, queue=True, move=True)
     trace = chat_trace()
-    outcomes = play_policy(trace, Pace(scale=0.1), fleet, spec.make(rng=Random(1)), queue=True, move=True)
+    outcomes = play_policy(trace, Pace(scale=0.1), fleet, spec.make(rng=Random(1)), spec)
     assert len(outcomes) == trace.requests
     assert sum(each.first_token_at is not None for each in outcomes) >= trace.requests - 12
 

@@ -61,9 +61,7 @@ class Chats:
 def record(path: Path, trace: Trace, fleet: ReplayFleet, *, policy: str = "kv_aware", **changes: Any) -> list[Receipt]:
     """Play the trace on the fleet and write its receipts. `changes` are fields of each receipt."""
     spec = PolicySpec.parse(policy)
-    outcomes = play_policy(
-        trace, Pace(), fleet, spec.make(rng=Random(7)), queue=spec.queue, priority=spec.priority, seed=7
-    )
+    outcomes = play_policy(trace, Pace(), fleet, spec.make(rng=Random(7)), spec, seed=7)
     receipts = [
         msgspec.structs.replace(one, **changes) for one in compose_receipts(trace, outcomes, fleet, str(spec.name))
     ]

@@ -127,7 +127,7 @@ def test_sessions_are_refused_after_the_longest_wait(monkeypatch: pytest.MonkeyP
         instances=1, capacity_tokens=8192, reuse_outputs=True, timing=EngineTiming(prefill_tokens_per_s=1000.0)
     )
     policy = PolicySpec.parse("kv_aware").make(rng=Random(1))
-    outcomes = play_policy(trace, Pace(), fleet, policy, queue=True, seed=1)
+    outcomes = play_policy(trace, Pace(), fleet, policy, PolicySpec.parse("kv_aware"), seed=1)
     figures = summarize_batch(outcomes, trace, measure_alone(trace, fleet))
     assert figures.failed == 0
     assert figures.refused > 0
@@ -217,6 +217,14 @@ def test_rules_of_sessions_stand_beside_policies(trace_file: Path) -> None:
     assert [line.split()[0] for line in table.splitlines()[2:5]] == [
         "kv_aware", "VllmRouter", "places=1",
     ]  # fmt: skip
+
+
+def test_the_best_number_of_places_may_be_listed_too(trace_file: Path) -> None:
+    """It is one row, whatever the best number is."""
+    listed = ",".join(f"places={number}" for number in range(1, 9))
+    status, table, errors = replay(trace_file, "--once", "--instances", "1", "--policy", f"places,{listed}")
+    assert status == 0, errors
+    assert len({line.split()[0] for line in table.splitlines()[2:10]}) == 8
 
 
 def test_failed_requests_stand_beside_the_name(trace_file: Path) -> None:

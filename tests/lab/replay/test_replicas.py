@@ -105,7 +105,8 @@ def test_routers_play_all_there_is(index: IndexMode) -> None:
 
     trace = shared_prefix_trace(100)
     policies = [KV_AWARE.make(rng=Random(seed)) for seed in range(3)]
-    outcomes = play_policy(trace, Pace(0.5), fleet, policies[0], queue=True, priority=True, seed=1, router_type=Noted,
+    spec = PolicySpec.parse("kv_aware+priority")
+    outcomes = play_policy(trace, Pace(0.5), fleet, policies[0], spec, seed=1, router_type=Noted,
                            beside=policies[1:], delay_s=0.01)  # fmt: skip
     assert len(outcomes) == 100
     assert sum(one.finished_at is None for one in outcomes) <= 20  # broken off where the engine was lost
@@ -123,7 +124,14 @@ def test_routers_admit_sessions_as_one() -> None:
     def hits(routers: int, delay_s: float | None) -> float:
         policies = [KV_AWARE.make(rng=Random(seed)) for seed in range(routers)]
         outcomes = play_policy(
-            trace, Pace(), fleet, policies[0], queue=True, beside=policies[1:], delay_s=delay_s, seed=1
+            trace,
+            Pace(),
+            fleet,
+            policies[0],
+            PolicySpec.parse("kv_aware"),
+            beside=policies[1:],
+            delay_s=delay_s,
+            seed=1,
         )
         return sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes)
 

@@ -30,7 +30,7 @@ def outcomes_of(
     trace: Trace, pace: Pace, fleet: ReplayFleet, spec: PolicySpec, seed: int = 0
 ) -> Sequence[ReplayOutcome]:
     policy = spec.make(rng=Random(seed))
-    return play_policy(trace, pace, fleet, policy, queue=spec.queue, priority=spec.priority, seed=seed)
+    return play_policy(trace, pace, fleet, policy, spec, seed=seed)
 
 
 def figures(trace: Trace, fleet: ReplayFleet = FLEET, spec: PolicySpec = KV_AWARE, pace: Pace = Pace()) -> Summary:

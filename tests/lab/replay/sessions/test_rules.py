@@ -39,7 +39,7 @@ EVERY = (*RULES.values(), "places=3")
 def play(policy: str, trace: Trace, fleet: ReplayFleet = SHORT) -> Sequence[ReplayOutcome]:
     """Return the outcomes of one run."""
     spec = PolicySpec.parse_run(policy)
-    return play_policy(trace, Pace(), fleet, spec.make(rng=Random(1)), queue=spec.queue, sessions=spec.sessions)
+    return play_policy(trace, Pace(), fleet, spec.make(rng=Random(1)), spec)
 
 
 def figures(policy: str, trace: Trace, fleet: ReplayFleet = SHORT) -> BatchFigures:
