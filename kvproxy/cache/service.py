@@ -128,7 +128,7 @@ class KvCache:
         return StrategyRunner(
             self.settings,
             hotness=self.state.hotness(self.settings),
-            record=self.state.action_record(self.settings),
+            priorities=self.state.priorities,
             tokens=self.overlap.tokens,
             lookups=self.overlap.lookups,
             breakers=self.breakers,
@@ -169,7 +169,7 @@ class KvCache:
     async def look_up(self, facts: RequestFacts) -> None:
         """Ask the lookup service within what is left of the routing deadline, and complete the facts."""
         holders = await self.overlap.look_up(facts)
-        self.overlap.add_lookup(facts, self.actions.without_compressed(facts, holders))
+        self.overlap.add_lookup(facts, self.actions.without_undone(facts, holders))
 
     def refresh(self, facts: RequestFacts) -> None:
         """Refresh the facts of a request that was not placed yet from our own sources; a lookup's answer stays."""

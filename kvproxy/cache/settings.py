@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -83,6 +84,12 @@ class CacheStrategySettings(Model):
     """Storage location that is evicted from."""
     allow_clear: bool = False
     """Where the provider cannot evict one prefix (LMCache's controller), clear the whole location instead."""
+
+    @property
+    def enabled(self) -> Sequence[str]:
+        """Switches that are on."""
+        switches = ("enable_pinning", "enable_compression", "enable_eviction")
+        return [name for name in switches if getattr(self, name)]
 
     @property
     def pin_renewal_s(self) -> float:

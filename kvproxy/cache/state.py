@@ -9,12 +9,12 @@ from typing import TypeVar
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.hotness import Hotness
-from kvproxy.cache.actions.strategies import ActionRecord
 from kvproxy.cache.feedback.media_counts import MediaCounts
 from kvproxy.cache.feedback.prediction_stats import PredictionStats
 from kvproxy.cache.feedback.token_counts import BytesPerToken, CountedPrompts, HitRatioStats
 from kvproxy.cache.feedback.trust import CacheLosses
 from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.prefix.token_memory import TokenMemory
 from kvproxy.cache.settings import KvCacheSettings, TokenCacheSettings
 from kvproxy.cluster.endpoint import Endpoint
@@ -26,8 +26,7 @@ T = TypeVar("T")
 class CacheState:
     """Two services may share one for a while: the one that drains and the one that follows on it.
 
-    Heat of message prefixes and token memory are kept as long as their bounds in the settings stay the same; what was
-    done at an LMCache, as long as it is that one.
+    Heat of message prefixes and token memory are kept as long as their bounds in the settings stay the same.
     """
 
     predictions: PredictionStats
@@ -40,10 +39,10 @@ class CacheState:
     present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
     #: Called with the model, the prompt's keys, its bytes and its tokens as counted by an engine.
     on_counted: Callable[[str, Sequence[int], int, int], None] | None = None
+    priorities: dict[int, Priority] = field(default_factory=dict)  # that an operator set, by prefix key
     fresh: bool = True  # no service has run with it: a saved state may still fill it
     _of_features: dict[type, object] = field(default_factory=dict)
     _hotness: Hotness | None = None
-    _record: tuple[str, ActionRecord] | None = None
     _tokens: tuple[TokenCacheSettings, TokenMemory] | None = None
 
     @classmethod
@@ -77,13 +76,6 @@ class CacheState:
         if self._hotness is None or self._hotness.window_s != settings.hot_window:
             self._hotness = Hotness(window_s=settings.hot_window)
         return self._hotness
-
-    def action_record(self, settings: KvCacheSettings) -> ActionRecord:
-        """Return what stands at the LMCache of these settings."""
-        if self._record is None or self._record[0] != settings.lmcache_endpoint:
-            priorities = None if self._record is None else self._record[1].priorities
-            self._record = (settings.lmcache_endpoint, ActionRecord(priorities))
-        return self._record[1]
 
     def token_memory(self, settings: TokenCacheSettings, clock: Clock) -> TokenMemory:
         """Tokens of prompts by message prefix."""

@@ -16,6 +16,7 @@ SHIPPED = (
     "kubernetes",
     "etcd",
     "pixiu",
+    "cache_strategies",
     "leases",
     "transfers",
     "warming",

@@ -56,18 +56,6 @@ def test_token_memory_is_kept_while_its_bounds_stay_the_same(
     assert (state.token_memory(settings(token_cache=changes).token_cache, clock) is first) is kept
 
 
-@pytest.mark.parametrize(
-    ("changes", "kept"),
-    [({"cache_strategy": {"pin_lease": 900}}, True), ({"lmcache_endpoint": "http://127.0.0.1:2"}, False)],
-)
-def test_pins_are_kept_while_the_lmcache_is_the_same(changes: dict[str, Any], kept: bool, clock: FakeClock) -> None:
-    """Leases and compressed prefixes: forgotten, they would never be undone."""
-    state = CacheState.empty(metrics=Metrics(), clock=clock)
-    first = {"lmcache_endpoint": "http://127.0.0.1:1"}
-    record = state.action_record(settings(**first))
-    assert (state.action_record(settings(**{**first, **changes})) is record) is kept
-
-
 async def test_a_cluster_that_left_is_forgotten() -> None:
     """One of the same name begins empty."""
     cluster = cluster_of({"a": NOWHERE})

@@ -14,8 +14,7 @@ from kvproxy.cluster.routing.load import EngineState
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.cache.fleet import simulated
-from tests.cache.support import A, B, Fake, Service, chat, cluster_of, controller, long_text, running, settings, world
-from tests.cache.support import engine as answering
+from tests.cache.support import A, B, Fake, Service, chat, cluster_of, long_text, running, settings, world
 from tests.support.clock import FakeClock
 from tests.support.until import until
 
@@ -181,21 +180,6 @@ async def test_a_lmcache_that_is_down_says_nothing() -> None:
     async with world({"a": engine()}, Fake({}), provider="coordinator") as service:
         await round_of(service)
         assert service.kv.scraper.signals.pressure(service.cluster.endpoints[0]).memory == 0.5
-
-
-async def test_leases_are_renewed_between_requests(clock: FakeClock) -> None:
-    """The round ticks the strategies."""
-    strategy = {"enable_pinning": True, "hot_content_threshold": 1, "pin_lease": 300}
-    lmcache = controller(lambda _: {})
-    async with world({"a": answering()}, lmcache, clock=clock, cache_strategy=strategy) as service:
-        await round_of(service)  # nothing is pinned yet
-        await service.serve(chat(TURN), A)
-        await service.settled()
-        assert lmcache.calls["/pin"] == 1
-        clock.advance(250)
-        await round_of(service)
-        await service.settled()
-        assert lmcache.calls["/pin"] == 2
 
 
 @pytest.mark.parametrize(("counters", "held"), [((100, 200, 300), True), ((100, 200, 50), False)])

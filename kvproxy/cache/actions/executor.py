@@ -24,7 +24,7 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.retry import retry_background
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.job_queue import JOB_TIMEOUT_S, Job, JobQueue
-from kvproxy.cache.actions.strategies import Action, Strategy
+from kvproxy.cache.actions.strategies import Action, OnDone
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.metrics import HoldingMetrics
 from kvproxy.cache.overlap.lookup import LookupClient
@@ -103,27 +103,28 @@ class ActionExecutor:
         for where in [where for where in self._without_effect if where[1] not in instances]:
             del self._without_effect[where]
 
-    def submit(self, action: Action, strategy: Strategy, on_over: OnOver | None = None) -> bool:
-        """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""
+    def submit(self, action: Action, on_done: OnDone, on_over: OnOver | None = None) -> bool:
+        """Queue it, unless it is switched off, its breaker is open, or it waits or runs already. `on_done` is called
+        once it had its effect."""
         if self._lookups.provider is None or self.is_disabled(action) or not self._breakers.admits(action.kind):
             return False
         key = (action.kind, action.instance_id, 0 if action.prefix is None else action.prefix.key, action.own)
         about = f"{action.kind} {'*' if action.prefix is None else action.prefix.name}"
-        job = Job(key, lambda: self._run(action, strategy, on_over), lane=action.instance_id, about=about)
+        job = Job(key, lambda: self._run(action, on_done, on_over), lane=action.instance_id, about=about)
         return self._jobs.submit(job)
 
-    async def _run(self, action: Action, strategy: Strategy, on_over: OnOver | None) -> bool:
+    async def _run(self, action: Action, on_done: OnDone, on_over: OnOver | None) -> bool:
         started = self._clock()
         result = "abandoned"
         amount = None
         try:
-            result, amount = await self._carry_out(action, strategy)
+            result, amount = await self._carry_out(action, on_done)
         finally:
             if on_over is not None:
                 on_over(result, amount, self._clock() - started)
         return result in ("done", "dry_run")
 
-    async def _carry_out(self, action: Action, strategy: Strategy) -> tuple[str, int | None]:
+    async def _carry_out(self, action: Action, on_done: OnDone) -> tuple[str, int | None]:
         if self.is_disabled(action):
             return "disabled", None
         if self.claims is not None and not action.own and not await self._claim(self.claims, action):
@@ -135,7 +136,7 @@ class ActionExecutor:
         self._record(action, result, amount, self._clock() - started)
         gone = action.kind is ActionKind.UNPIN and result == "no_effect"  # the service has forgotten the pin
         if gone or result in ("done", "dry_run"):
-            strategy.done(action, self._clock())
+            on_done(action, self._clock())
             if self.claims is not None and not action.own:
                 self.claims.acted(action)
         if not gone and result in ("done", "no_effect"):

@@ -1,10 +1,10 @@
-"""One pass after each response: compress, then pin, then evict - what each decides goes to the queue."""
+"""One pass of the strategies after each response; what each decides goes to the queue."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -12,18 +12,16 @@ from typing import Self
 
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import Clock, EndpointId
+from kvproxy.base.types import Clock
 from kvproxy.cache.actions.executor import ActionExecutor
 from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.cache.actions.job_queue import Job, JobQueue
 from kvproxy.cache.actions.strategies import (
     MAX_PRIORITIES,
     Action,
-    ActionRecord,
     ColdPrefixes,
-    Compress,
-    Evict,
-    Pin,
+    HotPin,
+    OnDone,
     PressureOf,
     Served,
     Strategy,
@@ -44,15 +42,15 @@ OnTokens = Callable[[RequestFacts, KnownPrefix, TokenIds, Endpoint], None]
 
 
 class StrategyRunner:
-    """Runner of the enabled strategies: holds their data on prefixes (`hotness`) and the queue of their actions. An
-    async context manager around that queue."""
+    """Runner of the strategies that features add: holds their data on prefixes (`hotness`) and the queue of their
+    actions. An async context manager around that queue."""
 
     def __init__(
         self,
         settings: KvCacheSettings,
         *,
         hotness: Hotness,
-        record: ActionRecord,
+        priorities: dict[int, Priority],
         tokens: TokenSource,
         lookups: LookupClient,
         breakers: OperationBreakers,
@@ -64,22 +62,16 @@ class StrategyRunner:
     ) -> None:
         strategy = settings.cache_strategy
         self.hotness = hotness
-        self.priorities = record.priorities
-        self._record = record
+        self.priorities = priorities
+        self.cold = ColdPrefixes(strategy, hotness, priorities)
         self._stated = (strategy.pin_instance_id, strategy.compress_instance_id, strategy.evict_instance_id)
-        self._cold = ColdPrefixes(strategy, hotness, record.priorities)
-        self.pin = Pin(strategy, hotness, record) if strategy.enable_pinning else None
-        self.compress = Compress(strategy, hotness, record) if strategy.enable_compression else None
-        self.evict = (
-            Evict(strategy, hotness, record, supports=lambda: lookups.supported) if strategy.enable_eviction else None
-        )
-        self._order: Sequence[Strategy] = [one for one in (self.compress, self.pin, self.evict) if one is not None]
+        self.strategies: list[Strategy] = []  # of features, in the order in which they decide
+        self.adopted: dict[ActionKind, OnDone] = {}  # of features, for actions that other proxies did
         self.jobs = JobQueue(metrics=metrics)
         self.executor = ActionExecutor(
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )
         self._counts_uses = counts_uses
-        self.added: dict[ActionKind, Strategy] = {}  # of features, by the kind of their actions
         self.on_tokens: Sequence[OnTokens] = ()  # of features, once a prompt's tokens are known
         self._tokens = tokens
         self._lookups = lookups
@@ -96,7 +88,7 @@ class StrategyRunner:
     @property
     def enabled(self) -> bool:
         """True if there is work after a response."""
-        return bool(self._order) and self._lookups.provider is not None
+        return bool(self.strategies) and self._lookups.provider is not None
 
     def run_strategies(self, facts: RequestFacts, endpoint: Endpoint | None) -> None:
         """Run the strategies after a response of the endpoint (None: it left), with the prompt's tokens. Unknown tokens
@@ -134,8 +126,8 @@ class StrategyRunner:
             {
                 "prefix": f"{key:016x}",
                 "set": self.priorities.get(key, Priority.NORMAL).name.lower(),
-                "priority": None if one is None else self._cold.priority(one, now).name.lower(),
-                "score": None if one is None else round(self._cold.score(one, now), 3),
+                "priority": None if one is None else self.cold.priority(one, now).name.lower(),
+                "score": None if one is None else round(self.cold.score(one, now), 3),
                 "tokens": None if one is None else len(one.tokens),
                 "uses": None if one is None else self.hotness.count_recent_uses(one, now),
             }
@@ -147,34 +139,29 @@ class StrategyRunner:
         due."""
         there = {*instances, *self._stated}
         self.executor.keep_only(there)
-        self._record.keep_only(there)
-        if self.pin is None or self._lookups.provider is None:
+        if self._lookups.provider is None:
             return
-        self.pin.counted = ActionKind.UNPIN in self._lookups.provider.supports
-        for action in self.pin.tick(self._clock()):
-            self._submit(action, self.pin)
+        for strategy in self.strategies:
+            for action in strategy.tick(there, self._clock()):
+                self._submit(action, strategy)
 
     def adopt_action(self, action: Action, now: float) -> None:
         """Another proxy did this, at this time."""
-        kinds: dict[ActionKind, Strategy | None] = {
-            ActionKind.PIN: self.pin,
-            ActionKind.UNPIN: self.pin,
-            ActionKind.COMPRESS: self.compress,
-            ActionKind.DECOMPRESS: self.compress,
-            ActionKind.EVICT: self.evict,
-            ActionKind.CLEAR: self.evict,
-        }
-        strategy = kinds.get(action.kind) or self.added.get(action.kind)
-        if strategy is not None:
-            strategy.done(action, now)
+        on_done = self.adopted.get(action.kind)
+        if on_done is not None:
+            on_done(action, now)
 
-    def without_compressed(self, facts: RequestFacts, holders: Sequence[HolderOverlap]) -> list[HolderOverlap]:
-        """Return the holders without those of prefixes that are compressed there; these are being decompressed from now
-        on."""
-        if self.compress is None or not self.compress.compressed:
+    def list_pins(self, now: float) -> Mapping[tuple[str, int], HotPin]:
+        """Return the pins of all strategies, by instance and prefix key."""
+        return {where: pin for strategy in self.strategies for where, pin in strategy.list_pins(now).items()}
+
+    def without_undone(self, facts: RequestFacts, holders: Sequence[HolderOverlap]) -> list[HolderOverlap]:
+        """Return the holders without those where something must be undone first (a prefix is compressed there), which
+        begins now."""
+        if not self.strategies:
             return list(holders)
         instances = {endpoint.id: endpoint.instance_id for endpoint in facts.endpoints}
-        return [holder for holder in holders if not self._decompress(holder.endpoint, facts.keys, instances)]
+        return [holder for holder in holders if not self._undo(facts.keys, instances[holder.endpoint])]
 
     def _use(self, facts: RequestFacts, endpoint: Endpoint) -> list[KnownPrefix]:
         """Count the use of this prompt's prefixes."""
@@ -203,21 +190,22 @@ class StrategyRunner:
         now = self._clock()
         served = Served(endpoint.instance_id, used)
         taken = {one.head for one in used if one.tokens}
-        if self.pin is not None:
-            taken |= self.pin.heads(now)
-        for strategy in self._order:
+        taken |= {pin.prefix.head for pin in self.list_pins(now).values()}
+        for strategy in self.strategies:
             for action in strategy.plan(served, self._pressure, taken, now):
                 self._submit(action, strategy)
 
-    def _decompress(self, endpoint: EndpointId, keys: Sequence[int], instances: dict[EndpointId, str]) -> bool:
-        assert self.compress is not None
-        actions = self.compress.plan_decompressions(keys, instances[endpoint])
-        for action in actions:
-            self._submit(action, self.compress)
-        return bool(actions)
+    def _undo(self, keys: Sequence[int], instance: str) -> bool:
+        """Return True if something is undone at the instance."""
+        undone = False
+        for strategy in self.strategies:
+            for action in strategy.plan_undoing(keys, instance):
+                self._submit(action, strategy)
+                undone = True
+        return undone
 
     def _submit(self, action: Action, strategy: Strategy) -> None:
         """With the score that the prefix has now."""
         if action.prefix is not None:
-            action = replace(action, score=self._cold.score(action.prefix, self._clock()))
-        self.executor.submit(action, strategy)
+            action = replace(action, score=self.cold.score(action.prefix, self._clock()))
+        self.executor.submit(action, strategy.done)

@@ -113,9 +113,9 @@ def _deltas(world: SharedState, now: float) -> Iterator[Delta]:
                 yield deltas.Drained(name, str(endpoint), draining)
     for limit, table in world.limits.items():
         yield from _spent(limit, table.missing(now))
-    if world.actions is not None and world.actions.pin is not None:
-        for (instance, _), lease in world.actions.pin.pins(now).items():
-            yield acted(Action(ActionKind.PIN, instance, lease.prefix, "pinned"), now - lease.pinned_at)
+    if world.actions is not None:
+        for (instance, _), pin in world.actions.list_pins(now).items():
+            yield acted(Action(ActionKind.PIN, instance, pin.prefix, "pinned"), now - pin.pinned_at)
 
 
 def take_kept(world: SharedState, now: float) -> Generator[None, None, bytes]:

@@ -16,7 +16,7 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.cache.actions.strategies import Action, PressureOf, Served
+from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.feature import CacheObserver, CacheParts
 from kvproxy.cache.overlap.facts import RequestFacts
@@ -454,10 +454,6 @@ class Leasing(CacheObserver):
                     self._pin(lease, "renewal")
         self._take_back()
 
-    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
-        """Nothing: leases come by `tokens_known`."""
-        return []
-
     def done(self, action: Action, now: float) -> None:
         """Note a pin that had its effect, or one that was taken back."""
         at = action.instance_id
@@ -495,13 +491,14 @@ class Leasing(CacheObserver):
         return "" if pins else "no_pins"
 
     def _pin(self, lease: Lease, reason: str) -> None:
-        self._executor.submit(Action(ActionKind.PIN, lease.instance, lease.prefix, f"lease {reason}", own=True), self)
+        action = Action(ActionKind.PIN, lease.instance, lease.prefix, f"lease {reason}", own=True)
+        self._executor.submit(action, self.done)
 
     def _take_back(self) -> None:
         if not self._counts:
             self.book.released.clear()
         for (instance, _), prefix in list(self.book.released.items()):
-            self._executor.submit(Action(ActionKind.UNPIN, instance, prefix, "lease over", own=True), self)
+            self._executor.submit(Action(ActionKind.UNPIN, instance, prefix, "lease over", own=True), self.done)
 
     def _end_session(self, session: int) -> None:
         for lease in self.book.end_session(session):

@@ -280,7 +280,7 @@ class CopyObserver(CacheObserver):
 
     def __init__(self, parts: CacheParts) -> None:
         transfers = Transfers(parts)
-        parts.actions.added[ActionKind.TRANSFER] = transfers
+        parts.actions.adopted[ActionKind.TRANSFER] = transfers.done
         self.on_demand = OnDemand(transfers, parts.overlap)
 
     def watch(self, facts: RequestFacts) -> RequestWatch:

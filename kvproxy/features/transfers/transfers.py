@@ -12,7 +12,7 @@ from functools import partial
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.cache.actions.strategies import Action, PressureOf, Served
+from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.feature import CacheParts
 from kvproxy.cache.providers import ActionKind, Prefix
 from kvproxy.cluster.endpoint import Endpoint
@@ -90,9 +90,6 @@ class Transfers:
         self.rng = parts.rng
         self.link = Link(self.settings, clock=parts.clock)
 
-    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
-        return []
-
     def done(self, action: Action, now: float) -> None:
         if action.prefix is not None:
             action.prefix.instances.add(action.instance_id)
@@ -117,7 +114,7 @@ class Transfers:
             ActionKind.TRANSFER, target.instance_id, prefix, reason, source=source, timeout_s=self.settings.timeout
         )
         over = partial(self._over, target.id, prefix, action, on_over)
-        if not self._executor.submit(action, self, over):
+        if not self._executor.submit(action, self.done, over):
             return False
         self.link.begin(tokens)
         return True

@@ -84,25 +84,6 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
     return sorted(found, key=lambda one: -float(str(one["for_s"])))
 
 
-def pins(service: KvCache, now: float) -> list[dict[str, object]]:
-    """Return running pins of hot prefixes."""
-    pin = service.actions.pin
-    if pin is None:
-        return []
-    lasts_s = None if pin.counted else service.settings.cache_strategy.pin_lease
-    return [
-        {
-            "instance": instance,
-            "prefix": one.prefix.name,
-            "model": one.prefix.model,
-            "tokens": one.tokens,
-            "age_s": now - one.pinned_at,
-            "lapses_in_s": None if lasts_s is None else lasts_s - (now - one.pinned_at),
-        }
-        for (instance, _), one in pin.pins(now).items()
-    ]
-
-
 def running_jobs(service: KvCache) -> list[dict[str, object]]:
     """Background work under way: what, and at which LMCache instance."""
     return [{"about": job.about, "instance": job.lane} for job in service.actions.jobs.running]

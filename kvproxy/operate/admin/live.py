@@ -16,7 +16,7 @@ from kvproxy.base.background_task import in_slices
 from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
 from kvproxy.cluster.endpoint import TAKING
-from kvproxy.operate.admin.cache_status import hot_prefixes, pins, running_jobs
+from kvproxy.operate.admin.cache_status import hot_prefixes, running_jobs
 from kvproxy.operate.admin.clusters import describe_endpoint, describe_routing
 from kvproxy.operate.admin.config_file import describe_file
 from kvproxy.operate.admin.event_log import EventLog, describe_events
@@ -231,7 +231,7 @@ class LiveView:
         return {
             "running": running_jobs(kvcache),
             "waiting": kvcache.actions.jobs.waiting,
-            "leases": len(pins(kvcache, now)),
+            "leases": len(kvcache.actions.list_pins(now)),
             "breakers": kvcache.breakers.states(),
             "hot": self._hot,
             **kvcache.observers.describe("live", now),

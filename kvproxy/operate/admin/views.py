@@ -20,7 +20,7 @@ from kvproxy.cache.actions.strategies import MAX_PRIORITIES
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.service import KvCache
-from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, pins
+from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_number, reply_json
 from kvproxy.operate.receipts.explain import explain_notes
 from kvproxy.operate.receipts.receipt import receipt_type
@@ -179,7 +179,7 @@ class CacheRoutes:
         service = self._service()
         now = self._operated.clock()
         described = service.observers.describe("pins", now)
-        return reply_json({"leases": pins(service, now), **described})
+        return reply_json({"leases": [], **described})
 
     async def _priorities(self, request: Request) -> Response:
         limit = read_number(request, default=20, most=MAX_LIMIT)

@@ -10,6 +10,7 @@ from typing import Any
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import is_loopback, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, warning_at
+from kvproxy.cache.feature import CacheFeature
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.settings import (
@@ -212,10 +213,12 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
             yield error_at((*at, name), fault)
     strategy = settings.cache_strategy
     plan = (*at, "cache_strategy")
-    if not settings.lmcache_endpoint:
-        for name in ("enable_pinning", "enable_compression", "enable_eviction"):
-            if getattr(strategy, name):
-                yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
+    known = {name for feature in installed(CacheFeature) for name in feature.strategies}
+    for name in strategy.enabled:
+        if not settings.lmcache_endpoint:
+            yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
+        elif name not in known:
+            yield error_at((*plan, name), "no installed feature does that")
     if settings.lookup_routing_timeout > settings.request_timeout:
         longer = (
             f"{settings.lookup_routing_timeout:g} s is longer than request_timeout ({settings.request_timeout:g} s)"

@@ -107,8 +107,7 @@ def _unregistered(engine: EngineFacts, name: str, free: Sequence[str]) -> Findin
 async def check_actions(lmcache: LmcacheFacts) -> Sequence[Finding]:
     """Compare the strategies with the routes that this service has."""
     strategy = lmcache.settings.cache_strategy
-    acts = strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction
-    return await _judge_strategies(lmcache, strategy) if acts else ()
+    return await _judge_strategies(lmcache, strategy) if strategy.enabled else ()
 
 
 async def _judge_strategies(lmcache: LmcacheFacts, strategy: CacheStrategySettings) -> Sequence[Finding]:

@@ -12,7 +12,7 @@ from kvproxy.base.errors import ClientError, ClientTimeout, InstanceBusy, NotSup
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cache.actions.executor import ActionExecutor
 from kvproxy.cache.actions.job_queue import JobQueue
-from kvproxy.cache.actions.strategies import Action, PressureOf, Served
+from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.providers import ActionKind, Effect, Prefix
@@ -41,19 +41,6 @@ class Acting(Answering):
         return answer
 
 
-class Noting:
-    """A strategy that notes what had its effect."""
-
-    def __init__(self) -> None:
-        self.seen: list[Action] = []
-
-    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
-        return []
-
-    def done(self, action: Action, now: float) -> None:
-        self.seen.append(action)
-
-
 class Bench:
     """Everything an action goes through."""
 
@@ -73,15 +60,18 @@ class Bench:
             clock=clock,
             rng=random.Random(1),
         )
-        self.strategy = Noting()
+        self.seen: list[Action] = []  # that had their effect
 
     async def act(self, action: Action, times: int = 1) -> list[bool]:
         """Whether each was queued."""
         queued = []
         for _ in range(times):
-            queued.append(self.actions.submit(action, self.strategy))
+            queued.append(self.actions.submit(action, self.note))
             await self.background.settled()
         return queued
+
+    def note(self, action: Action, now: float) -> None:
+        self.seen.append(action)
 
     def count(self, action: str, result: str) -> float:
         labels = {"action": action, "result": result}
@@ -98,7 +88,7 @@ async def test_an_action_with_effect_is_told_to_its_strategy(clock: FakeClock) -
     async with bench.background:
         await bench.act(wanted := action())
     assert provider.calls == [(ActionKind.PIN, "a", 512)]
-    assert bench.strategy.seen == [wanted]
+    assert bench.seen == [wanted]
     assert bench.count("pin", "done") == 1
 
 
@@ -107,7 +97,7 @@ async def test_num_tokens_zero_is_no_success(clock: FakeClock) -> None:
     bench = Bench(Acting(Effect(0)), clock)
     async with bench.background:
         await bench.act(action())
-    assert bench.strategy.seen == []
+    assert bench.seen == []
     assert bench.count("pin", "no_effect") == 1
 
 
@@ -138,7 +128,7 @@ async def test_a_pin_that_the_service_forgot_is_taken_back(clock: FakeClock) -> 
     bench = Bench(Acting(Effect(0)), clock)
     async with bench.background:
         assert await bench.act(action(ActionKind.UNPIN), times=6) == [True] * 6
-    assert len(bench.strategy.seen) == 6
+    assert len(bench.seen) == 6
     assert bench.count("unpin", "no_effect") == 6
 
 
@@ -214,7 +204,7 @@ async def test_a_dry_run_decides_and_writes_down_but_sends_nothing(
         async with bench.background:
             await bench.act(action())
     assert provider.calls == []
-    assert len(bench.strategy.seen) == 1
+    assert len(bench.seen) == 1
     assert "result=dry_run" in caplog.text
     assert bench.count("pin", "dry_run") == 1
 
@@ -247,8 +237,8 @@ async def test_an_action_switched_off_while_it_waited_is_not_sent(clock: FakeClo
     second = Action(ActionKind.PIN, "a", serve(hotness(), 2).prefixes[0], "hot")
     async with bench.background:
         await bench.act(action(), times=4)
-        assert bench.actions.submit(action(), bench.strategy)
-        assert bench.actions.submit(second, bench.strategy)
+        assert bench.actions.submit(action(), bench.note)
+        assert bench.actions.submit(second, bench.note)
         await bench.background.settled()
     assert len(provider.calls) == 5
 

@@ -180,8 +180,7 @@ async def test_a_hot_prompt_under_lease_is_pinned_for_both() -> None:
     async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at, kvcache=hot) as proxy:
         await proxy.ask()
         assert lmcache.calls["/pin"] == 2
-        assert proxy.kv.actions.pin is not None
-        assert len(proxy.kv.actions.pin.pins(proxy.clock())) == 1
+        assert len(proxy.kv.actions.list_pins(proxy.clock())) == 1
         assert [lease.held for lease in proxy.book.leases.values()] == [True]
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from kvproxy.base.types import InferenceRequest
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.cache.providers import ActionKind
 from kvproxy.features.transfers.copy_planner import draw_source, find_holders
 from kvproxy.features.transfers.feature import TransferSettings
 from kvproxy.features.transfers.on_demand import CopyObserver
@@ -59,10 +58,9 @@ async def prepared(
         }
         async with world({"a": engine(), "b": engine()}, clock=clock, **more) as service:
             await until(lambda: service.kv.overlap.lookups.possible)
-            assert service.kv.observers.find(CopyObserver) is not None
-            transfers = service.kv.actions.added[ActionKind.TRANSFER]
-            assert isinstance(transfers, Transfers)
-            yield service, transfers
+            copies = service.kv.observers.find(CopyObserver)
+            assert copies is not None
+            yield service, copies.on_demand._transfers
 
 
 async def copy(service: Service, transfers: Transfers, source: str = "") -> bool:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 from starlette.types import Send
 
-from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.actions.job_queue import Job
-from kvproxy.cache.actions.strategies import MAX_PRIORITIES, Action
+from kvproxy.cache.actions.strategies import MAX_PRIORITIES
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cache.prefix.eviction import Priority
-from kvproxy.cache.providers import ActionKind
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import serve
 from tests.operate.admin.support import admin_of, audited, problems_of, proxy_of
@@ -65,20 +61,10 @@ async def test_hot_prefixes_are_hashes_with_their_holders() -> None:
     assert "shared" not in answer.text
 
 
-async def test_leases_and_running_work() -> None:
-    """Pins with the time they have left; jobs with what they do where."""
-    proxy = proxy_of(
-        filters=[
-            "inference_request",
-            {"kvcache": {"lmcache_endpoint": "http://127.0.0.1:9", "cache_strategy": {"enable_pinning": True}}},
-            "router",
-        ]
-    )
+async def test_running_work() -> None:
+    """Jobs with what they do where."""
+    proxy = proxy_of()
     assert proxy.kvcache is not None
-    pin, now = proxy.kvcache.actions.pin, proxy.clock()
-    assert pin is not None
-    prefix = KnownPrefix(0xABC, "m", "", deque(), whole=0xABC)
-    pin.done(Action(ActionKind.PIN, "i1", prefix, "hot"), now - 100.0)
     background = proxy.kvcache.actions.jobs
 
     async def work() -> bool:
@@ -87,14 +73,11 @@ async def test_leases_and_running_work() -> None:
         return True
 
     seen: list[object] = []
-    async with admin_of(proxy) as client, background:
+    async with background:
         background.submit(Job("k", work, lane="i1", about="pin 0abc"))
         await background.settled()
-        [lease] = (await client.get("/cache/leases")).json()["leases"]
     assert seen == [[{"about": "pin 0abc", "instance": "i1"}]]
     assert background.running == ()
-    assert (lease["instance"], lease["prefix"], lease["age_s"]) == ("i1", f"{0xABC:016x}", 100.0)
-    assert lease["lapses_in_s"] == 200.0
 
 
 async def test_no_leases_without_pinning() -> None:

@@ -8,12 +8,9 @@ import pytest
 
 from kvproxy.base.errors import ClientUnavailable
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
-from kvproxy.cache.actions.strategies import HotPin
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cache.overlap.gauges import index_worth
-from kvproxy.cache.settings import CacheStrategySettings
-from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, pins, troubles
+from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, troubles
 from tests.cache.support import service_of
 from tests.support.clock import FakeClock
 
@@ -69,22 +66,6 @@ async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:
 
     assert await hot_prefixes(service, 2, slice_s=0.0, sleep=empty) == []
     assert index.counts.requests(emptied[0]) == 0.0
-
-
-def test_counted_pins_do_not_lapse(clock: FakeClock) -> None:
-    """Where the service keeps pins until they are taken back, no time is left to show."""
-    service = service_of(
-        clock, lmcache_endpoint="http://127.0.0.1:9", cache_strategy=CacheStrategySettings(enable_pinning=True)
-    )
-    pin = service.actions.pin
-    assert pin is not None
-    hotness = Hotness(window_s=1.0, max_records=1, max_keys=1)
-    [prefix] = hotness.count_use([5], model="m", cache_salt="", instance="i", now=clock())
-    assert isinstance(prefix, KnownPrefix)
-    pin._pins["i", 5] = HotPin(prefix, 32, clock())
-    pin.counted = True
-    [lease] = pins(service, clock() + 1000.0)
-    assert (lease["tokens"], lease["age_s"], lease["lapses_in_s"]) == (32, 1000.0, None)
 
 
 async def test_a_service_that_fails_is_a_trouble(clock: FakeClock) -> None:

@@ -20,7 +20,6 @@ from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.routing.simple import PrefixAffinity
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.operate.admin.cache_status import pins
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.commands.reload import FileReloader
 from kvproxy.operate.config.load import load_config
@@ -165,7 +164,7 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             answer = await running.client.post("/v1/chat/completions", json=body)
             went = endpoint(running, answer.headers["x-kvproxy-endpoint"])
             await until(lambda: local.precise.count_rows(went.id) > 0)
-            await until(lambda: len(pins(before, running.proxy.clock())) == 1)
+            await until(lambda: len(before.actions.list_pins(running.proxy.clock())) == 1)
             rows, followed = local.precise.count_rows(went.id), streams.streams(went)
             await reload(running, place.engines, changes, filters=filters)
             assert service(running) is before
@@ -173,7 +172,7 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             assert streams.streams(went) == followed
             await streams.follow_endpoints()
             assert streams.streams(went) == followed
-            assert len(pins(before, running.proxy.clock())) == 1
+            assert len(before.actions.list_pins(running.proxy.clock())) == 1
 
 
 async def test_pins_when_other_settings_of_the_cache_change() -> None:
@@ -192,12 +191,11 @@ async def test_pins_when_other_settings_of_the_cache_change() -> None:
         before = service(running)
         body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
         await running.client.post("/v1/chat/completions", json=body)
-        await until(lambda: len(pins(before, running.proxy.clock())) == 1)
-        (lease,) = pins(before, running.proxy.clock())
+        await until(lambda: len(before.actions.list_pins(running.proxy.clock())) == 1)
+        (pinned,) = before.actions.list_pins(running.proxy.clock())
         await reload(running, place.engines, {}, filters=filters(place.lmcache, min_matched_tokens=7))
         assert service(running) is not before
-        (kept,) = pins(service(running), running.proxy.clock())
-        assert kept["prefix"] == lease["prefix"]
+        assert list(service(running).actions.list_pins(running.proxy.clock())) == [pinned]
 
 
 async def test_event_streams_when_other_settings_of_the_cache_change() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,16 +23,13 @@ from kvproxy.proxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, needs
 from kvproxy.proxy.request.exchange import Exchange
 from tests.cache.fleet import Place, simulated
 from tests.cache.support import NOWHERE, cluster_of, long_text, settings
-from tests.lab.simulator.support import slow
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.fake_engine import Call, FakeEngine, answer_ok
 from tests.support.filter_context import filter_context
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy
-from tests.support.until import until
 
 TURN = long_text("w", 400)
-PIN = {"enable_pinning": True, "hot_content_threshold": 2}
 
 
 @contextlib.asynccontextmanager
@@ -101,84 +96,6 @@ async def test_the_engine_confirms_what_was_predicted() -> None:
             for name in place.engines
         ]
         assert sum(results) == 1
-
-
-async def test_a_hot_prompt_is_pinned_where_it_was_served(caplog: pytest.LogCaptureFixture) -> None:
-    """After the answer, with an effect one can see at the controller, and a line in the audit log."""
-    async with simulated() as place, proxied(place, cache_strategy=PIN) as proxy:
-        with caplog.at_level(logging.INFO, "kvproxy.audit"):
-            served = [await ask(proxy, TURN) for _ in range(2)]
-            await until(lambda: service(proxy).actions.jobs.idle)
-        assert place.fleet.controller is not None
-        pinned = {n: w.stores["LocalCPUBackend"].pins for n, w in place.fleet.controller.workers.items()}
-        assert pinned[served[1]] > 0
-        assert sum(pinned.values()) == pinned[served[1]]
-        assert "action=pin" in caplog.text
-        assert "result=done" in caplog.text
-        assert re.search(r"reason=hot score=0\.\d+ ", caplog.text)
-        assert "w1 w2" not in caplog.text
-
-
-async def test_the_client_leaving_does_not_end_the_work_after_it() -> None:
-    """The KV exists since the first byte: the prompt is tokenized and pinned although no client listens any more."""
-    strategy = {**PIN, "hot_content_threshold": 1}
-    async with simulated(engine={"engine": slow()}) as place, proxied(place, cache_strategy=strategy) as proxy:
-        streaming = body(TURN, stream=True, max_tokens=1000)
-        async with proxy.client.stream("POST", "/v1/chat/completions", json=streaming) as answer:
-            async for _ in answer.aiter_bytes():
-                break
-        await until(lambda: place.calls["POST /pin"] == 1)
-        assert proxy.metric("kvproxy_request_ends_total", end="client_disconnected") == 1
-
-
-async def test_leaving_drains_what_was_queued() -> None:
-    async with simulated() as place:
-        async with proxied(place, cache_strategy={**PIN, "hot_content_threshold": 1}) as proxy:
-            await ask(proxy, TURN)
-        assert place.calls["POST /pin"] == 1
-
-
-async def test_a_worker_that_never_answers_holds_up_nobody() -> None:
-    """The controller hangs for ever on a dead worker; requests go on, each attempt of the action ends by its own timeout."""
-    async with simulated() as place:
-        limits = {"request_timeout": 1.0}
-        strategy = {**PIN, "hot_content_threshold": 1}
-        async with proxied(place, cache_strategy=strategy, **limits) as proxy:
-            assert place.fleet.controller is not None
-            for worker in place.fleet.controller.workers.values():
-                worker.kill()
-            await ask(proxy, TURN)
-            await until(lambda: place.calls["POST /pin"] > 1)  # the first attempt has ended
-            assert await ask(proxy, TURN, "an answer", "more")
-
-
-async def test_memory_pressure_without_evict_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The real controller answers 404; nothing is cleared unless asked for."""
-    strategy = {"enable_eviction": True, "memory_threshold": 0.0}
-    async with simulated() as place, proxied(place, cache_strategy=strategy) as proxy:
-        await service(proxy).scraper.scrape_all()
-        for tag in "pqrstu":
-            await ask(proxy, long_text(tag, 400))
-            await until(lambda: service(proxy).actions.jobs.idle)
-        assert place.calls["POST /evict"] == 1
-        assert place.calls["POST /clear"] == 0
-        assert caplog.text.count("cannot evict a single prefix") == 1
-        assert proxy.metric("kvproxy_kvcache_actions_total", action="evict", result="not_supported") == 1
-
-
-async def test_a_compressed_prefix_is_decompressed_before_it_is_used() -> None:
-    """Cold under load: compressed. Wanted again: not preferred there until it is decompressed."""
-    strategy = {"enable_compression": True, "load_threshold": 0.0,
-                "compress_min_tokens": 0}  # fmt: skip
-    async with simulated(names=("a",)) as place, proxied(place, cache_strategy=strategy) as proxy:
-        under_test = service(proxy)
-        await under_test.scraper.scrape_all()
-        await ask(proxy, TURN)
-        await ask(proxy, long_text("z", 400))
-        await until(lambda: place.calls["POST /compress"] == 1)
-        await until(lambda: under_test.actions.jobs.idle)
-        await ask(proxy, TURN, "an answer", "again")
-        await until(lambda: place.calls["POST /decompress"] == 1)
 
 
 def test_which_policies_a_preference_overrules() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from kvproxy.cache.actions.strategies import Action, ActionRecord, Pin
+from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.providers import ActionKind
+from kvproxy.features.cache_strategies.strategies import ActionRecord, Pin
 from tests.cache.actions.support import CALM, everywhere, hotness, serve, strategy
 from tests.cache.support import tokens
 
 PRESSURE = everywhere(CALM)
+#: Actions of a service that counts pins.
+COUNTED = frozenset({ActionKind.PIN, ActionKind.UNPIN})
 
 
 def pinned(pin: Pin, actions: list[Action], now: float) -> None:
@@ -43,20 +46,20 @@ def test_leases_of_hot_prefixes_are_renewed_between_requests() -> None:
     known = hotness()
     pin = Pin(strategy(pin_lease=300), known)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
-    assert pin.tick(100.0) == []
-    renewals = pin.tick(250.0)
+    assert pin.tick((), 100.0) == []
+    renewals = pin.tick((), 250.0)
     assert [one.kind for one in renewals] == [ActionKind.PIN]
     pinned(pin, renewals, 250.0)
-    assert list(pin.pins(400.0)) == [("a", 1)]
+    assert list(pin.list_pins(400.0)) == [("a", 1)]
 
 
 def test_a_lease_that_is_not_hot_any_more_lapses_and_is_forgotten() -> None:
     known = hotness()
     pin = Pin(strategy(pin_lease=300), known)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
-    assert pin.tick(301.0) == []
-    assert not pin.pins(301.0)
-    assert not pin.heads(301.0)
+    assert pin.tick((), 301.0) == []
+    assert not pin.list_pins(301.0)
+    assert not pin.list_pins(301.0)
 
 
 def test_lapsed_leases_do_not_pile_up() -> None:
@@ -64,9 +67,9 @@ def test_lapsed_leases_do_not_pile_up() -> None:
     known, record = hotness(), ActionRecord()
     pin = Pin(strategy(pin_lease=300), known, record)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
-    pin.tick(299.0)
+    pin.tick((), 299.0)
     assert list(record.pins) == [("a", 1)]
-    pin.tick(300.0)
+    pin.tick((), 300.0)
     assert not record.pins
 
 
@@ -76,7 +79,7 @@ def test_the_budget_of_an_instance_is_kept() -> None:
     pin = Pin(strategy(pin_max_tokens=1200), known)
     for key in (1, 2, 3):
         pinned(pin, pin.plan(serve(known, key, times=2), PRESSURE, set(), 0.0), 0.0)
-    assert len(pin.pins(0.0)) == 2
+    assert len(pin.list_pins(0.0)) == 2
     assert len(pin.plan(serve(known, 3, instance="b"), PRESSURE, set(), 0.0)) == 1
 
 
@@ -120,26 +123,26 @@ def test_pinned_tiers_are_taken() -> None:
 def test_counted_pins_are_renewed_without_a_call_and_taken_back() -> None:
     """The coordinator counts pins and keeps them: pinning again would pin for ever."""
     known = hotness()
-    pin = Pin(strategy(pin_lease=300), known, counted=True)
+    pin = Pin(strategy(pin_lease=300), known, supports=lambda: COUNTED)
     pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
-    assert pin.tick(250.0) == []
-    assert pin.tick(480.0) == []
-    (unpin,) = pin.tick(500.0)
+    assert pin.tick((), 250.0) == []
+    assert pin.tick((), 480.0) == []
+    (unpin,) = pin.tick((), 500.0)
     assert unpin.kind is ActionKind.UNPIN
     pin.done(unpin, 500.0)
-    assert not pin.pins(500.0)
-    assert pin.tick(1000.0) == []
+    assert not pin.list_pins(500.0)
+    assert pin.tick((), 1000.0) == []
 
 
 def test_a_later_strategy_goes_on_with_the_leases_there_are() -> None:
     """After a reload: it pins nothing twice, and takes back what an earlier one pinned, once for both."""
     known, record = hotness(), ActionRecord()
-    before = Pin(strategy(pin_lease=300), known, record, counted=True)
+    before = Pin(strategy(pin_lease=300), known, record, supports=lambda: COUNTED)
     pinned(before, before.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
-    after = Pin(strategy(pin_lease=250), known, record, counted=True)
+    after = Pin(strategy(pin_lease=250), known, record, supports=lambda: COUNTED)
     assert after.plan(serve(known, 1), PRESSURE, set(), 1.0) == []
-    (unpin,) = after.tick(500.0)
+    (unpin,) = after.tick((), 500.0)
     assert unpin.kind is ActionKind.UNPIN
-    assert before.tick(500.0) == []
+    assert before.tick((), 500.0) == []
     after.done(unpin, 500.0)
-    assert not before.pins(500.0)
+    assert not before.list_pins(500.0)

@@ -8,9 +8,10 @@ import pytest
 
 from kvproxy.cache.actions.hotness import Hotness
 from kvproxy.cache.actions.signals import Pressure
-from kvproxy.cache.actions.strategies import BATCH, CLEAR_PAUSE_S, ActionRecord, Evict
+from kvproxy.cache.actions.strategies import BATCH, ColdPrefixes
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.providers import ActionKind
+from kvproxy.features.cache_strategies.strategies import CLEAR_PAUSE_S, Evict
 from tests.cache.actions.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
 from tests.cache.support import tokens
 
@@ -19,7 +20,8 @@ CANNOT = frozenset({ActionKind.CLEAR})
 
 
 def evict(known: Hotness, supports: frozenset[ActionKind] = CAN, **changes: object) -> Evict:
-    return Evict(strategy(**changes), known, supports=lambda: supports)
+    settings = strategy(**changes)
+    return Evict(settings, known, ColdPrefixes(settings, known, {}), supports=lambda: supports)
 
 
 def test_nothing_below_the_threshold_or_without_a_signal() -> None:
@@ -99,15 +101,17 @@ def test_prefixes_kept_by_the_operator_are_never_evicted() -> None:
 
 def test_a_priority_that_the_operator_sets_counts_at_once() -> None:
     """As a contract it goes last, as the operator's own never, and back to normal by its score."""
-    known, record = hotness(), ActionRecord()
+    known = hotness()
+    priorities: dict[int, Priority] = {}
     serve(known, 1)
     serve(known, 2)
     served = serve(known, 9)
-    under_test = Evict(strategy(), known, record, supports=lambda: frozenset({ActionKind.EVICT}))
+    cold = ColdPrefixes(strategy(), known, priorities)
+    under_test = Evict(strategy(), known, cold, supports=lambda: frozenset({ActionKind.EVICT}))
     for priority, order in ((Priority.CONTRACT, [2, 1]), (Priority.OPERATOR, [2]), (None, [1, 2])):
-        record.priorities.pop(1, None)
+        priorities.pop(1, None)
         if priority is not None:
-            record.priorities[1] = priority
+            priorities[1] = priority
         actions = under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)
         assert [one.prefix.key for one in actions if one.prefix] == order
 
