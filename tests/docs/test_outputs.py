@@ -33,7 +33,7 @@ from kvproxy.lab.advise.today import Today
 from kvproxy.lab.advise.traffic import RecordedRequest, Traffic
 from kvproxy.lab.planner.command import run as plan
 from kvproxy.lab.replay.compare import PolicySpec
-from kvproxy.lab.replay.report import LiveReport
+from kvproxy.lab.replay.report import ROW, LiveReport, ReplayReport
 from kvproxy.lab.replay.results import Summary
 from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
 from kvproxy.lab.replay.trace import Half
@@ -175,9 +175,8 @@ async def _live_replay() -> str:
         name: {"requests": requests, "prompt_tokens": prompt, "cached_tokens": cached}
         for name, requests, prompt, cached in [("vllm-a", 611, 7912344, 3391200), ("vllm-b", 577, 7466120, 3242880)]
     }
-    return LiveReport(
-        "conv", Half.BOTH, 1200, 0.47, summary, endpoints, {"status 429": 12}, 0, False, {}
-    ).render_table()
+    played = ReplayReport("conv", Half.BOTH, 2, 0.0, 1200, 0.47, None, ROW, {ROW: [summary]}, {})
+    return LiveReport(played, 1200, endpoints, {"status 429": 12}, 0, False).render_table()
 
 
 async def _pixius_checks() -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from statistics import StatisticsError, correlation, fmean
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from kvproxy.base.log_lines import align_columns
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, play_all, play_policy
-from kvproxy.lab.replay.report import format_seconds, name_half
-from kvproxy.lab.replay.results import Ratio, ReplayOutcome, jain_index, mean_ratio, percentile
+from kvproxy.lab.replay.report import Column, format_seconds, name_half
+from kvproxy.lab.replay.results import Ratio, ReplayOutcome, average, jain_index, mean_ratio, percentile
 from kvproxy.lab.replay.sessions.rules import BEST_PLACES, find_best_places
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Half, Trace
@@ -42,29 +42,17 @@ class BatchFigures:
     wait_by_length: float  # correlation of a request's wait with the length of its prompt
     refused: float = 0.0  # times that a request was refused after too long a wait, and came again
 
-    @classmethod
-    def average(cls, runs: Sequence[BatchFigures]) -> BatchFigures:
-        """Return the mean over seeds, figure by figure."""
-        return cls(**{one.name: fmean(getattr(run, one.name) for run in runs) for one in fields(cls)})
 
-
-class BatchColumn(NamedTuple):
-    """A figure of the table."""
-
-    title: str
-    show: Callable[[BatchFigures], str]
-
-
-COLUMNS = (
-    BatchColumn("sessions/h", lambda each: f"{each.sessions_per_hour:.1f}"),
-    BatchColumn("makespan", lambda each: format_seconds(each.makespan_s)),
-    BatchColumn("session", lambda each: format_seconds(each.session_mean_s)),
-    BatchColumn("p90", lambda each: format_seconds(each.session_p90_s)),
-    BatchColumn("first p90", lambda each: format_seconds(each.first_answer_p90_s)),
-    BatchColumn("wait max", lambda each: format_seconds(each.wait_max_s)),
-    BatchColumn("hit", lambda each: f"{each.hit_rate:.3f}"),
-    BatchColumn("fair", lambda each: f"{each.fairness:.3f}"),
-    BatchColumn("wait~len", lambda each: f"{each.wait_by_length:.2f}"),
+COLUMNS: Sequence[Column[BatchFigures]] = (
+    Column("sessions/h", lambda each: f"{each.sessions_per_hour:.1f}"),
+    Column("makespan", lambda each: format_seconds(each.makespan_s)),
+    Column("session", lambda each: format_seconds(each.session_mean_s)),
+    Column("p90", lambda each: format_seconds(each.session_p90_s)),
+    Column("first p90", lambda each: format_seconds(each.first_answer_p90_s)),
+    Column("wait max", lambda each: format_seconds(each.wait_max_s)),
+    Column("hit", lambda each: f"{each.hit_rate:.3f}"),
+    Column("fair", lambda each: f"{each.fairness:.3f}"),
+    Column("wait~len", lambda each: f"{each.wait_by_length:.2f}"),
 )
 LEGEND = (
     "session (mean, p90): s from a session's start to its last answer; first p90: TTFT of first requests;",
@@ -93,7 +81,7 @@ class BatchReport:
     @property
     def policies(self) -> Mapping[str, BatchFigures]:
         """Every policy's figures, averaged over its runs."""
-        return {name: BatchFigures.average(runs) for name, runs in self.runs.items()}
+        return {name: average(runs) for name, runs in self.runs.items()}
 
     def ratio(self, policy: str) -> Ratio:
         """Mean session time against the baseline's, seed by seed."""

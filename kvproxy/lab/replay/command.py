@@ -283,4 +283,4 @@ def _write_live(report: LiveReport, args: argparse.Namespace, out: TextIO, ttft_
     print(report.render_table(all_figures=args.all_figures), file=out)
     _write_json(args, report.as_json())
     if args.plot:
-        args.plot.write_text(render_html(report.plotted(), {ROW: sorted(ttft_s)}))
+        args.plot.write_text(render_html(report.played, {ROW: sorted(ttft_s)}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import httpx
 
@@ -26,11 +26,14 @@ from kvproxy.operate.receipts.receipt import describe_media
 REFERENCE = "pooled reference"
 
 
-class Column(NamedTuple):
+F = TypeVar("F")
+
+
+class Column(NamedTuple, Generic[F]):
     """A figure of a table."""
 
     title: str
-    show: Callable[[Summary], str]
+    show: Callable[[F], str]
 
 
 def format_seconds(value: float) -> str:
@@ -42,7 +45,7 @@ def _milliseconds(value: float) -> str:
     return f"{1000 * value:.1f}"
 
 
-FIGURES = (
+FIGURES: Sequence[Column[Summary]] = (
     Column("TTFT", lambda each: format_seconds(each.ttft_mean_s)),
     Column("p99", lambda each: format_seconds(each.ttft_p99_s)),
     Column("e2e", lambda each: format_seconds(each.e2e_mean_s)),
@@ -51,7 +54,7 @@ FIGURES = (
     Column("hit", lambda each: f"{each.hit_rate:.3f}"),
     Column("busy", lambda each: f"{each.imbalance:.2f}"),
 )
-MORE_FIGURES = (
+MORE_FIGURES: Sequence[Column[Summary]] = (
     Column("TTFT p50", lambda each: format_seconds(each.ttft_p50_s)),
     Column("p90", lambda each: format_seconds(each.ttft_p90_s)),
     Column("longest", lambda each: format_seconds(each.ttft_max_s)),
@@ -194,7 +197,7 @@ class ReplayReport:
         ]
 
 
-def _cells(name: str, summary: Summary, columns: Sequence[Column]) -> list[str]:
+def _cells(name: str, summary: Summary, columns: Sequence[Column[Summary]]) -> list[str]:
     return [name_row(name, summary), *(column.show(summary) for column in columns)]
 
 
@@ -203,57 +206,40 @@ ROW = "live"
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
-    """`summary` is over what ended before the run did. Holds no key."""
+    """`played` has one row, over what ended before the run did. Holds no key."""
 
-    trace: str
-    half: Half
+    played: ReplayReport
     wanted: int  # requests of the trace
-    hit_ceiling: float
-    summary: Summary
     endpoints: dict[str, dict[str, int]]
     failures: dict[str, int]
     held_back: int
     interrupted: bool
-    settings: dict[str, Any]
+
+    @property
+    def summary(self) -> Summary:
+        """Figures of the row."""
+        return self.played.runs[ROW][0]
 
     def as_json(self) -> dict[str, Any]:
         """Return the whole report; `policies` as in virtual time."""
+        played = self.played
         return {
-            "trace": self.trace,
-            "half": self.half,
-            "instances": len(self.endpoints),
-            "requests": self.summary.requests,
-            "hit_ceiling": self.hit_ceiling,
+            **{name: getattr(played, name) for name in ("trace", "half", "instances", "requests", "hit_ceiling")},
             "interrupted": self.interrupted,
             "held_back": self.held_back,
             "failures": self.failures,
             "endpoints": self.endpoints,
-            "settings": self.settings,
+            "settings": played.settings,
             "policies": {ROW: asdict(self.summary)},
         }
-
-    def plotted(self) -> ReplayReport:
-        """Return the same for a plot, limited to the fields that both kinds of replay have."""
-        return ReplayReport(
-            trace=self.trace,
-            half=self.half,
-            instances=len(self.endpoints),
-            load=0.0,
-            requests=self.summary.requests,
-            hit_ceiling=self.hit_ceiling,
-            reference=None,
-            baseline=ROW,
-            runs={ROW: [self.summary]},
-            settings=self.settings,
-        )
 
     def render_table(self, *, all_figures: bool = False) -> str:
         """For a terminal."""
         summary = self.summary
         ended = f"{summary.requests} of {self.wanted} requests" if self.interrupted else f"{summary.requests} requests"
         lines = [
-            f"{self.trace}, {name_half(self.half)}: {ended}, {summary.requests_per_s:.2f} a second, "
-            f"hit ceiling {self.hit_ceiling:.3f}; times in s, between tokens in ms"
+            f"{self.played.trace}, {name_half(self.played.half)}: {ended}, {summary.requests_per_s:.2f} a second, "
+            f"hit ceiling {self.played.hit_ceiling:.3f}; times in s, between tokens in ms"
         ]
         for figures in (FIGURES, MORE_FIGURES) if all_figures else (FIGURES,):
             header = ["policy", *(column.title for column in figures)]
@@ -281,22 +267,30 @@ def report_live(
     """Return a report of the outcomes so far."""
     outcomes = replay.outcomes
     shown = replace(settings, api_key="", url=str(httpx.URL(settings.url).copy_with(username=None, password=None)))
-    return LiveReport(
+    endpoints = {
+        name or "(not named)": _counts([each for each in outcomes if each.endpoint == number])
+        for number, name in enumerate(replay.endpoints)
+    }
+    summary = summarize_outcomes(outcomes, max(1, len(replay.endpoints)), token_gaps=replay.token_gaps, limits=limits)
+    played = ReplayReport(
         trace=trace.name,
         half=trace.half,
-        wanted=trace.requests,
+        instances=len(endpoints),
+        load=0.0,
+        requests=summary.requests,
         hit_ceiling=trace.hit_ceiling(),
-        summary=summarize_outcomes(
-            outcomes, max(1, len(replay.endpoints)), token_gaps=replay.token_gaps, limits=limits
-        ),
-        endpoints={
-            name or "(not named)": _counts([each for each in outcomes if each.endpoint == number])
-            for number, name in enumerate(replay.endpoints)
-        },
+        reference=None,
+        baseline=ROW,
+        runs={ROW: [summary]},
+        settings={"live": asdict(shown), "pace": asdict(pace), "goodput": asdict(limits)},
+    )
+    return LiveReport(
+        played,
+        wanted=trace.requests,
+        endpoints=endpoints,
         failures=dict(replay.failures.most_common()),
         held_back=replay.held_back,
         interrupted=interrupted,
-        settings={"live": asdict(shown), "pace": asdict(pace), "goodput": asdict(limits)},
     )
 
 

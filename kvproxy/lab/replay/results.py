@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvproxy.lab.simulator.timing import TokenGaps
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+F = TypeVar("F", bound="DataclassInstance")
 
 
 @dataclass(slots=True)
@@ -179,11 +184,15 @@ def compute_rate(arrivals: Sequence[float]) -> float:
 
 def average_summaries(summaries: Sequence[Summary]) -> Summary:
     """Return the mean over seeds, figure by figure, and how far the mean TTFT differs between them."""
-    rows = [asdict(summary) for summary in summaries]
-    means: dict[str, Any] = {name: fmean(row[name] for row in rows) for name in rows[0]}
-    means |= {"requests": round(means["requests"]), "failed": round(means["failed"])}
+    means = average(summaries)
     spread = stdev(each.ttft_mean_s for each in summaries) if len(summaries) > 1 else 0.0
-    return Summary(**{**means, "ttft_mean_sd_s": spread})
+    return replace(means, requests=round(means.requests), failed=round(means.failed), ttft_mean_sd_s=spread)
+
+
+def average(runs: Sequence[F]) -> F:
+    """Return the mean over runs, figure by figure."""
+    rows = [asdict(run) for run in runs]
+    return type(runs[0])(**{name: fmean(row[name] for row in rows) for name in rows[0]})
 
 
 class Ratio(NamedTuple):
