@@ -12,7 +12,6 @@ from kvproxy.cluster.endpoint import Endpoint, EndpointObserver
 from kvproxy.cluster.feature import ClusterObserver, ClusterTools, NumberedRequest, ObservedCluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.load import EndpointLoad
-from kvproxy.cluster.routing.waiting_lines import engine_priority
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
 from kvproxy.features.priority.metrics import EnginePriorityMetrics
 from kvproxy.features.priority.urgency import UrgencyScale
@@ -183,7 +182,7 @@ class ClusterPriority(ClusterObserver):
             endpoints=len(self._cluster.endpoints),
         )
         told.count("sent")
-        number = engine_priority(urgency)
+        number = self._scale.engine_priority(urgency)
         return number if told.order is PriorityOrder.LOWEST_FIRST else -number
 
     def is_named(self, error: bytes) -> bool:

@@ -18,7 +18,6 @@ from kvproxy.cluster.routing.fair_queue import ADMIT_BELOW_S, FairQueue, QueueSe
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState, Reservation, count_live_blocks
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.selector import Decision
-from kvproxy.cluster.routing.waiting_lines import EPOCH_S, engine_priority
 from kvproxy.cluster.settings import EndpointRole
 from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.trace import Turn
@@ -126,7 +125,10 @@ class VirtualRouter:
             self._connect(endpoint)
 
     def _make_scale(self) -> UrgencyScale:
-        from kvproxy.features.priority.urgency import UrgencyScale  # a replay without priority needs none of it
+        from kvproxy.features.priority.urgency import (  # a replay without priority needs none of it
+            EPOCH_S,
+            UrgencyScale,
+        )
 
         return UrgencyScale(speeds=lambda: self._policy.speeds, wall_clock=lambda: EPOCH_S + self._now)
 
@@ -312,7 +314,7 @@ class VirtualRouter:
             tenant=outcome.tenant,
             endpoints=len(self.endpoints),
         )
-        return engine_priority(urgency)
+        return self._priority.engine_priority(urgency)
 
     def _least_wait_s(self, now: float) -> float:
         speeds = self._speeds

@@ -8,10 +8,10 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.cluster.routing.waiting_lines import EPOCH_S, LEVEL_S
+from kvproxy.cluster.routing.waiting_lines import LEVEL_S
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode
 from kvproxy.features.priority.engine_priority import EndpointPriority, PriorityState
-from kvproxy.features.priority.urgency import UrgencyScale
+from kvproxy.features.priority.urgency import EPOCH_S, UrgencyScale
 from tests.cluster.conftest import MakeCluster
 from tests.features.priority.support import known_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.cluster.routing.waiting_lines import HALF_LIFE_S, MAX_BEHIND_S, MAX_TENANTS, TenantTurns
+from kvproxy.features.priority.urgency import HALF_LIFE_S, MAX_BEHIND_S, MAX_TENANTS, TenantTurns
 
 
 def test_a_tenant_alone_is_never_behind() -> None:
