@@ -44,8 +44,8 @@ def advise_memory(receipts: Sequence[Receipt], memory_tokens: Sequence[int]) -> 
     engines = max(1, math.ceil(most / ADMIT_BELOW / total * len(memory_tokens)) - len(memory_tokens))
     more = "a further engine" if engines == 1 else f"{engines} further engines"
     text = (
-        f"contexts of sessions need {most / total:.1f} of the KV memory {_name_hours(sorted(crowded))} h UTC "
-        f"({most:,.0f} of {total:,} tokens): {more} like these"
+        f"contexts of sessions need {most / total:.1f} times the KV memory {_name_hours(sorted(crowded))} h UTC "
+        f"({most:,.0f} tokens; there are {total:,}): {more} like these"
     )
     waits_s = sorted(_room_waits(receipts, set(crowded)))
     if waits_s:

@@ -151,6 +151,6 @@ def show_status(live: Mapping[str, Any]) -> StatusPart:
             expected = one["expected_wait_s"]
             soon = "" if expected is None else f"; a new one would wait {expected:.0f} s"
             lines.append(
-                plain(f"{cluster}: {one['waiting']} sessions wait for room beside {one['residents']} residents{soon}")
+                plain(f"{cluster}: sessions waiting for KV memory: {one['waiting']} ({one['residents']} hold it){soon}")
             )
     return StatusPart(blocks=(lines,) if lines else ())

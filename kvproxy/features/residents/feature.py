@@ -68,9 +68,11 @@ class Sessions(Feature):
         from kvproxy.operate.receipts.receipt import note_of
 
         if (turn := note_of(receipt, NOTE, SessionTurn)) is not None:
-            waited = f" after waiting {format_seconds(turn.room_wait_s)} for room in memory" if turn.room_wait_s else ""
-            kept = "kept there for the next one" if turn.resident else "not kept, since it had no room"
-            yield f"turn {turn.turn} of its session{waited}; its context is {kept}"
+            waited = ""
+            if turn.room_wait_s:
+                waited = f", which waited {format_seconds(turn.room_wait_s)} until an engine had memory for its context"
+            kept = "is kept for the next turn" if turn.resident else "is not kept, since no memory was free for it"
+            yield f"turn {turn.turn} of its session{waited}; the context {kept}"
 
     def make_admission(self, settings: ClusterSettings) -> Admission | None:
         """Return the rule, which needs no more than what a router sees."""

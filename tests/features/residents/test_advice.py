@@ -67,8 +67,8 @@ def test_contexts_beyond_the_memory_are_put_into_figures() -> None:
     """Ratio, hours and engines; what all share counts once, and so do contexts between turns."""
     # 10 agents of 80 blocks on average, and 20 common ones: 82,000 tokens
     (text,) = FEATURE.advise(agents(10), [26_000, 26_000])
-    assert text.startswith("contexts of sessions need 1.6 of the KV memory from 9 to 11 h UTC (8")
-    assert "of 52,000 tokens): 2 further engines like these" in text
+    assert text.startswith("contexts of sessions need 1.6 times the KV memory from 9 to 11 h UTC (8")
+    assert "tokens; there are 52,000): 2 further engines like these" in text
     assert "wait" not in text
 
 
@@ -82,9 +82,9 @@ def test_memory_that_is_large_enough_needs_no_advice() -> None:
 def test_a_context_that_nobody_comes_back_for_counts_until_its_end() -> None:
     """Sessions that pause for minutes are no residents."""
     (text,) = FEATURE.advise(agents(10, gap_s=100.0), [8_000])
-    busy = float(text.split("need ")[1].split(" of")[0])
+    busy = float(text.split("need ")[1].split(" times")[0])
     (text,) = FEATURE.advise(agents(10), [8_000])
-    assert float(text.split("need ")[1].split(" of")[0]) > 2.5 * busy
+    assert float(text.split("need ")[1].split(" times")[0]) > 2.5 * busy
 
 
 def test_sessions_waits_are_those_of_the_crowded_hours() -> None:
@@ -118,7 +118,7 @@ def test_the_adviser_gives_it(tmp_path: Path) -> None:
     path = tmp_path / "receipts.jsonl"
     path.write_bytes(b"".join(map(encode_receipt, agents(10, **more))))
     (pool,), text = advise(path, engines=both(capacity_tokens=26_000, offloads=False), now=NINE + 7200.0)
-    assert "Contexts of sessions need 1.6 of the KV memory" in text
+    assert "Contexts of sessions need 1.6 times the KV memory" in text
     (one,) = [each for each in pool.advice if each.setting == "KV memory"]
     assert not one.flags
     _, text = advise(path, engines=both(capacity_tokens=260_000), now=NINE + 7200.0)

@@ -74,7 +74,7 @@ async def test_a_session_without_room_waits_until_another_is_over(
         assert shown["default"]["waiting"] == 1  # type: ignore[index]
         (waits,) = shown["default"]["waits"]  # type: ignore[index]
         assert (waits["begins"], waits["endpoint"], waits["tokens"] > 4000) == (True, "only", True)
-        assert "1 sessions wait for room beside 1 residents" in str(show_status({"sessions": shown}).blocks)
+        assert "sessions waiting for KV memory: 1 (1 hold it)" in str(show_status({"sessions": shown}).blocks)
         described = describe_capability(proxy.config, proxy.clusters.values())
         assert described.reason == "1 resident now, 1 wait for room"
         assert (await client.post("/v1/chat/completions", json=chat(1, 7))).status_code == 200
@@ -92,7 +92,7 @@ async def test_a_session_without_room_waits_until_another_is_over(
     waited = next(note for note in notes if note.room_wait_s)
     assert (waited.turn, waited.resident) == (1, True)
     explained = [line for one in receipts for line in FEATURE.explain(one)]
-    assert any("after waiting" in line and "kept there" in line for line in explained)
+    assert any("which waited" in line and "is kept for the next turn" in line for line in explained)
 
 
 async def test_switched_off_no_session_waits(tmp_path: Path) -> None:
