@@ -67,7 +67,6 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
         if queue is None or isinstance(verdict, Refusal) or exchange.outcome.attempts or queue.admits(verdict, now):
             pick = self.take(verdict, now)
         else:
-            notify(RequestObserver.queued, exchange, verdict, now)
             hints = exchange.hints
             turn = queue.wait(
                 verdict,

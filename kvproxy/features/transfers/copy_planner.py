@@ -25,11 +25,10 @@ LEAST_TOKENS_PER_S = 8192.0
 #: By how much a copy has to be faster than computing: it takes two engines' links from others besides.
 SAVES = 2.0
 #: Weights of the seconds that a request waits for its copy, and of those that links are taken: an engine that waits for
-#: a copy goes on with others, and a link with time to spare costs little, except for copies without a waiting request,
-#: which may be useless. Tuned on halves of the traces that no report shows.
+#: a copy goes on with others, and a link with time to spare costs little. Tuned on halves of the traces that no report
+#: shows.
 LATE = 0.5
 LINK = 0.02
-LINK_UNAWAITED = 1.0
 #: Cost of the memory that a copy takes from others, as a share of the prefill seconds it saves. Tuned as above.
 DISPLACES = 0.15
 #: Share of an engine's memory for requests in flight and copies, beyond which no copy is made.
@@ -58,7 +57,6 @@ class LinkTerms:
     min_tokens: int  # fewer are not copied
     step_tokens: int  # a holder within this many tokens of the longest is an equally good source
     lands: Tier = Tier.DEVICE
-    waits: bool = True  # a request may wait for its copy; else the copy must end before the request's turn
 
 
 @dataclass(slots=True)
@@ -132,7 +130,6 @@ class TransferPlanner:
             return asked
         giving = {one.id: one for one in sources if published.get(one.id)}
         anywhere = self._draw_source(list(giving.values()), published, now)
-        link = LINK if terms.waits else LINK_UNAWAITED
         found = dict(facts.by_endpoint)
         offered = {}
         price_s = {}
@@ -151,15 +148,12 @@ class TransferPlanner:
             if overlap is None:  # endpoints with equal results share one object, which policies examine once
                 overlap = copied[id(held), transfer.tokens] = landed(held, transfer.tokens, terms.lands)
             saved_s = own_s(facts, here, speeds) - own_s_with(overlap, facts.prompt_tokens, here, speeds)
-            free = transfer.source == STORE and not terms.waits  # no other engine's link, no request's time
-            if saved_s < (0.0 if free else SAVES * copy_s):
+            if saved_s < SAVES * copy_s or refuses(transfer.missing):
                 continue
             wait_s = target.load.wait_s(speeds.seconds, speeds.slowness(here, now), now)
             late_s = max(0.0, transfer.over_at - now - wait_s)
-            if (late_s and not terms.waits) or refuses(transfer.missing):
-                continue
             offered[here], found[here] = transfer, overlap
-            price_s[here] = LATE * late_s + link * copy_s + DISPLACES * saved_s
+            price_s[here] = LATE * late_s + LINK * copy_s + DISPLACES * saved_s
         if not offered:
             return asked
         facts = msgspec.structs.replace(facts, by_endpoint=found)

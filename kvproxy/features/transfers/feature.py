@@ -30,11 +30,9 @@ class TransferSettings(Model):
     retired = {"ahead": "turns took 1.04 of the time without copies ahead of them; `on_demand` copies where it helps"}
 
     on_demand: bool = False
-    """To where a request goes: while the router queue holds it or, with `max_wait`, as part of the decision. Needs a
-    cluster with `queue`."""
-    max_wait: Duration = Field(default=0.0, ge=0, le=60)
-    """On demand: upper bound of a request's wait for its copy, which is never longer than the expected saving; 0: no
-    wait."""
+    """To where a request goes, as part of the decision. Needs a cluster with `queue`."""
+    max_wait: Duration = Field(default=2.0, gt=0, le=60)
+    """On demand: upper bound of a request's wait for its copy, which is never longer than the expected saving."""
     at_once: int = Field(default=2, ge=1, le=64)
     """Transfers under way at once, over all instances; further ones are not made."""
     tokens_per_second: int = Field(default=50_000, ge=1)
@@ -90,7 +88,7 @@ class TransfersFeature(Feature):
             if own.on_demand and not any(one.queues for one in config.clusters.values()):
                 why = "no cluster has a queue, without which nothing is copied on demand"
                 yield error_at(where, why, "leave `queue: {enabled: false}` out of a cluster with kv_aware")
-            if own.max_wait and not own.on_demand:
+            if "max_wait" in own.model_fields_set and not own.on_demand:
                 yield warning_at((*at, "transfers", "max_wait"), "does nothing without on_demand")
 
     def observe_cache(self, parts: CacheParts) -> CacheObserver | None:

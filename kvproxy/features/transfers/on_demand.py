@@ -1,9 +1,7 @@
 """Transfers on demand: KV is copied to the endpoint of a request.
 
-Replays play the same plan (copy_planner.py). By itself a copy begins while the router queue
-holds the request, which keeps its place and waits for nothing. With `max_wait` it is part of the decision: the request
-has its place, and goes when the copy is there, or is not worth waiting for any more. Where a copy failed or is late the
-engine computes."""
+Replays play the same plan (copy_planner.py). A copy is part of the decision: the request has its place, and goes when
+the copy is there, or is not worth waiting for any more. Where a copy failed or is late the engine computes."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,7 +28,6 @@ from kvproxy.cluster.routing.policy import Overlap, PickRequest
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import prefill_s
-from kvproxy.cluster.screening import Refusal
 from kvproxy.features.transfers.copy_planner import (
     NOT_HELD,
     STORE,
@@ -39,7 +36,6 @@ from kvproxy.features.transfers.copy_planner import (
     TransferPlanner,
     landed,
     near_tokens,
-    refuse_none,
 )
 from kvproxy.features.transfers.feature import NOTE, UNDER_WAY, TransferResult
 from kvproxy.features.transfers.transfers import STEP_TOKENS, Transfers
@@ -84,28 +80,9 @@ class OnDemand:
         self._overlap = overlap
         self._max_wait_s = transfers.settings.max_wait
         self._clock = transfers.clock
-        #: Whether requests wait for their copies.
-        self.waits = self._max_wait_s > 0.0
         self._planner = TransferPlanner(self._terms(), rng=transfers.rng)
         #: Waiting requests, by their copies: instance and digest of the copied prefix.
         self._waiting: dict[tuple[str, int], Copy] = {}
-
-    def plan(self, request: CopiedRequest, decision: Decision[Endpoint], now: float) -> None:
-        """Plan a copy for a request in the router queue, with its present decision. A copy begins if that is then
-        cheaper."""
-        facts = request.facts
-        speeds = facts.cluster.speeds
-        if speeds is None or not self._is_long(facts):
-            return
-        planner = self._planner
-        asked = decision.request
-        endpoints = decision.candidates
-        if (offered := self._offer(facts, asked, endpoints, speeds, now)) is asked:
-            return
-        planned = facts.cluster.decide(offered, now)
-        transfer = None if isinstance(planned, Refusal) else planner.find_transfer(planned)
-        if transfer is not None:
-            self._begin(request, transfer, speeds)
 
     def offer(self, request: CopiedRequest, asked: PickRequest, now: float) -> tuple[PickRequest, str]:
         """Return what is to be decided with what could be copied, and the limit that refuses a copy (a metric label) or
@@ -122,7 +99,18 @@ class OnDemand:
                 refusals.append(refused)
             return bool(refused)
 
-        offered = self._offer(facts, asked, cluster.screening.candidates(asked.model, now), speeds, now, refuses)
+        self._planner.terms = self._terms()
+        published, stored = self._sources(facts)
+        offered = self._planner.offer(
+            asked,
+            cluster.screening.candidates(asked.model, now),
+            speeds,
+            now,
+            sources=facts.endpoints,
+            published=published,
+            stored=stored,
+            refuses=refuses,
+        )
         return offered, refusals[0] if refusals else ""
 
     def count_refused(self, reason: str) -> None:
@@ -184,27 +172,11 @@ class OnDemand:
         """Return True if enough of its prompt is known to be copied."""
         return facts.tokens is not None and len(facts.tokens) >= self._planner.terms.min_tokens
 
-    def _offer(
-        self,
-        facts: RequestFacts,
-        asked: PickRequest,
-        endpoints: Sequence[Endpoint],
-        speeds: SpeedModel,
-        now: float,
-        refuses: Callable[[int], bool] = refuse_none,
-    ) -> PickRequest:
-        self._planner.terms = self._terms()
-        published, stored = self._sources(facts)
-        sources = facts.endpoints
-        return self._planner.offer(
-            asked, endpoints, speeds, now, sources=sources, published=published, stored=stored, refuses=refuses
-        )
-
     def _terms(self) -> LinkTerms:
         """As the link is at present."""
         speed = self._transfers.link.tokens_per_s or math.inf
         least = self._transfers.settings.min_tokens
-        return LinkTerms(speed, LATENCY_S, least, STEP_TOKENS, lands=Tier.HOST, waits=self.waits)
+        return LinkTerms(speed, LATENCY_S, least, STEP_TOKENS, lands=Tier.HOST)
 
     def _sources(self, facts: RequestFacts) -> tuple[Mapping[EndpointId, int], Mapping[EndpointId, int]]:
         """Return what a lookup service reported that endpoints have in memory, and that their instances read from
@@ -235,8 +207,7 @@ class OnDemand:
             prefix = KnownPrefix(digest, facts.model, facts.request.cache_salt or "", deque(), digest, copied)
             source = "" if transfer.source == STORE else self._instance_of(facts, transfer.source)
             over = partial(self._over, key, transfer)
-            why = "placed" if self.waits else "queued"
-            if not self._transfers.begin(target, prefix, transfer.missing, source, why, speeds, over):
+            if not self._transfers.begin(target, prefix, transfer.missing, source, "placed", speeds, over):
                 return None
             copy = self._waiting[key] = Copy(transfer.tokens, transfer.source or "shared")
             self._planner.links.reserve(transfer, transfer.over_at)
@@ -285,47 +256,17 @@ class CopyObserver(CacheObserver):
 
     def watch(self, facts: RequestFacts) -> RequestWatch:
         """Follow the request from now on."""
-        kind = AwaitedCopy if self.on_demand.waits else QueuedCopy
-        return kind(self.on_demand, CopiedRequest(facts))
+        return CopyWatch(self.on_demand, CopiedRequest(facts))
 
 
-class _CopyWatch(RequestObserver):
-    """Of one request. (It must not hold the exchange, which would be a cycle.)"""
+class CopyWatch(RequestObserver):
+    """The copy of one request. (It must not hold the exchange, which would be a cycle.)"""
 
-    __slots__ = ("_on_demand", "_request")
+    __slots__ = ("_counted", "_on_demand", "_refused", "_request", "_wait")
 
     def __init__(self, on_demand: OnDemand, request: CopiedRequest) -> None:
         self._on_demand = on_demand
         self._request = request
-
-    def finished(self, exchange: Exchange, now: float) -> None:
-        self._settle(exchange, "left")
-
-    def _settle(self, exchange: Exchange, unfinished: str) -> None:
-        """Record the copy's outcome. Once per request: a placed request is not queued again."""
-        if self._request.result is not None and NOTE not in exchange.outcome.notes:
-            exchange.outcome.notes[NOTE] = self._on_demand.settle(self._request, self._request.result, unfinished)
-
-
-class QueuedCopy(_CopyWatch):
-    """The copy is made while the router queue holds the request, which waits for nothing else."""
-
-    __slots__ = ()
-
-    def queued(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
-        self._on_demand.plan(self._request, decision, now)
-
-    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
-        self._settle(exchange, "late")
-
-
-class AwaitedCopy(_CopyWatch):
-    """The copy is part of the decision, and the request waits for it."""
-
-    __slots__ = ("_counted", "_refused", "_wait")
-
-    def __init__(self, on_demand: OnDemand, request: CopiedRequest) -> None:
-        super().__init__(on_demand, request)
         self._refused = ""
         self._wait: CopyDeadline | None = None
         self._counted = request.facts.overlaps  # overlaps by which its place was reserved
@@ -354,3 +295,11 @@ class AwaitedCopy(_CopyWatch):
         counted = self._counted
         self._counted = self._request.facts.overlaps
         return wait is not None or counted is not self._counted  # the latter: a limit refused the copy after all
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        self._settle(exchange, "left")
+
+    def _settle(self, exchange: Exchange, unfinished: str) -> None:
+        """Record the copy's outcome, once."""
+        if self._request.result is not None and NOTE not in exchange.outcome.notes:
+            exchange.outcome.notes[NOTE] = self._on_demand.settle(self._request, self._request.result, unfinished)

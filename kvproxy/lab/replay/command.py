@@ -174,7 +174,7 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         index=args.index,
         tiers=TierPlan.parse(args.tiers) if args.tiers else None,
         eviction=args.eviction,
-        link=LinkPlan(args.link, waits=not args.no_link_wait),
+        link=LinkPlan(args.link),
     )
     return ComparisonPlan(
         fleet,

@@ -73,8 +73,6 @@ _ENGINES = (
            "eviction order of engines and tiers; optimum uses the future (default %(default)s)"),
     Option("--link", "GBPS", 12.5, "link for copies of +move, each way of each engine (default %(default)s; a token's "
            "KV is 128 KiB; below 1 nothing is copied)"),
-    Option("--no-link-wait", None, False,
-           "requests wait for no copy: it is made while the router queue holds them, as by the proxy"),
     Option("--prefill", "N", int, "N engines prefill for the --decode M that answer, in place of --instances; 0: those "
            "prefill for each other"),
     Option("--decode", "M", int, "engines that answer, with --prefill"),

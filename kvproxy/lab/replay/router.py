@@ -137,8 +137,6 @@ class VirtualRouter:
         refuses it: figures of policies that refuse different requests could not be compared."""
         decision = self._decide(request, now)
         if self._speeds is not None and self._waits(decision, now) and self._offer(request, decision, now):
-            if self._transfers is not None:
-                self._transfers.copy_meanwhile(decision, self.endpoints, request.turn.blocks, now)
             return None
         return self._place(request, decision, now)
 

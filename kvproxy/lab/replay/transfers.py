@@ -9,7 +9,6 @@ settles what it reuses, long before it computes.)
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
-from kvproxy.cluster.routing.selector import Decision, decide
+from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.lab.simulator.engine import Engine
 
@@ -33,7 +32,6 @@ class LinkPlan:
     latency_s: float = 0.002
     min_tokens: int = 64  # fewer are not copied
     kv_bytes_per_token: int = 131_072
-    waits: bool = True  # a request may wait for its copy; else the router queue holds it meanwhile, or there is none
 
     @property
     def tokens_per_s(self) -> float:
@@ -59,41 +57,12 @@ class SimTransfers:
         self._plan = plan
         self.block_size = block_size
         self._landed = copy_planner.landed
-        terms = copy_planner.LinkTerms(plan.tokens_per_s, plan.latency_s, plan.min_tokens, block_size, waits=plan.waits)
+        terms = copy_planner.LinkTerms(plan.tokens_per_s, plan.latency_s, plan.min_tokens, block_size)
         self._planner = copy_planner.TransferPlanner(terms, rng=rng)
-        self._under_way: list[tuple[float, int, Engine, Sequence[int]]] = []  # that no request waits for
         self.counts = TransferCounts()
 
     def offer(self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float) -> PickRequest:
-        """Return the request with possible copies to each engine and their seconds; unchanged if it would not wait for
-        one. Copies that have ended are put into the engine's memory first."""
-        self._deliver(now)
-        return self._plan_copies(asked, endpoints, speeds, now) if self._plan.waits else asked
-
-    def copy_meanwhile(
-        self, decision: Decision[Any], endpoints: Sequence[Any], blocks: Sequence[int], now: float
-    ) -> None:
-        """Copy blocks for a request in the router queue, which waits for no more than its turn."""
-        asked = decision.request
-        speeds = decision.decided_by.speeds
-        if self._plan.waits or speeds is None:
-            return
-        planned = decide(self._plan_copies(asked, endpoints, speeds, now), endpoints, decision.decided_by, now)
-        transfer = None if planned is None else self._planner.find_transfer(planned)
-        if transfer is not None:
-            engines = {one.id: one.engine for one in endpoints}
-            target = engines[transfer.target]
-            over_at, copied = self.begin(transfer, engines[transfer.source], target, blocks, now)
-            heapq.heappush(self._under_way, (over_at, self.counts.made, target, copied))
-
-    def _deliver(self, now: float) -> None:
-        while self._under_way and self._under_way[0][0] <= now:
-            _, _, engine, blocks = heapq.heappop(self._under_way)
-            engine.receive(blocks, now)
-
-    def _plan_copies(
-        self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float
-    ) -> PickRequest:
+        """Return the request with possible copies to each engine and their seconds."""
         published = {one.id: _published_tokens(asked.facts, one.id) for one in endpoints}
         return self._planner.offer(asked, endpoints, speeds, now, sources=endpoints, published=published)
 

@@ -25,7 +25,6 @@ HOOKS = (
     "facts_known",
     "received",
     "deciding",
-    "queued",
     "placed",
     "refused",
     "attempt_began",
@@ -69,9 +68,6 @@ class RequestObserver:
     def deciding(self, exchange: Exchange, asked: PickRequest, now: float) -> PickRequest:
         """Return the question of the first attempt with what it adds. Before each decision, so again after a wait."""
         return asked
-
-    def queued(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
-        """Note that the request enters the router queue; its endpoint may have changed when its turn comes."""
 
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """Note that an endpoint was chosen; its load does not count the request yet. A retry is placed again."""

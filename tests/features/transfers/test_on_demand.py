@@ -1,4 +1,4 @@
-"""Transfers on demand: KV is copied while the router queue holds a request, which waits for nothing but its turn."""
+"""Transfers on demand: KV is copied to where a request goes, which waits for it as long as that pays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvproxy.features.transfers.feature import NOTE, TransferResult
 from kvproxy.features.transfers.on_demand import CopyObserver, OnDemand
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.receipts.explain import explain_receipt
-from kvproxy.operate.receipts.receipt import Receipt, decode_receipt, note_of
+from kvproxy.operate.receipts.receipt import decode_receipt, note_of
 from tests.cache.support import A, B, Fake, controller, copying, long_text, tokenize
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy
@@ -25,12 +25,13 @@ from tests.support.until import until
 
 TEXT = long_text("t", 1300)
 HELD = 1280
-FILLER = long_text("f", 60_000)
+LONG, OTHER = long_text("l", 60_000), long_text("o", 60_000)
+LONG_HELD = 59_904
 
 
 @dataclass
 class Stage:
-    """Endpoint `a` holds the beginning of TEXT and takes no new requests, `b` is busy: the queue holds what comes."""
+    """Endpoint `a` holds the beginnings of prompts and takes no new requests: all go to `b`."""
 
     proxy: RunningProxy
     service: Fake
@@ -38,20 +39,6 @@ class Stage:
     go_on: asyncio.Event
     engine: Fake  # `b`
     asked: list[asyncio.Task[httpx.Response]] = field(default_factory=list)
-
-    @property
-    def queue(self) -> int:
-        """Requests that wait."""
-        queue = self.proxy.proxy.clusters["default"].queue
-        assert queue is not None
-        return len(queue)
-
-    async def ask(self, text: str) -> asyncio.Task[httpx.Response]:
-        """Send a request that waits."""
-        before = self.queue
-        task = self.send(text)
-        await until(lambda: self.queue == before + 1)
-        return task
 
     def send(self, text: str) -> asyncio.Task[httpx.Response]:
         """Send a request."""
@@ -95,11 +82,16 @@ def moved(asked: dict[str, Any]) -> dict[str, Any]:
     return {"event_id": "x", "num_tokens": len(asked["tokens"])}
 
 
+def long_held_by_a(tokens: list[int]) -> dict[str, Any]:
+    """Return a prompt that takes many seconds to compute: no test's machine is so slow that its copy is not worth a
+    wait."""
+    return {"a": ["LocalCPUBackend", LONG_HELD]} if len(tokens) > LONG_HELD else {}
+
+
 @contextlib.asynccontextmanager
-async def stage(
-    service: Fake, receipts: Path | None = None, *, busy: bool = True, **transfers: Any
-) -> AsyncIterator[Stage]:
-    """Yield the proxy with both engines, one of them `busy` with a long prompt."""
+async def stage(service: Fake, receipts: Path | None = None, **transfers: Any) -> AsyncIterator[Stage]:
+    """Yield the proxy with both engines, and time for copies unless told otherwise."""
+    transfers = {"max_wait": "60s", "timeout": "60s", "tokens_per_second": 100_000, **transfers}
     go_on = asyncio.Event()
 
     async def answer(_: dict[str, Any]) -> dict[str, Any]:
@@ -119,68 +111,8 @@ async def stage(
             assert copies is not None
             await until(lambda: kv.overlap.lookups.possible)
             cluster.members.drain_endpoint(A)
-            staged = Stage(proxy, service, copies.on_demand, go_on, engines[1])
-            if busy:
-                staged.send(FILLER)
-                await until(lambda: staged.answers == 1)
-            yield staged
+            yield Stage(proxy, service, copies.on_demand, go_on, engines[1])
             go_on.set()
-
-
-async def test_a_request_that_waits_finds_the_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """From the holder into the memory of where it goes, though the holder itself takes no requests; known to the
-    decision, written down with its reason, and told by the receipt."""
-    caplog.set_level(logging.INFO, "kvproxy.audit")
-    service, path = controller(held_by_a, move=moved), tmp_path / "receipts.jsonl"
-    async with stage(service, path) as staged:
-        waits = await staged.ask(TEXT)
-        await until(lambda: service.calls["/move"] == 1)
-        assert not waits.done()
-        await until(lambda: staged.on_demand._waiting == {})
-        answers = await staged.finish()
-        assert [answer.status_code for answer in answers] == [200, 200]
-        assert staged.result("done") == 1
-        assert staged.proxy.metric("kvproxy_kvcache_transferred_tokens_total", endpoint="b") == HELD
-    (asked,) = service.bodies["/move"]
-    assert (asked["old_position"][0], asked["new_position"][0], len(asked["tokens"])) == ("a", "b", HELD)
-    line = next(one for one in caplog.messages if "action=transfer" in one)
-    assert "instance=b" in line
-    assert "reason=queued" in line
-    assert "source=a" in line
-    receipt = receipts_of(path)[1300]
-    assert receipt.facts[B].tokens == HELD
-    note = note_of(receipt, NOTE, TransferResult)
-    assert note is not None
-    assert (note.endpoint, note.source, note.result) == (B, A, "done")
-    assert "1280 tokens were to be copied to b from a" in explain_receipt(receipt)
-
-
-def receipts_of(path: Path) -> dict[int, Receipt]:
-    """By hundreds of prompt tokens."""
-    read = [decode_receipt(line) for line in path.read_bytes().splitlines()]
-    return {(one.prompt_tokens or 0) // 100 * 100: one for one in read}
-
-
-async def test_a_copy_that_fails_is_computed(caplog: pytest.LogCaptureFixture) -> None:
-    """The source is gone: the request is answered in its turn, and the links are free."""
-    service = controller(held_by_a, move=lambda _: (500, {"error": "no such worker"}))
-    async with stage(service) as staged:
-        await staged.ask(TEXT)
-        await until(lambda: staged.on_demand._waiting == {} and service.calls["/move"] >= 1)
-        answers = await staged.finish()
-        assert [answer.status_code for answer in answers] == [200, 200]
-        assert staged.result("done") == 0
-        assert staged.on_demand._transfers.link.running == 0
-
-
-async def test_a_copy_that_brings_nothing_is_not_believed() -> None:
-    """The source has lost the blocks meanwhile."""
-    service = controller(held_by_a, move=lambda _: {"event_id": "x", "num_tokens": 0})
-    async with stage(service) as staged:
-        await staged.ask(TEXT)
-        await until(lambda: staged.on_demand._waiting == {} and service.calls["/move"] == 1)
-        await staged.finish()
-        assert staged.result("no_effect") == 1
 
 
 @dataclass
@@ -194,90 +126,24 @@ class Slow:
         return moved(asked)
 
 
-async def test_a_request_goes_when_its_turn_comes() -> None:
-    """The copy is late: it is answered before that is over."""
-    slow = Slow()
-    service = controller(held_by_a, move=slow)
-    async with stage(service, timeout="60s") as staged:
-        await staged.ask(TEXT)
-        await until(lambda: service.calls["/move"] == 1)
-        answers = await staged.finish()
-        assert [answer.status_code for answer in answers] == [200, 200]
-        assert staged.result("late") == 1
-        assert [copy.requests for copy in staged.on_demand._waiting.values()] == [[]]
-        slow.end.set()
-        await until(lambda: staged.on_demand._waiting == {})
-        assert staged.on_demand._transfers.link.running == 0
-
-
 async def test_a_copy_that_does_not_end_is_given_up() -> None:
+    """After `timeout`, though the request would wait longer."""
     slow = Slow()
-    service = controller(held_by_a, move=slow)
+    service = controller(long_held_by_a, move=slow)
     async with stage(service, timeout="10ms") as staged:
-        await staged.ask(TEXT)
-        await until(lambda: staged.on_demand._waiting == {} and service.calls["/move"] == 1)
+        staged.send(LONG)
+        await until(lambda: staged.answers == 1)
         slow.end.set()
         await staged.finish()
         assert staged.result("timeout") == 1
-
-
-async def test_a_client_that_leaves_leaves_nothing_behind() -> None:
-    """Its copy goes on, for others that come with the same; of the request nothing is kept."""
-    slow = Slow()
-    service = controller(held_by_a, move=slow)
-    async with stage(service, timeout="60s") as staged:
-        leaving = await staged.ask(TEXT)
-        await until(lambda: service.calls["/move"] == 1)
-        staged.asked.remove(leaving)
-        leaving.cancel()
-        await until(lambda: staged.queue == 0 and staged.result("left") == 1)
-        assert [copy.requests for copy in staged.on_demand._waiting.values()] == [[]]
-        slow.end.set()
-        await until(lambda: staged.on_demand._waiting == {})
         assert staged.on_demand._transfers.link.running == 0
-        await staged.finish()
-
-
-async def test_requests_with_the_same_beginning_share_a_copy() -> None:
-    slow = Slow()
-    service = controller(held_by_a, move=slow)
-    async with stage(service, timeout="60s") as staged:
-        for tail in ("one", "another"):
-            await staged.ask(f"{TEXT} {tail}")
-            await until(lambda: service.calls["/move"] == 1)
-        assert [len(copy.requests) for copy in staged.on_demand._waiting.values()] == [2]
-        slow.end.set()
-        await until(lambda: staged.on_demand._waiting == {})
-        await staged.finish()
-        assert staged.result("done") == 2
-    assert service.calls["/move"] == 1
-
-
-async def test_a_busy_link_is_left_alone() -> None:
-    """`at_once` are under way: the next request goes without."""
-    other = long_text("u", 1300)
-
-    def layout(tokens: list[int]) -> dict[str, Any]:
-        return {"a": ["LocalCPUBackend", HELD]} if len(tokens) < 2000 else {}
-
-    slow = Slow()
-    service = controller(layout, move=slow)
-    async with stage(service, timeout="60s", at_once=1) as staged:
-        await staged.ask(TEXT)
-        await until(lambda: service.calls["/move"] == 1)
-        await staged.ask(other)
-        assert staged.proxy.metric("kvproxy_kvcache_transfers_refused_total", reason="busy") == 1
-        answers = await staged.finish()
-        slow.end.set()
-        assert [answer.status_code for answer in answers] == [200, 200, 200]
-    assert service.calls["/move"] == 1
 
 
 async def test_nothing_is_copied_that_is_computed_as_fast() -> None:
     """Fewer tokens than `min_tokens`."""
-    service = controller(held_by_a, move=moved)
-    async with stage(service, min_tokens=HELD + 1) as staged:
-        await staged.ask(TEXT)
+    service = controller(long_held_by_a, move=moved)
+    async with stage(service, min_tokens=LONG_HELD + 1) as staged:
+        staged.send(LONG)
         await staged.finish()
     assert service.calls["/move"] == 0
 
@@ -299,44 +165,39 @@ def test_it_needs_a_queue_and_a_service(queue: dict[str, Any], lmcache: str, sai
     assert any(said in problem.message for problem in problems)
 
 
-LONG, OTHER = long_text("l", 60_000), long_text("o", 60_000)
-LONG_HELD = 59_904
-
-
-def long_held_by_a(tokens: list[int]) -> dict[str, Any]:
-    """Return a prompt that takes many seconds to compute: no test's machine is so slow that its copy is not worth a
-    wait."""
-    return {"a": ["LocalCPUBackend", LONG_HELD]} if len(tokens) > LONG_HELD else {}
-
-
-WAITS: dict[str, Any] = {"busy": False, "max_wait": "60s", "timeout": "60s", "tokens_per_second": 100_000}
-
-
-async def test_a_request_waits_for_its_copy(tmp_path: Path) -> None:
-    """It has its place, and goes when the copy is there; what was brought counts among what was predicted."""
+async def test_a_request_waits_for_its_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has its place, and goes when the copy is there, from the holder, though that takes no requests; what was
+    brought counts among what was predicted, and is in the log and the receipt."""
+    caplog.set_level(logging.INFO, "kvproxy.audit")
     slow, path = Slow(), tmp_path / "receipts.jsonl"
     service = controller(long_held_by_a, move=slow)
-    async with stage(service, path, **WAITS) as staged:
+    async with stage(service, path) as staged:
         cluster = staged.proxy.proxy.clusters["default"]
         staged.go_on.set()
         staged.send(LONG)
         await until(lambda: service.calls["/move"] == 1)
         target = cluster.find_endpoint(B)
         assert target is not None
-        assert (staged.answers, staged.queue, target.load.in_flight) == (0, 0, 1)
+        assert (staged.answers, target.load.in_flight) == (0, 1)
         assert 0 < staged.to_compute < 1000
         slow.end.set()
         (answer,) = await staged.finish()
         assert answer.status_code == 200
         assert (staged.answers, staged.result("done")) == (1, 1)
         assert staged.proxy.metric("kvproxy_kvcache_transfer_wait_seconds_count") == 1
+        assert staged.proxy.metric("kvproxy_kvcache_transferred_tokens_total", endpoint="b") == LONG_HELD
         assert staged.on_demand._waiting == {}
         assert target.load.in_flight == 0
-    (receipt,) = receipts_of(path).values()
+    (asked,) = service.bodies["/move"]
+    assert (asked["old_position"][0], asked["new_position"][0], len(asked["tokens"])) == ("a", "b", LONG_HELD)
+    line = next(one for one in caplog.messages if "action=transfer" in one)
+    for word in ("instance=b", "reason=placed", "source=a"):
+        assert word in line
+    (receipt,) = [decode_receipt(line) for line in path.read_bytes().splitlines()]
     assert (receipt.facts[B].lower_tokens, receipt.facts[B].source) == (LONG_HELD, "lmcache_controller")
     note = note_of(receipt, NOTE, TransferResult)
     assert note is not None
-    assert (note.result, note.moved) == ("done", LONG_HELD)
+    assert (note.endpoint, note.source, note.result, note.moved) == (B, A, "done", LONG_HELD)
     assert note.waited_s > 0.0
     assert "; it waited " in explain_receipt(receipt)
 
@@ -345,22 +206,24 @@ async def test_no_request_waits_longer_than_it_may() -> None:
     """The copy does not end: the engine computes after `max_wait`."""
     slow = Slow()
     service = controller(long_held_by_a, move=slow)
-    async with stage(service, **{**WAITS, "max_wait": "1ms"}) as staged:
+    async with stage(service, max_wait="1ms") as staged:
         staged.send(LONG)
         await until(lambda: staged.answers == 1)
         assert staged.to_compute > LONG_HELD
         (answer,) = await staged.finish()
         assert answer.status_code == 200
         assert (staged.answers, staged.result("late")) == (1, 1)
+        assert [copy.requests for copy in staged.on_demand._waiting.values()] == [[]]
         slow.end.set()
         await until(lambda: staged.on_demand._waiting == {})
+        assert staged.on_demand._transfers.link.running == 0
 
 
 async def test_nor_longer_than_the_copy_is_to_save() -> None:
     """A short prompt, and an hour that it might wait."""
     slow = Slow()
     service = controller(held_by_a, move=slow)
-    async with stage(service, **WAITS) as staged:
+    async with stage(service) as staged:
         staged.go_on.set()
         staged.send(TEXT)
         (answer,) = await staged.finish()
@@ -377,7 +240,7 @@ async def test_nor_longer_than_the_copy_is_to_save() -> None:
 async def test_a_copy_that_comes_to_nothing_is_not_waited_for(move: Any, result: str) -> None:
     """The request goes as soon as that is known, and nothing of it is believed: the engine is to compute it all."""
     service = controller(long_held_by_a, move=lambda _: move)
-    async with stage(service, **WAITS) as staged:
+    async with stage(service) as staged:
         staged.send(LONG)
         await until(lambda: staged.answers == 1)
         assert staged.to_compute > LONG_HELD
@@ -392,7 +255,7 @@ async def test_a_copy_that_comes_to_nothing_is_not_waited_for(move: Any, result:
 async def test_a_copy_that_is_refused_after_all_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request goes at once, and has its place for all that the engine computes."""
     service = controller(long_held_by_a, move=moved)
-    async with stage(service, **WAITS) as staged:
+    async with stage(service) as staged:
         monkeypatch.setattr(staged.on_demand._transfers, "begin", lambda *_: False)
         staged.send(LONG)
         await until(lambda: staged.answers == 1)
@@ -405,7 +268,7 @@ async def test_a_copy_that_is_refused_after_all_is_not_counted_on(monkeypatch: p
 async def test_a_client_that_leaves_while_its_copy_is_made_gives_its_place_back() -> None:
     slow = Slow()
     service = controller(long_held_by_a, move=slow)
-    async with stage(service, **WAITS) as staged:
+    async with stage(service) as staged:
         target = staged.proxy.proxy.clusters["default"].find_endpoint(B)
         assert target is not None
         leaving = staged.send(LONG)
@@ -423,7 +286,7 @@ async def test_with_no_room_on_the_link_a_request_is_decided_without() -> None:
     """`at_once` are under way: told once a request, however often it is asked where it would go."""
     slow = Slow()
     service = controller(long_held_by_a, move=slow)
-    async with stage(service, **WAITS, at_once=1) as staged:
+    async with stage(service, at_once=1) as staged:
         staged.go_on.set()
         staged.send(LONG)
         await until(lambda: service.calls["/move"] == 1)
@@ -440,7 +303,7 @@ async def test_a_request_with_the_same_beginning_waits_for_the_same_copy() -> No
     """It is sent where the first one will have left its prompt: without a wait the engine would compute it all."""
     slow = Slow()
     service = controller(long_held_by_a, move=slow)
-    async with stage(service, **WAITS) as staged:
+    async with stage(service) as staged:
         staged.go_on.set()
         staged.send(LONG)
         await until(lambda: service.calls["/move"] == 1)
@@ -457,7 +320,7 @@ async def test_a_request_with_the_same_beginning_waits_for_the_same_copy() -> No
 
 async def test_a_fault_in_the_plan_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     service = controller(long_held_by_a, move=moved)
-    async with stage(service, **WAITS) as staged:
+    async with stage(service) as staged:
         staged.go_on.set()
 
         def broken(*_: object) -> None:

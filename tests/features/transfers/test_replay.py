@@ -239,14 +239,6 @@ def test_more_is_reused_where_it_can_be_copied() -> None:
     assert figures(replace(fleet, link=LinkPlan(0.5)), "kv_aware+queue+move") == without
 
 
-def test_a_copy_that_no_request_waits_for() -> None:
-    """It is made while the router queue holds the request: without a queue there is none."""
-    fleet = ReplayFleet(instances=3, link=LinkPlan(12.5, waits=False))
-    without, moved = (figures(fleet, text, gap_ms=20) for text in ("kv_aware", "kv_aware+move"))
-    assert moved.hit_rate > without.hit_rate
-    assert figures(fleet, "kv_aware+no_queue+move") == figures(fleet, "kv_aware+no_queue")
-
-
 def test_nothing_is_lost_with_engines_that_leave() -> None:
     """Copies under way to a lost engine, and from it, come to nothing; every request is answered or broken once."""
     fleet = ReplayFleet(instances=3, link=LinkPlan(1.5), leaves=((0, 0.4),), joins=((0, 0.7),))

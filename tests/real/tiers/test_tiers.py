@@ -22,7 +22,7 @@ from tests.real.kvcache import ask, chat_tokens, decided, with_kvcache
 from tests.real.prompts import chat, text
 from tests.real.tiers.conftest import Tiers
 from tests.support.proxy import running_proxy
-from tests.support.until import until, until_says
+from tests.support.until import until_says
 
 pytestmark = pytest.mark.real
 
@@ -173,29 +173,6 @@ async def left_on_disk(tiers: Tiers, directory: LMCacheCoordinator, body: dict[s
     await drop_memory(tiers, directory, tokens, "mp-a")
     await until_placed(tiers, tokens, {("mp-a", "l2")})
     return tokens
-
-
-async def test_kv_is_copied_while_a_request_waits(tiers: Tiers, directory: LMCacheCoordinator, saw: Saw) -> None:
-    """From the disk into the memory of b's server, while b is at work on another prompt: the request is placed by that,
-    and its engine reuses what was predicted."""
-    body = chat(MID.name, text(600, seed="queued"))
-    tokens = await left_on_disk(tiers, directory, body)
-    settings = with_kvcache(**tiers.kvcache, transfers={"on_demand": True, "min_tokens": 512, "timeout": "10s"})
-    queue: dict[str, Any] = {}
-    async with running_proxy(tiers.endpoints[1:], filters=settings, policy="kv_aware", queue=queue) as proxy:
-        await ask(proxy.client, chat(MID.name, text(600, seed="a first prompt, from which speeds are learned")))
-        long = asyncio.create_task(ask(proxy.client, chat(MID.name, text(2500, seed="at work"))))
-        await until(lambda: proxy.proxy.clusters["default"].endpoints[0].load.in_flight == 1)
-        answer = await ask(proxy.client, body)
-        await long
-        done = proxy.metric("kvproxy_kvcache_transfers_on_demand_total", result="done")
-        held = await places(tiers, tokens)
-    reused = f"reused {answer.cached_tokens} of {len(tokens)}"
-    saw(f"predicted {answer.predicted} ({answer.source}), {reused}; then {held[0]}")
-    assert done == 1
-    assert all(("mp-b", "l1") in one for one in held)
-    assert answer.cached_tokens >= whole_chunks(tokens) - 1
-    assert answer.predicted <= answer.cached_tokens + 32
 
 
 async def test_a_request_waits_for_its_copy(tiers: Tiers, directory: LMCacheCoordinator, saw: Saw) -> None:
