@@ -85,6 +85,7 @@ class KvCache:
         #: Calls of every request, without a wrapper.
         self.gather = self.overlap.gather
         self.placed = self.overlap.placed
+        self.pulled = self.overlap.pulled
         self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
         self.scraper = self._make_scraper(sample_host, clock)
         self.actions = self._make_actions(needs, clock, rng)

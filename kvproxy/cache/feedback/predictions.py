@@ -64,8 +64,6 @@ class PredictionFeedback:
         if prefilled and endpoint is not None:
             computed_at = endpoint if result.prefill_endpoint is None else result.prefill_endpoint
             lost = self._compare(facts, entry, computed_at, result)
-            if computed_at != endpoint:
-                indexes.enter_prompt(computed_at, facts.cursor)
         if entry is not None:
             indexes.settle_entry(entry, prefilled=prefilled, lost=lost)
         elif endpoint is not None and prefilled:  # it was routed by another than this proxy

@@ -208,6 +208,14 @@ class OverlapSources:
             facts.indexes.settle_entry(earlier, prefilled=False)
         facts.entry = facts.indexes.route(endpoint, facts.cursor, facts.overlaps)
 
+    def pulled(self, facts: RequestFacts, endpoint: EndpointId) -> None:
+        """Record the endpoint of the request, which has pulled its prompt from the one recorded before; that keeps
+        it."""
+        if facts.entry is not None:
+            facts.indexes.settle_entry(facts.entry, prefilled=True)
+            facts.entry = None
+        self.placed(facts, endpoint)
+
     def note_reported(self, facts: RequestFacts, result: Result) -> None:
         """Learn from what complete events report of a prompt with media that an engine has computed."""
         endpoint = result.endpoint if result.prefill_endpoint is None else result.prefill_endpoint

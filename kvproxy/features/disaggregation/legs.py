@@ -107,6 +107,7 @@ class TwoLegs:
         self._legs.prefills += 1
         self._pull_s = plan.pull_s
         self._count_as_pulled()
+        self._note_prompt_at(endpoint)
 
     async def run(self) -> Answer:
         """Return the decoder's answer. Raises UpstreamError's kinds."""
@@ -300,6 +301,7 @@ class TwoLegs:
         shared = self._shared
         self._legs.result = PULLED
         self._request.exchange.outcome.prefill_endpoint = self._legs.prefill
+        self._note_prompt_at(self._pick.endpoint, pulled=True)
         shared.metrics.tokens.labels(shared.cluster.name).inc(self._legs.tokens)
 
     async def _await_decode(self, sent: asyncio.Task[Answer]) -> Answer | None:
@@ -331,6 +333,7 @@ class TwoLegs:
         self._legs.result = result
         self._pick.reservation.known = self._pick.decision.request.facts.searched
         self._count_at_decoder(self._local)
+        self._note_prompt_at(self._pick.endpoint)
         return await self._plain.ask_whole(self._pick)
 
     def _doubt(self) -> None:
@@ -349,6 +352,11 @@ class TwoLegs:
 
     def _count_at_decoder(self, split: PromptSplit) -> None:
         self._pick.endpoint.load.begin(self._pick.reservation, split, self._shared.clock())
+
+    def _note_prompt_at(self, endpoint: Endpoint, *, pulled: bool = False) -> None:
+        """Have caches' indexes know where the prompt is."""
+        if (note := self._request.exchange.on_prompt_at) is not None:
+            note(endpoint.id, pulled)
 
     def _count_prefill(self, pick: Pick, result: str) -> None:
         name = self._shared.cluster.name

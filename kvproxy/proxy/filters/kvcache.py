@@ -135,6 +135,7 @@ def use_facts(service: KvCache, facts: RequestFacts, exchange: Exchange, *, pref
         exchange.preferred = facts.preferred
     learning = KvCacheLearning(service, facts, prefers)
     exchange.facts_source = learning.refresh
+    exchange.on_prompt_at = learning.move_prompt
     for make in service.observers.watches:
         if (observer := make(facts)) is not None:
             exchange.attach(observer)
@@ -165,6 +166,11 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """Record that the endpoint will hold the prompt."""
         self._service.placed(self._facts, decision.endpoint.id)
+
+    def move_prompt(self, endpoint: EndpointId, pulled: bool) -> None:
+        """Record that this endpoint will hold the prompt, and the earlier one keeps it only if this one has `pulled` it
+        from there."""
+        (self._service.pulled if pulled else self._service.placed)(self._facts, endpoint)
 
     def went_to(self, endpoint: EndpointId) -> None:
         """Record the endpoint of a request that another program placed."""

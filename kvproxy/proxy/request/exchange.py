@@ -144,6 +144,9 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     facts: OverlapFacts | None = None
     #: Refreshes facts and preference from local state; must not raise, block or wait.
     facts_source: Callable[[Exchange], None] | None = None
+    #: Called with an endpoint that computes the prompt for the one of the placement, and with the latter once it has
+    #: `pulled` the prompt, or computes it after all; must not raise, block or wait.
+    on_prompt_at: Callable[[EndpointId, bool], None] | None = None
     debug: bool = False  # the client requested x-kvproxy-decision
     trace_id: str = ""  # W3C, 32 hex digits; "" if nothing traces
     trace_parent: bytes = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers

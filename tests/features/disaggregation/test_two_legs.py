@@ -107,6 +107,26 @@ async def test_a_clients_own_parameters_do_not_reach_an_engine() -> None:
         assert not two.fleet.is_dead("d")
 
 
+async def test_a_prompt_counts_as_held_by_the_decoder_once_it_was_pulled() -> None:
+    """Until then a request with the same prompt goes in two legs as well; then it needs none."""
+    config: dict[str, Any] = {
+        "policy": "prefix_affinity",
+        "filters": ["inference_request", "kvcache", "router"],
+        "disaggregation": {"min_tokens": 100},  # more than the end of a prompt, which fills no block
+    }
+    async with separated("p", "d", **config) as two:
+        two.fleet.fault("p", stall_head_s=600.0)
+        first = asyncio.create_task(two.ask(words("same")))
+        await until(lambda: two.fleet.apps["p"].state.in_flight == 1)
+        second = asyncio.create_task(two.ask(words("same")))
+        await until(lambda: two.fleet.apps["p"].state.in_flight == 2)
+        two.fleet.fault("p", stall_head_s=0.0)
+        await asyncio.gather(first, second)
+        await two.ask(words("same"))
+        assert (two.fleet.calls("p"), two.fleet.calls("d")) == (2, 3)
+        assert two.requests("pulled") == 2
+
+
 # Failures of the first leg.
 
 
