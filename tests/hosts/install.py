@@ -1,4 +1,4 @@
-"""Installs SDKs that need older packages than the other hosts in an environment of their own: `make test-hosts`."""
+"""Installs hosts that need older packages than the others in an environment of their own: `make test-hosts`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGES = ("instructor==1.17.0", "llama-index-llms-openai-like==0.8.1", "lm-eval[api]==0.4.13")
+PACKAGES = (
+    "instructor==1.17.0",
+    "llama-index-llms-openai-like==0.8.1",
+    "lm-eval[api]==0.4.13",
+    "litellm[proxy]==1.108.7",
+)
 #: Lies beside this environment, whose packages it sees where it has none of its own.
 FOLDER = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-apart")
 PYTHON = FOLDER / "bin" / "python"

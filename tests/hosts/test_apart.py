@@ -1,4 +1,4 @@
-"""SDKs that need older packages than the other hosts, by their tests in an environment of their own."""
+"""Hosts that need older packages than the others, by their tests in an environment of their own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "tests", [("test_sdks.py", "-k", "instructor or llama_index"), ("test_lm_eval.py",)], ids=lambda tests: tests[0]
+    "tests",
+    [
+        ("test_sdks.py", "-k", "instructor or llama_index"),
+        ("test_lm_eval.py",),
+        ("test_samples.py", "-k", "litellms_proxy"),
+    ],
+    ids=lambda tests: tests[0],
 )
-def test_sdks_that_need_older_packages(tests: tuple[str, ...]) -> None:
+def test_hosts_that_need_older_packages(tests: tuple[str, ...]) -> None:
     """None of their tests is skipped there."""
     file, *chosen = tests
     command = [PYTHON, "-m", "pytest", "-m", "hosts", "-p", "no:xdist", Path(__file__).with_name(file), *chosen]

@@ -72,7 +72,7 @@ async def test_litellms_router_finds_chats_where_they_were() -> None:
 
 
 async def test_litellms_proxy_finds_a_prompt_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("litellm.proxy.proxy_server", reason="pip install 'litellm[proxy]'", exc_type=ImportError)
+    pytest.importorskip("litellm.proxy.proxy_server", reason="test_apart.py runs it", exc_type=ImportError)
     async with simulated_engines(2) as engines:
         config = (SAMPLES / "litellm" / "config.yaml").read_text()
         for port, url in zip((8000, 8001), engines.values(), strict=True):
