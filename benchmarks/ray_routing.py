@@ -5,9 +5,9 @@
 
 Each router's code runs as it is, with Ray Serve's queues and retries around it, in virtual time; replicas are simulated
 engines in the same process, so no Ray is started. PrefixCacheAffinityRouter has its tree here too, and KVAwareRouter
-gets token ids, KV events over ZMQ, first tokens and ends as in Ray Serve LLM; the store of `sync` takes 5 ms. Agents
-and chats are those of benchmarks/small_traces.py. Then each router chooses for one request after the other: CPU of a
-choice.
+gets token ids, KV events over ZMQ, first tokens and ends as in Ray Serve LLM; the actor at which our ingresses meet is
+5 ms away. Agents and chats are those of benchmarks/small_traces.py. Then each router chooses for one request after the
+other: CPU of a choice.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ from kvproxy.lab.simulator.kv_event_publisher import EventEncoder, KvEventPublis
 from kvproxy.lab.simulator.tokenizer import Tokenizer, hash_blocks
 
 OURS = "kvproxy.ray:KVCacheRouter"
-TOGETHER = f"{OURS}, sync"
+ALONE = f"{OURS}, each alone"
 DYNAMO = "KVAwareRouter"
 ROUTERS = ("PowerOfTwoChoices", "ConsistentHash", "PrefixCacheAffinityRouter", DYNAMO, OURS)
 #: Routers by the number of ingresses.
-CASES = {1: ROUTERS, 2: (*ROUTERS, TOGETHER)}
-BEST = {1: OURS, 2: TOGETHER}
-#: Time of a message between ingresses of ours, through a store.
-_STORE_S = 0.005
+CASES = {1: ROUTERS, 2: (*ROUTERS, ALONE)}
+#: Time of a message between ingresses of ours, through the actor.
+_ACTOR_S = 0.005
 CELLS = [(count, name) for count, names in CASES.items() for name in names]
 _ROOM = 1000  # max_ongoing_requests: engines queue by themselves
 _EVENTS_S = 0.003
@@ -127,10 +126,10 @@ class HeldService:
         return call
 
 
-class LocalStore(stores.StoreLink):
-    """Store of the exchange in this process, in virtual time; it takes as long as one on the network."""
+class LocalActor(stores.StoreLink):
+    """Actor at which ingresses meet, in this process and in virtual time; it takes as long as one elsewhere."""
 
-    name = "redis"
+    name = "ray"
     _subscribed: ClassVar[dict[str, list[asyncio.Queue[bytes]]]] = {}
 
     @contextlib.asynccontextmanager
@@ -148,7 +147,7 @@ class LocalStore(stores.StoreLink):
         loop = asyncio.get_running_loop()
         for topic, payload in messages:
             for arriving in self._subscribed.get(topic, ()):
-                loop.call_later(_STORE_S, arriving.put_nowait, payload)
+                loop.call_later(_ACTOR_S, arriving.put_nowait, payload)
 
 
 class Ingress:
@@ -188,13 +187,14 @@ def make_pending(ask: Ask, token_ids: Sequence[int], number: int) -> Any:
 
 
 def _router_class(name: str) -> tuple[Any, dict[str, Any]]:
-    if name in (OURS, TOGETHER):
-        from kvproxy.ray import KVCacheRouter
+    if name in (OURS, ALONE):
+        from kvproxy import ray as ours
 
-        if name != TOGETHER:
-            return KVCacheRouter, {}
-        vars(service)["RedisLink"] = LocalStore  # a store on no network
-        return KVCacheRouter, {"settings": {"sync": {"redis": "redis://here"}}}
+        if name == ALONE:
+            return ours.KVCacheRouter, {"settings": {"sync": {}}}
+        vars(service)["RayLink"] = LocalActor
+        vars(ours)["ray"] = SimpleNamespace(is_initialized=lambda: True)
+        return ours.KVCacheRouter, {}
     if name == "PowerOfTwoChoices":
         from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
@@ -393,7 +393,7 @@ def as_markdown(found: Found, choices: Mapping[tuple[str, str], float], *, comma
         for count, name in CELLS:
             runs = found[trace, count, name]
             ratio = statistics.median(
-                a["ttft_s"] / b["ttft_s"] for a, b in zip(found[trace, count, BEST[count]], runs, strict=True)
+                a["ttft_s"] / b["ttft_s"] for a, b in zip(found[trace, count, OURS], runs, strict=True)
             )
             rows.append(
                 [

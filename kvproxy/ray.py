@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import ray
 from ray.serve.request_router import MultiplexMixin, PendingRequest, RequestRouter, RunningReplica
 
 from kvproxy.embed.no_endpoint import NoEndpoint
@@ -31,6 +33,8 @@ _SETTINGS = {
     "health": {"active": False},
     "queue": {"enabled": False},  # Ray has one
 }
+#: Places where ingress replicas may meet.
+_STORES = frozenset({"redis", "nats", "ray"})
 _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
 #: Prompt of Ray Serve LLM, tokenized.
 _TOKEN_IDS = "request_token_ids"
@@ -41,15 +45,18 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
 
     A request's prompt is its first argument that has `messages`, `prompt` or `input`: a mapping, or an object of Ray
     Serve LLM. Others go by the shortest queue. With `request_router_kwargs={"settings": {...}}` a configuration of the
-    policy. Each ingress replica decides by what it placed itself, or with `sync` in its settings by what all did. Of a
-    replica whose `record_routing_stats` returns its engine's `engine_url`, and of those of Ray Serve LLM with direct
-    streaming, it follows KV events and metrics.
+    policy. Ingress replicas decide by what all of them placed: they meet at an actor, or at a store by `sync` in the
+    settings; with `{"sync": {}}` each goes by its own requests. Of a replica whose `record_routing_stats` returns its
+    engine's `engine_url`, and of those of Ray Serve LLM with direct streaming, it follows KV events and metrics.
     """
 
     def initialize_state(self, settings: Mapping[str, Any] | None = None, **_: Any) -> None:
         """As of Ray Serve."""
         self._settings = {**_SETTINGS, **(settings or {})}
-        if sync := self._settings.get("sync"):
+        sync = self._settings.get("sync")
+        if sync is None or (sync and _STORES.isdisjoint(sync)):
+            sync = {**_meet_in_ray(self._deployment_id), **(sync or {})}
+        if sync:
             self._settings["sync"] = {"replica": f"{socket.gethostname()}-{uuid.uuid4().hex}", **sync}
         self._router: Router | None = None
         self._known: dict[str, dict[str, Any]] = {}
@@ -167,6 +174,12 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
     def _forget(self, name: str) -> None:
         if self._router is not None and self._known.pop(name, None) is not None:
             self._router.remove_endpoint(name)
+
+
+def _meet_in_ray(deployment: Any) -> dict[str, str]:
+    """Return where the ingress replicas of a deployment find each other."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"kvproxy-{deployment.app_name}-{deployment.name}")
+    return {"ray": name[:128]} if ray.is_initialized() else {}
 
 
 def _engine_of(replica: RunningReplica) -> dict[str, Any]:

@@ -76,9 +76,7 @@ def handle(running: None) -> Any:
 
 def router_of(name: str) -> Any:
     """Return the router of this deployment, which lives in a thread of Ray's."""
-    from kvproxy.ray import KVCacheRouter
-
-    routers = [each for each in gc.get_objects() if isinstance(each, KVCacheRouter)]
+    routers = [each for each in gc.get_objects() if type(each).__name__ == "KVCacheRouter"]  # Ray may copy the class
     (router,) = [one for one in routers if one._deployment_id.name == name and one._router is not None]
     return router
 
@@ -87,6 +85,12 @@ def in_flight(name: str) -> dict[str, int]:
     """Return the requests that count at each replica."""
     endpoints = router_of(name)._router.proxy.clusters["default"].endpoints
     return {one.id: one.load.in_flight for one in endpoints}
+
+
+def placed_blocks(router: Any) -> int:
+    """Return how many blocks of prompts a router knows as placed."""
+    kvcache = router._router.proxy.kvcache
+    return int(kvcache.overlap.indexes["default"].approximate.counts.entries)
 
 
 async def read(stream: Any) -> list[str]:
@@ -117,6 +121,40 @@ def test_prompts_at_once_use_every_replica(handle: Any) -> None:
         return Counter(await asyncio.gather(*(handle.remote(body(session, 0)) for session in range(10, 70))))
 
     assert len(asyncio.run(ask())) == 3
+
+
+def test_ingresses_decide_as_one(handle: Any) -> None:
+    """A session whose first turn one of them placed is sent to its replica by another process."""
+
+    @ray.remote(num_cpus=0.1)
+    class Ingress:
+        def __init__(self) -> None:
+            from ray import serve
+
+            self.handle = serve.get_app_handle("three")
+
+        async def ask(self, given: Any) -> str:
+            return str(await self.handle.remote(given))
+
+        async def wait_for(self, blocks: int) -> None:
+            """Return as soon as it knows that so many were placed."""
+            from tests.hosts.test_ray import placed_blocks, router_of
+
+            router = router_of("three")
+            await until(lambda: placed_blocks(router) >= blocks)
+
+    other = Ingress.remote()  # type: ignore[attr-defined]
+
+    async def ask() -> None:
+        await other.ask.remote(body(600, 0))  # its router begins with its first request
+        for session in range(601, 609):
+            replica = await handle.remote(body(session, 0))
+            await until(lambda: not any(in_flight("three").values()))
+            await other.wait_for.remote(placed_blocks(router_of("three")))
+            assert await other.ask.remote(body(session, 1)) == replica
+
+    asyncio.run(ask())
+    ray.kill(other)
 
 
 def test_a_request_without_a_prompt_is_served(handle: Any) -> None:

@@ -31,6 +31,9 @@ class SyncSettings(Model):
     """URL of a Redis or Valkey, such as `redis://:PASSWORD@host:6379/0` (`pip install 'kvproxy[redis]'`)."""
     nats: Secret | None = None
     """URL of a NATS server, such as `nats://USER:PASSWORD@host:4222` (`pip install 'kvproxy[nats]'`)."""
+    ray: Name | None = None
+    """Name of an actor of the Ray cluster that the processes are part of (`pip install 'kvproxy[ray]'`); it is made
+    where there is none. The router for Ray Serve sets it."""
     name: Name = "default"
     """Replicas with the same name decide as one: they have the same configuration."""
     replica: str = Field(default="", max_length=128)
@@ -53,17 +56,18 @@ _STORES = {"redis": ("redis", "rediss", "unix"), "nats": ("nats", "tls", "ws", "
 
 def find_faults(sync: SyncSettings) -> Iterator[Finding]:
     """Yield errors and doubts about a section with any setting."""
-    given = {name: url for name in _STORES if (url := getattr(sync, name)) is not None}
+    given = [name for name in (*_STORES, "ray") if getattr(sync, name) is not None]
     if len(given) > 1:
-        yield error_at(("sync", "nats"), "replicas meet at one place: redis or nats", "leave one of them out")
-    for name, url in given.items():
-        scheme, separator, rest = url.get_secret_value().partition("://")
-        if not separator or scheme not in _STORES[name] or not rest:
-            yield error_at(("sync", name), f"is no {name} URL", f"{_STORES[name][0]}://host:port")
+        yield error_at(("sync", given[1]), "replicas meet at one place: redis, nats or ray", "leave one of them out")
+    for name in given:
+        if (schemes := _STORES.get(name)) is not None:
+            scheme, separator, rest = getattr(sync, name).get_secret_value().partition("://")
+            if not separator or scheme not in schemes or not rest:
+                yield error_at(("sync", name), f"is no {name} URL", f"{schemes[0]}://host:port")
         if importlib.util.find_spec(name) is None:
             yield error_at(("sync", name), f"the library for {name} is not installed", f"pip install 'kvproxy[{name}]'")
     if not given:
-        hint = "replicas meet at sync.redis or sync.nats"
+        hint = "replicas meet at sync.redis, sync.nats or sync.ray"
         yield warning_at(("sync",), "tells nobody but the workers of this machine, if there are several", hint)
 
 
@@ -84,7 +88,7 @@ class Exchange(Feature):
     def accompany(self, proxy: AdminTarget, config: Config, *, siblings: Siblings | None) -> Companion | None:
         """Return the service, where there are others to share with."""
         settings = part_of(config, SyncPlace).sync
-        if siblings is None and settings.redis is None and settings.nats is None:
+        if siblings is None and settings.redis is None and settings.nats is None and settings.ray is None:
             return None
         from kvproxy.features.exchange.service import SyncService
 

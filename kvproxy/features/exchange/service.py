@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
+from pydantic import SecretStr
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.background_task import TaskSet, run_in_slices
@@ -31,6 +32,7 @@ from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peer_status import IdCollision, bind_gauges, describe
 from kvproxy.features.exchange.peers import Peers, SyncStatus
+from kvproxy.features.exchange.ray_link import RayLink
 from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.features.exchange.snapshot import SLICE_S, Handover
 from kvproxy.features.exchange.stores import NatsLink, RedisLink, StoreLink
@@ -152,7 +154,8 @@ class SyncService(Companion):
     def _find_store(self) -> StoreLink | None:
         settings = self._settings
         rng = random.Random()
-        for kind, url in ((RedisLink, settings.redis), (NatsLink, settings.nats)):
+        actor = None if settings.ray is None else SecretStr(settings.ray)
+        for kind, url in ((RedisLink, settings.redis), (NatsLink, settings.nats), (RayLink, actor)):
             if url is not None:
                 return kind(
                     url,
