@@ -18,6 +18,9 @@ from kvproxy.cluster.routing.work import Features
 
 #: After a window without requests new ones are counted over this much more than their time.
 _BEGINNING_S = 1.0
+#: The share of time that is prefill before anything is known. If it were none, the delay of others would count too
+#: little at a start: its requests would wait for each other on few endpoints.
+_UNKNOWN_RHO = 0.5
 
 
 class Pool:
@@ -44,8 +47,8 @@ class PoolSpeeds(msgspec.Struct, frozen=True):
 
 
 class Utilisation:
-    """Prefill seconds and requests routed per endpoint-second, over the last `window_s`. Before that is known requests
-    are estimated to have come as they began to."""
+    """Prefill seconds and requests routed per endpoint-second, over the last `window_s`. Before that is known half of
+    the time is estimated to be prefill, and requests to have come as they began to."""
 
     __slots__ = (
         "_arrived",
@@ -93,7 +96,7 @@ class Utilisation:
         """Return a window later than the one under way: its start, work and work before, requests and
         requests before."""
         if self._started_at is None:
-            return now, 0.0, 0.0, 0.0, 0.0
+            return now, 0.0, _UNKNOWN_RHO * self._window_s, 0.0, 0.0
         elapsed = now - self._started_at
         started_at = self._started_at + self._window_s * (elapsed // self._window_s)
         if elapsed < 2 * self._window_s:

@@ -304,7 +304,7 @@ def test_learned_state_is_plain_data() -> None:
     subject.observe_sample(fleet(1)[0].id, features_of(100, 0), 0.2, 1.0)
     learned = subject.estimates(1.0)
     assert learned["samples"] == 1
-    assert learned["rho"] == 0.0
+    assert learned["rho"] == pytest.approx(0.5)
     assert learned["arrivals_per_s"] == 0.0
     assert learned["usual_wait_s"] == {}
 

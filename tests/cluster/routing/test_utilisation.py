@@ -7,10 +7,18 @@ import pytest
 from kvproxy.cluster.routing.traffic import Utilisation
 
 
-def test_routed_work_counts() -> None:
-    """None at first; after a full window 2 endpoints with 0.4 s a second."""
+def test_an_unknown_pool_counts_as_half_busy() -> None:
+    """At whatever time the first request comes, and with it; less as the first window passes."""
     pool = Utilisation()
-    assert pool.estimate_rates(0.0)[0] == 0.0
+    assert pool.estimate_rates(1000.0)[0] == pytest.approx(0.5)
+    pool.add(0.4, 2, 1000.0)
+    assert pool.estimate_rates(1000.0)[0] == pytest.approx(0.51)
+    assert pool.estimate_rates(1010.0)[0] == pytest.approx(0.26)
+
+
+def test_only_routed_work_counts_after_a_window() -> None:
+    """2 endpoints with 0.4 s a second: 0.2 each."""
+    pool = Utilisation()
     for second in range(41):
         pool.add(0.4, 2, float(second))
     assert pool.estimate_rates(40.0)[0] == pytest.approx(0.2, rel=0.06)
