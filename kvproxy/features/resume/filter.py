@@ -11,6 +11,7 @@ from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import RequestKind
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
+from kvproxy.features.resume.chat_form import ChatForms
 from kvproxy.features.resume.context import ContextLengths
 from kvproxy.features.resume.derendered import Derenderers
 from kvproxy.features.resume.feature import Grade, ResumePlace
@@ -44,7 +45,8 @@ class ResumeFilter(Step):
         self._lengths = ContextLengths(context.services.pool)
         self._proofs = Proofs(context.services.pool)
         self._derenderers = Derenderers(context.services.pool)
-        context.lifetimes.extend((self._lengths, self._proofs, self._derenderers))
+        self._forms = ChatForms(context.services.pool)
+        context.lifetimes.extend((self._lengths, self._proofs, self._derenderers, self._forms))
         self._counts = context.metrics.group(ResumeMetrics)
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
@@ -68,6 +70,7 @@ class ResumeFilter(Step):
             context_tokens=self._find_length if inference.max_tokens is None else _unneeded,
             is_proven=partial(self._is_proven, target.upstream_model or inference.model),
             derenders=partial(self._derenders, target.upstream_model or inference.model),
+            chat_form=lambda pick: self._forms.find(pick.endpoint),
             others_serve=partial(self._others_serve, target.cluster, target.upstream_model or inference.model),
         )
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvproxy.base.types import RequestKind
+from kvproxy.cache.clients.vllm import ChatForm
 from kvproxy.features.resume.derendered import Came, DerenderedLeg
 from kvproxy.features.resume.feature import Grade
 from kvproxy.features.resume.progress import START, Mark, Progress
@@ -27,6 +28,8 @@ _GUIDED = (
     "guided_grammar",
     "output_format",
 )
+#: Of responses and messages: a grammar is their `format`.
+_SHAPES = ("text", "output_config")
 _PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids")
 _UNUSUAL = (
@@ -53,6 +56,12 @@ _SAMPLING = frozenset(
 _media = re.compile(
     rb'"(?:image|video|audio|input_audio|input_image|input_file|file)(?:_url|_embeds|_pil)?"\s*:'
 ).search
+_MESSAGES = b"/messages"
+#: Members of a message, and their names in its chat.
+_OF_MESSAGES = {
+    **{name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "cache_salt", "vllm_xargs")},
+    "stop_sequences": "stop",
+}
 _COMPLETION = b"/completions"
 _CHAT_COMPLETION = b"/chat/completions"
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -111,6 +120,7 @@ class Plan(NamedTuple):
     place: Mark
     by_ids: bool = False
     parsed: bool = False
+    as_chat: bool = False  # of a message: the events are those of a chat
 
 
 class Wishes(NamedTuple):
@@ -121,6 +131,7 @@ class Wishes(NamedTuple):
     context_tokens: int | None = None  # longest prompt and answer of the model together
     proven: bool = False  # the model was seen to continue half an answer of its own
     derenders: bool = False  # the engines make chunks of token ids, with tool calls and reasoning
+    chat_form: ChatForm | None = None  # makes of a message the chat that the engines make of it
 
 
 def read_request(kind: RequestKind, target: bytes, body: bytes | None) -> BrokenRequest | None:
@@ -152,7 +163,7 @@ def plan_leg(request: BrokenRequest, progress: Progress, wishes: Wishes) -> Plan
         return _plan_parsed(request, progress)
     if wishes.grade is not Grade.TEXT:
         return exact
-    return _why_not_text(request, progress, wishes) or _plan_text(request, progress)
+    return _why_not_text(request, progress, wishes) or _plan_text(request, progress, wishes.chat_form)
 
 
 def _find_obstacle(request: BrokenRequest, *, best_effort: bool) -> str:
@@ -162,9 +173,9 @@ def _find_obstacle(request: BrokenRequest, *, best_effort: bool) -> str:
         return "guided"
     if any(request.value(name) is not None for name in _GUIDED):
         return "guided"
-    shape = request.value("text")
-    form = shape.get("format") if isinstance(shape, dict) else None
-    if isinstance(form, dict) and form.get("type", "text") != "text":
+    shapes = [request.value(name) for name in _SHAPES]
+    forms = [shape.get("format") for shape in shapes if isinstance(shape, dict)]
+    if any(isinstance(form, dict) and form.get("type", "text") != "text" for form in forms):
         return "guided"
     choice = request.value("tool_choice")
     if choice == "required" or (isinstance(choice, dict) and choice.get("type") not in ("auto", "none")):
@@ -207,8 +218,6 @@ def _why_not_text(request: BrokenRequest, progress: Progress, wishes: Wishes) ->
         return "reasoning"
     if request.kind is RequestKind.COMPLETION:
         return "" if isinstance(request.value("prompt"), str) else "no_text"
-    if request.kind is RequestKind.MESSAGES and not request.greedy:
-        return "sampled"  # whether the engine continues a message shows only where words come out the same
     if not progress.ids_known and request.max_tokens is not None and not wishes.best_effort:
         return "max_tokens"  # how many tokens came is unknown, as a chunk may have several
     if not request.greedy and not wishes.proven:
@@ -276,10 +285,16 @@ def _repeat(request: BrokenRequest) -> Leg:
     return Leg(request.target, msgspec.json.encode(members))
 
 
-def _plan_text(request: BrokenRequest, progress: Progress) -> Plan:
+def _plan_text(request: BrokenRequest, progress: Progress, form: ChatForm | None) -> Plan | str:
     place = _place_by_text(request, progress)
     if place is START:
         return Plan("text", _repeat(request), place)
+    as_chat = request.kind is RequestKind.MESSAGES
+    if as_chat:
+        chat = _make_chat(request, form)
+        if chat is None:
+            return "api"
+        request = chat
     begun = progress.text[: place.chars]
     members = dict(request.members)
     given = [name for name in _LIMITS if request.value(name) is not None]
@@ -294,7 +309,26 @@ def _plan_text(request: BrokenRequest, progress: Progress) -> Plan:
     if request.kind is RequestKind.CHAT:
         members |= _raw(continue_final_message=True, add_generation_prompt=False)
     _less_min_tokens(members, request, place)
-    return Plan("text", Leg(request.target, msgspec.json.encode(members)), place)
+    return Plan("text", Leg(request.target, msgspec.json.encode(members)), place, as_chat=as_chat)
+
+
+def _make_chat(request: BrokenRequest, form: ChatForm | None) -> BrokenRequest | None:
+    """Return the chat that an engine makes of a message, none of which continues half a message; None if no chat is
+    known to have the same prompt."""
+    thinking = request.value("thinking")
+    if form is None or (isinstance(thinking, dict) and thinking.get("type") == "disabled"):  # by the template
+        return None
+    try:
+        members = _members.decode(form(msgspec.json.encode(request.members)))
+    except ValueError:
+        return None
+    members |= {name: request.members[given] for given, name in _OF_MESSAGES.items() if given in request.members}
+    if isinstance(choice := request.value("tool_choice"), dict):
+        members |= _raw(tool_choice=choice.get("type"))
+        if choice.get("disable_parallel_tool_use"):
+            members |= _raw(parallel_tool_calls=False)
+    members |= _raw(stream=True, stream_options={"include_usage": True})
+    return BrokenRequest(RequestKind.CHAT, request.target.replace(_MESSAGES, _CHAT_COMPLETION, 1), members)
 
 
 def _append(array: msgspec.Raw, value: object) -> msgspec.Raw:

@@ -10,7 +10,9 @@ import msgspec
 from kvproxy.base.errors import EndpointUnhealthy, EngineReportedError, UpstreamDisconnected, UpstreamError
 from kvproxy.base.types import Clock, RequestKind
 from kvproxy.base.upstream.response import UpstreamResponse
+from kvproxy.cache.clients.vllm import ChatForm
 from kvproxy.cluster.pick import Pick
+from kvproxy.features.resume.chat_form import MessageOfChat
 from kvproxy.features.resume.events import DONE, read_data, split_events, strip_ids, with_data
 from kvproxy.features.resume.feature import NOTE, Grade, ResumedLeg, ResumeNote
 from kvproxy.features.resume.metrics import ResumeMetrics
@@ -69,6 +71,7 @@ class ResumableStream:
         context_tokens: Callable[[Pick], int | None],
         is_proven: Callable[[Pick], bool],
         derenders: Callable[[Pick], bool],
+        chat_form: Callable[[Pick], ChatForm | None],
         others_serve: Callable[[], bool],
     ) -> None:
         body = exchange.body or b""
@@ -85,6 +88,7 @@ class ResumableStream:
         self._context_tokens = context_tokens
         self._is_proven = is_proven
         self._derenders = derenders
+        self._chat_form = chat_form
         self._others_serve = others_serve
         self._progress = Progress()
         self._strips = own
@@ -96,6 +100,7 @@ class ResumableStream:
         self._running: RunningStreams | None = None  # where its endpoint finds it
         self._planned: Plan | None = None  # of a move
         self._splice: Splice | None = None
+        self._converter: MessageOfChat | None = None  # of a leg with the events of a chat
         self._legs: list[ResumedLeg] = []
         self._broke_at = 0.0
         self._held = b""
@@ -140,12 +145,23 @@ class ResumableStream:
             self._withhold(piece)
             return b""
         events, self._held = split_events(self._held + piece if self._held else piece)
+        if self._converter is not None:
+            events = self._convert(events, self._converter)
         made = [self._take(event) for event in events]
         if len(self._held) > _MAX_EVENT_BYTES:
             self._progress.obstacle = "too_long"
             made.append(self._held)
             self._held = b""
         return made[0] if len(made) == 1 else b"".join(made)
+
+    def _convert(self, events: list[bytes], converter: MessageOfChat) -> list[bytes]:
+        try:
+            return converter.convert(events)
+        except _UNREADABLE:
+            self.failure = Mismatch("its events cannot be read")
+        except Mismatch as error:
+            self.failure = error
+        return []
 
     def finish(self, rest: bytes) -> bytes:
         """Return the end; a stream that lacks its last event broke."""
@@ -255,6 +271,7 @@ class ResumableStream:
         assert self._request is not None
         self._add(msgspec.structs.replace(broken, grade=plan.grade))
         self._splice = Splice(plan, self._progress, greedy=self._request.greedy)
+        self._converter = MessageOfChat() if plan.as_chat else None
         if self._planned is None:
             return plan.leg
         self._planned = None
@@ -269,6 +286,8 @@ class ResumableStream:
             self._wishes = self._wishes._replace(proven=self._is_proven(self._pick))
         if self._kind is RequestKind.CHAT:
             self._wishes = self._wishes._replace(derenders=self._derenders(self._pick))
+        if self._wishes.grade is Grade.TEXT and self._kind is RequestKind.MESSAGES:
+            self._wishes = self._wishes._replace(chat_form=self._chat_form(self._pick))
 
     def _plan(self) -> Plan | str:
         """Return how the stream can go on from here, or why it cannot."""

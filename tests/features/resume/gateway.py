@@ -11,6 +11,7 @@ from typing import Any
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from tests.lab.simulator.support import TINY, Running, engine
 from tests.support.proxy import RunningProxy, running_proxy
+from tests.support.until import until
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -52,6 +53,16 @@ async def gateway(
         routes = [{"resume": grade, **(route or {})}]
         config = {"filters": FILTERS, "routes": routes, "retry": {"min_per_second": 1000}, **config}
         yield Gateway(await stack.enter_async_context(running_proxy(urls, **config)), running)
+
+
+async def know_engines(both: Gateway) -> None:
+    """Have the proxy ask engines for their kind and try the model, which it does at their first message."""
+    messages = [{"role": "user", "content": "Hello."}]
+    for _ in both.engines:
+        body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": 2}
+        await both.proxy.client.post("/v1/messages", json=body)
+    calls = [one.app.state.calls for one in both.engines]
+    await until(lambda: all(one["GET /version"] for one in calls) and sum(one[f"POST {CHAT}"] for one in calls) == 2)
 
 
 def read_events(text: str) -> list[dict[str, Any]]:

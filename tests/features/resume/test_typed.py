@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.features.resume.gateway import BEST_EFFORT, gateway
+from tests.features.resume.gateway import BEST_EFFORT, gateway, know_engines
 
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -27,6 +27,12 @@ def typed_events(text: str) -> list[dict[str, Any]]:
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
     return found
+
+
+def count_prompt(events: list[dict[str, Any]]) -> int:
+    """Return the prompt's tokens, as a message's first event has them."""
+    count: int = events[0]["message"]["usage"]["input_tokens"]
+    return count
 
 
 def words_of(events: list[dict[str, Any]]) -> str:
@@ -72,24 +78,41 @@ async def test_a_message_without_text_begins_again() -> None:
         assert both.resumed("restart") == 1
 
 
-async def test_a_message_that_the_engine_does_not_continue_ends_with_an_error() -> None:
-    """vLLM 0.32 begins a new turn behind half an answer: the overlap shows it."""
-    body = {**MESSAGES_BODY, **STREAMED}
+async def test_a_message_goes_on_as_a_chat() -> None:
+    """Engines begin a new turn behind half a message. The client sees one message, which ends as the engine's own."""
+    body = {**MESSAGES_BODY, **STREAMED, "system": "Be short.", "tools": [{"name": "look", "input_schema": {}}]}
     async with gateway("text", route=BEST_EFFORT) as both:
+        await know_engines(both)
+        expected = typed_events((await both.engines[1].client.post(MESSAGES, json=body)).text)
         await both.engines[0].faults(cut_next=1, cut_after_chunks=20)
         events = typed_events((await both.proxy.client.post(MESSAGES, json=body)).text)
-        assert events[-1]["type"] == "error"
-        assert both.refused("overlap") == 1
+        assert words_of(events) == words_of(expected)
+        shown, whole = ([event["type"] for event in one if "text" not in str(event)] for one in (events, expected))
+        assert shown == whole
+        assert events[-2]["delta"]["stop_reason"] == expected[-2]["delta"]["stop_reason"] == "max_tokens"
+        assert events[-2]["usage"] == {"input_tokens": count_prompt(expected), "output_tokens": 60}
+        assert both.resumed("text") == 1
+
+
+async def test_a_sampled_message_goes_on_where_the_model_was_proven() -> None:
+    """Its words come out differently, so that none are computed again."""
+    body = {**MESSAGES_BODY, "stream": True, "temperature": 0.7}
+    async with gateway("text", route=BEST_EFFORT) as both:
+        await know_engines(both)
+        await both.engines[0].faults(cut_next=1, cut_after_chunks=20)
+        events = typed_events((await both.proxy.client.post(MESSAGES, json=body)).text)
+        assert events[-1]["type"] == "message_stop"
+        assert both.resumed("text") == 1
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "reason"),
     [
-        (MESSAGES, {"temperature": 1}, "sampled"),
         (MESSAGES, {}, "max_tokens"),
         (RESPONSES, {}, "max_tokens"),
         (MESSAGES, {"tool_choice": {"type": "any"}}, "guided"),
         (MESSAGES, {"stop_sequences": ["END"], "temperature": 1}, "stop"),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "guided"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "unusual"),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "guided"),
     ],

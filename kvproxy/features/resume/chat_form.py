@@ -1,0 +1,133 @@
+"""Messages whose rest is a chat: engines begin a new turn behind half a message, and continue half a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from kvproxy.base.errors import UpstreamError
+from kvproxy.base.installed import installed
+from kvproxy.base.types import RequestKind
+from kvproxy.cache.clients.vllm import ChatForm
+from kvproxy.cache.feature import CacheFeature, find_chat_form
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.features.resume.asked_once import AskedOnce
+from kvproxy.features.resume.events import DONE, read_data
+from kvproxy.features.resume.mismatch import Mismatch
+
+#: Answered by one kind of engine each; whether that is SGLang.
+_KINDS = ((b"/version", False), (b"/server_info", True))
+_REASONING = ("reasoning", "reasoning_content")
+_ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class ChatForms(AskedOnce[bool]):
+    """Entered, it asks an engine for its kind at the first message on a route with `text`."""
+
+    def find(self, endpoint: Endpoint) -> ChatForm | None:
+        """Return the conversion of the engine's messages to chats; None while it is unknown."""
+        sglang = self.look_up(str(endpoint.engine.id), self._ask(endpoint))
+        return None if sglang is None else find_chat_form(installed(CacheFeature), RequestKind.MESSAGES, sglang)
+
+    async def _ask(self, endpoint: Endpoint) -> bool | None:
+        for path, sglang in _KINDS:
+            try:
+                await self.fetch(endpoint, b"GET", path, b"")
+            except UpstreamError:
+                continue
+            return sglang
+        return None
+
+
+class MessageOfChat:
+    """Events of a message, of those of the chat that goes on behind its first text; as vLLM 0.32 makes them."""
+
+    def __init__(self) -> None:
+        self._index = 0  # of the content block that is open
+        self._block = "text"
+        self._waiting: list[str] = []  # text that came within a call
+        self._calls: dict[object, str] = {}  # ids by index
+        self._call = ""  # the one that is open
+        self._reason: dict[str, Any] = {"stop_reason": "end_turn", "stop_sequence": None}
+        self._tokens: object = None  # of the leg's answer
+
+    def convert(self, events: Sequence[bytes]) -> list[bytes]:
+        """Return the message's events. Raises Mismatch."""
+        return [_as_event(made) for event in events if (data := read_data(event)) for made in self._convert(data)]
+
+    def _convert(self, data: bytes) -> Iterator[dict[str, Any]]:
+        if data == DONE:
+            yield from self._end()
+            return
+        try:
+            chunk = msgspec.json.decode(data, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise Mismatch("its events cannot be read") from None
+        if "error" in chunk:
+            yield {"type": "error", "error": chunk["error"]}
+        self._tokens = (chunk.get("usage") or {}).get("completion_tokens", self._tokens)
+        for choice in chunk.get("choices") or ():
+            self._note_end(choice)
+            yield from self._add(choice.get("delta") or {})
+
+    def _add(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if any(delta.get(name) for name in _REASONING):
+            raise Mismatch("the engine takes the rest for reasoning")
+        if text := delta.get("content"):
+            yield from self._add_text(text)
+        for call in delta.get("tool_calls") or ():
+            yield from self._add_call(call)
+
+    def _add_text(self, text: str) -> Iterator[dict[str, Any]]:
+        if self._block == "text":
+            yield self._delta(type="text_delta", text=text)
+        else:
+            self._waiting.append(text)
+
+    def _add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        function = call.get("function") or {}
+        place = call.get("index")
+        id_ = self._calls.setdefault(place, call.get("id") or "")
+        if id_ != self._call and function.get("name"):
+            yield from self._close()
+            self._call = id_
+            yield self._open({"type": "tool_use", "id": id_, "name": function["name"], "input": {}})
+        if function.get("arguments") and id_ == self._call:
+            yield self._delta(type="input_json_delta", partial_json=function["arguments"])
+
+    def _note_end(self, choice: dict[str, Any]) -> None:
+        if (finish := choice.get("finish_reason")) is None:
+            return
+        matched = choice.get("stop_reason") or choice.get("matched_stop")
+        if finish == "stop" and isinstance(matched, str):
+            self._reason = {"stop_reason": "stop_sequence", "stop_sequence": matched}
+        else:
+            self._reason["stop_reason"] = _ENDS.get(finish, "end_turn")
+
+    def _end(self) -> Iterator[dict[str, Any]]:
+        yield from self._close()
+        yield {"type": "message_delta", "delta": self._reason, "usage": {"output_tokens": self._tokens}}
+        yield {"type": "message_stop"}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """End the open block, and give the text that waited for it a block of its own."""
+        yield {"type": "content_block_stop", "index": self._index}
+        if self._waiting:
+            yield self._open({"type": "text", "text": ""})
+            yield self._delta(type="text_delta", text="".join(self._waiting))
+            self._waiting = []
+            yield {"type": "content_block_stop", "index": self._index}
+
+    def _open(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._index += 1
+        self._block = block["type"]
+        return {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _delta(self, **delta: str) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def _as_event(made: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (made["type"].encode(), msgspec.json.encode(made))
