@@ -65,7 +65,8 @@ class PredictionFeedback:
             computed_at = endpoint if result.prefill_endpoint is None else result.prefill_endpoint
             lost = self._compare(facts, entry, computed_at, result)
         if entry is not None:
-            indexes.settle_entry(entry, prefilled=prefilled, lost=lost)
+            ends = facts.request.session_ends
+            indexes.settle_entry(entry, prefilled=prefilled, lost=lost, ends=ends, calls_tool=result.calls_tool)
         elif endpoint is not None and prefilled:  # it was routed by another than this proxy
             indexes.enter_prompt(endpoint, facts.cursor)
         if result.prompt_tokens is not None and prefilled and facts.request.continues is None:

@@ -88,6 +88,7 @@ class Result(msgspec.Struct):
     cached_tokens: int | None = None
     media_tokens: int | None = None  # of the prompt's
     completion_tokens: int | None = None
+    calls_tool: bool = True  # the answer does, or that is not known
     response_id: str = ""  # by which another request may go on from this one
     request_id: str = ""
     tenant: str = ""

@@ -202,11 +202,20 @@ class LocalIndexes:
         if (watch := self.state.watch) is not None:
             watch.entered(endpoint, cursor)
 
-    def settle_entry(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool = False) -> None:
+    def settle_entry(
+        self,
+        entry: SpeculativeEntry,
+        *,
+        prefilled: bool,
+        lost: bool = False,
+        ends: bool = False,
+        calls_tool: bool = True,
+    ) -> None:
         """Settle the entry of a finished request; `prefilled` is True if the engine got as far as a first byte. Once
-        per entry. An engine that `lost` its cache still has the prompt it just prefilled."""
+        per entry. An engine that `lost` its cache still has the prompt it just prefilled. `ends`: its client ends the
+        session with it; `calls_tool`: the answer does, or that is not known."""
         if (watch := self.state.watch) is not None:
-            watch.settled(entry, prefilled=prefilled, lost=lost)
+            watch.settled(entry, prefilled=prefilled, lost=lost, ends=ends, calls_tool=calls_tool)
         (self.approximate.confirm if prefilled else self.approximate.rollback)(entry)
         if lost:
             self.approximate.insert(entry.endpoint, entry.cursor)

@@ -63,8 +63,8 @@ class Admission(Protocol):
         """Count a request that another router placed; `turn` names it until its end."""
         ...
 
-    def ended_elsewhere(self, turn: Hashable, now: float, *, served: bool) -> None:
-        """Note its end, as of Stay. Harmless for an unknown one."""
+    def ended_elsewhere(self, turn: Hashable, now: float, *, served: bool, calls_tool: bool) -> None:
+        """Note its end, as of Stay; not `served` if it was the session's last, too. Harmless for an unknown one."""
         ...
 
     def wait(self, request: PickRequest, now: float) -> RoomWait:

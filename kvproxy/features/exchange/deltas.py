@@ -30,7 +30,8 @@ class Routed(_Delta, tag=1, frozen=True):
 
 class Settled(_Delta, tag=2, frozen=True):
     """It is over. `reused`: blocks that the engine reused, where capacity is learned from it; `denied`: the engine had
-    only so many of those it was estimated to hold; -1: nothing of the kind."""
+    only so many of those it was estimated to hold; -1: nothing of the kind. `ends` and `calls_tool` as of
+    LocalIndexes.settle_entry."""
 
     cluster: str
     number: int
@@ -38,6 +39,8 @@ class Settled(_Delta, tag=2, frozen=True):
     lost: bool
     reused: int
     denied: int
+    ends: bool = False
+    calls_tool: bool = True
 
 
 class Entered(_Delta, tag=3, frozen=True):

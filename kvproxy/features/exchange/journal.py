@@ -74,14 +74,17 @@ class IndexWatch:
         """As of IndexWatch."""
         self._denied = cursor, blocks
 
-    def settled(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool) -> None:
+    def settled(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool, ends: bool, calls_tool: bool) -> None:
         """As of IndexWatch."""
         (reused, denied), self._reused, self._denied = (self._reused, self._denied), None, None
         if self._notes.open.pop((self._cluster, entry.number), None) is None:
             return
         reused_blocks = reused[1] if reused is not None and reused[0] is entry else -1
         denied_blocks = denied[1] if denied is not None and denied[0] is entry.cursor else -1
-        self._notes.add(deltas.Settled(self._cluster, entry.number, prefilled, lost, reused_blocks, denied_blocks))
+        number = entry.number
+        self._notes.add(
+            deltas.Settled(self._cluster, number, prefilled, lost, reused_blocks, denied_blocks, ends, calls_tool)
+        )
 
     def entered(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None:
         """As of IndexWatch."""

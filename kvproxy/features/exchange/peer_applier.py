@@ -162,13 +162,13 @@ class PeerApplier:
             (indexes.approximate.confirm if delta.prefilled else indexes.approximate.rollback)(entry)
             if delta.lost:
                 indexes.approximate.insert(entry.endpoint, entry.cursor)
-        self._end_turn(key, now, served=delta.prefilled)
+        self._end_turn(key, now, served=delta.prefilled and not delta.ends, calls_tool=delta.calls_tool)
         self.open.pop(key, None)
 
-    def _end_turn(self, key: tuple[str, int], now: float, *, served: bool) -> None:
+    def _end_turn(self, key: tuple[str, int], now: float, *, served: bool, calls_tool: bool = True) -> None:
         part = self._world().clusters.get(key[0])
         if part is not None and part.admission is not None:
-            part.admission.ended_elsewhere((self.origin, key[1]), now, served=served)
+            part.admission.ended_elsewhere((self.origin, key[1]), now, served=served, calls_tool=calls_tool)
 
     def _end(self, key: tuple[str, int], now: float, *, prefilled: bool) -> None:
         self._end_turn(key, now, served=prefilled)

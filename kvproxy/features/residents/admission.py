@@ -186,10 +186,11 @@ class SessionAdmission:
         self._turns_elsewhere[turn] = session, session.turns
         self._shares = True
 
-    def ended_elsewhere(self, turn: Hashable, now: float, *, served: bool) -> None:
+    def ended_elsewhere(self, turn: Hashable, now: float, *, served: bool, calls_tool: bool) -> None:
         """As of Admission."""
         session, number = self._turns_elsewhere.pop(turn, (None, 0))
         if session is not None and session.turns == number:  # else its next turn has come here already
+            session.calls_tool = calls_tool
             self.turn_ended(session, now, goes_on=served)
 
     def _begin_turn(

@@ -115,7 +115,7 @@ class IndexView(CacheView):
             cached_tokens=cached,
             cached_blocks=cached_blocks,
         )
-        local.settle_entry(entry, prefilled=True, lost=lost)
+        local.settle_entry(entry, prefilled=True, lost=lost, calls_tool=turn.calls_tool)
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
         heard = [event for event in events if not self._tier_blind or _is_device(event)]

@@ -209,6 +209,7 @@ def result_of(exchange: Exchange) -> Result:
         cached_tokens=outcome.cached_tokens,
         media_tokens=outcome.media_tokens,
         completion_tokens=outcome.completion_tokens,
+        calls_tool=outcome.calls_tool,
         response_id=outcome.response_id,
         request_id=exchange.request_id,
         tenant=exchange.tenant,

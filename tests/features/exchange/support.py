@@ -137,14 +137,14 @@ class Node:
         reservation = self.cluster.ledgers[endpoint].reserve(tokens, 0, self.now)
         return Request(endpoint, entry, reservation)
 
-    def end(self, request: Request, *, prefilled: bool = True) -> None:
+    def end(self, request: Request, *, prefilled: bool = True, ends: bool = False, calls_tool: bool = True) -> None:
         """End a request."""
         load, indexes = self.cluster.ledgers[request.endpoint], self.cluster.indexes
         assert indexes is not None
         if prefilled:
             load.first_token(request.reservation, self.now)
         load.release(request.reservation, self.now)
-        indexes.settle_entry(request.entry, prefilled=prefilled)
+        indexes.settle_entry(request.entry, prefilled=prefilled, ends=ends, calls_tool=calls_tool)
 
     def flush(self) -> None:
         """Send the changes."""

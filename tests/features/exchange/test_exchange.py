@@ -630,32 +630,34 @@ class Turns:
 
     def __init__(self) -> None:
         self.running: dict[object, tuple[EndpointId, int, int]] = {}
-        self.ended: list[bool] = []
+        self.ended: list[tuple[bool, bool]] = []
         self.kept_elsewhere = set[EndpointId]()
 
     def placed_elsewhere(self, turn: object, facts: OverlapFacts, endpoint: EndpointId, now: float) -> None:
         assert (facts.session, facts.parent) == (7, 8)
         self.running[turn] = endpoint, facts.prompt_tokens, len(facts.blocks)
 
-    def ended_elsewhere(self, turn: object, now: float, *, served: bool) -> None:
+    def ended_elsewhere(self, turn: object, now: float, *, served: bool, calls_tool: bool) -> None:
         if self.running.pop(turn, None) is not None:
-            self.ended.append(served)
+            self.ended.append((served, calls_tool))
 
 
 def test_turns_of_sessions_are_counted_where_others_placed_them() -> None:
-    """With their blocks, tokens and names, until their ends, which may be failures."""
+    """With their blocks, tokens and names, until their ends: failures, final ones, and answers without a tool call."""
     bus, one, two = pair()
     two.cluster.admission = Turns()
-    requests = [one.begin(A, 1, 2, 3, tokens=300), one.begin(B, 1, 2, tokens=200)]
+    requests = [one.begin(A, 1, 2, 3, tokens=300), *(one.begin(B, 1, 2, tokens=200) for _ in range(3))]
     one.flush()
     bus.deliver()
-    assert sorted(two.cluster.admission.running.values()) == [(A, 300, 3), (B, 200, 2)]
+    assert sorted(two.cluster.admission.running.values()) == [(A, 300, 3), *[(B, 200, 2)] * 3]
     one.end(requests[0])
     one.end(requests[1], prefilled=False)
+    one.end(requests[2], ends=True)
+    one.end(requests[3], calls_tool=False)
     one.flush()
     bus.deliver()
     assert not two.cluster.admission.running
-    assert two.cluster.admission.ended == [True, False]
+    assert two.cluster.admission.ended == [(True, True), (False, True), (False, True), (True, False)]
 
 
 def test_a_newcomer_counts_no_turns_of_a_time_that_is_over() -> None:
@@ -684,7 +686,7 @@ def test_sessions_of_a_proxy_that_died_may_go_on_elsewhere() -> None:
     bus.deliver()
     bus.nodes.remove(one)
     bus.heal(4)
-    assert two.cluster.admission.ended == [True]
+    assert two.cluster.admission.ended == [(True, True)]
 
 
 def test_room_that_one_proxy_keeps_is_known_to_the_others() -> None:

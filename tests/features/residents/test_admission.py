@@ -704,10 +704,20 @@ class TwoRouters:
         self.rules[1 - router].placed_elsewhere(self.turns, request.facts, A.id, now)
         return stay, self.turns
 
-    def end(self, router: int, turn: tuple[SessionStay, int], now: float = 0.0, *, served: bool = True) -> None:
+    def end(
+        self,
+        router: int,
+        turn: tuple[SessionStay, int],
+        now: float = 0.0,
+        *,
+        served: bool = True,
+        calls_tool: bool = True,
+    ) -> None:
         """End a turn of one router; the other is told."""
+        if not calls_tool:
+            turn[0].calls_no_tool()
         turn[0].end(now, served=served)
-        self.rules[1 - router].ended_elsewhere(turn[1], now, served=served)
+        self.rules[1 - router].ended_elsewhere(turn[1], now, served=served, calls_tool=calls_tool)
 
     def tell_rooms(self, now: float = 0.0) -> None:
         """Exchange the rows of the ledgers."""
@@ -731,6 +741,19 @@ def test_two_routers_fill_an_engine_once() -> None:
     assert both.rules[1].sessions == 0
 
 
+def test_an_end_that_the_answer_shows_frees_the_place_at_every_router() -> None:
+    """Each learns where sessions end so, from the answers of all."""
+    both = TwoRouters()
+    both.end(0, both.begin(0, prompt(1, 10)), calls_tool=False)
+    for rule_ in both.rules:
+        rule_.expire(HORIZON_S + 1.0)
+        knows(rule_, 1, 1, 1, 2)
+    last = both.begin(0, prompt(1, 800), HORIZON_S + 1.0)
+    assert waits(both.rules[1], prompt(2, 200), both.engines[1])
+    both.end(0, last, HORIZON_S + 1.0, calls_tool=False)
+    assert [len(rule_.sets[A.id]) for rule_ in both.rules] == [0, 0]
+
+
 def test_a_session_goes_on_at_another_router() -> None:
     """Also if its turn comes there before the end of the one before is known; that end then changes nothing."""
     both = TwoRouters()
@@ -738,8 +761,8 @@ def test_a_session_goes_on_at_another_router() -> None:
     stay.end(0.0, served=True)
     assert not waits(both.rules[1], prompt(1, 850), both.engines[1])
     second = both.begin(1, prompt(1, 850))
-    both.rules[1].ended_elsewhere(turn, 0.1, served=False)
-    both.rules[1].ended_elsewhere("unknown", 0.1, served=False)
+    both.rules[1].ended_elsewhere(turn, 0.1, served=False, calls_tool=True)
+    both.rules[1].ended_elsewhere("unknown", 0.1, served=False, calls_tool=True)
     for rule_ in both.rules:
         assert [one.turns for one in rule_.sets[A.id]] == [2]
         assert rule_.sets[A.id].running_tokens == 850 * BLOCK
