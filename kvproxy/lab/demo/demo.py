@@ -104,7 +104,7 @@ async def start_fleet(stack: AsyncExitStack, demo: DemoOptions, *, told: bool = 
         tiered = VllmSettings(model=MODEL, engine=engine, kv_events=events)
         settings = FleetSettings(clone_engines(tiered, demo.engines), None)
     elif demo.disaggregated:
-        engine = replace(engine, timing=_PREFILL)
+        engine = replace(engine, capacity_blocks=4 * _CACHE_BLOCKS, timing=_PREFILL)
         apart = VllmSettings(model=MODEL, engine=engine, kv_events=PublisherSettings(), nixl=NixlLinks())
         settings = FleetSettings(clone_engines(apart, demo.engines), None)
     elif demo.kind == "sglang":
@@ -306,6 +306,7 @@ def print_beginning(demo: DemoOptions, mix: Mix, out: TextIO) -> None:
     if demo.disaggregated:
         print(f"{what} through kvproxy, in front of {demo.engines} simulated vLLM engines with NIXL:", file=out)
         print("once each of them does both, once half of them compute long prompts for the others to answer.", file=out)
+        print("Each has memory for the KV of all conversations.", file=out)
         return
     name, how = _KINDS[demo.kind]
     ranks = f" with {demo.ranks} data-parallel ranks each" if demo.ranks > 1 else ""

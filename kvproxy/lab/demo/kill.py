@@ -34,13 +34,16 @@ class WatchedStream:
         self.endpoint = ""
         self.begun = asyncio.Event()  # several tokens came
         self.error = ""
+        self.pause_s = 0.0  # the longest between two tokens
         self._question = f"Tell me story number {number}, please."
 
     async def read(self, client: httpx.AsyncClient) -> None:
         """Read it to its end."""
         message = {"role": "user", "content": self._question}
         body = {"model": _MODEL, "messages": [message], "stream": True, "temperature": 0, "max_tokens": _TOKENS}
+        clock = asyncio.get_running_loop().time
         chunks = 0
+        last = None
         async with client.stream("POST", _PATH, json=body) as answer:
             self.endpoint = answer.headers.get("x-kvproxy-endpoint", "")
             async for line in answer.aiter_lines():
@@ -48,6 +51,9 @@ class WatchedStream:
                 if not data or data == "[DONE]":
                     continue
                 event = json.loads(data)
+                now = clock()
+                self.pause_s = max(self.pause_s, now - (last or now))
+                last = now
                 self.error = self.error or str(event.get("error", ""))
                 self.text += "".join(one["delta"].get("content") or "" for one in event.get("choices", ()))
                 chunks += 1
@@ -97,5 +103,7 @@ def _print_result(streams: Sequence[WatchedStream], undisturbed: Sequence[Watche
     moved = sum(stream.endpoint == "a" for stream in streams)
     same = sum(not one.error and one.text == other.text for one, other in zip(streams, undisturbed, strict=True))
     print(f"{moved} of them had begun at a and went on at b", file=out)
+    pauses = [1000 * max(stream.pause_s for stream in each) for each in (streams, undisturbed)]
+    print("longest time without a token: {:.0f} ms, undisturbed {:.0f} ms".format(*pauses), file=out)
     print(f"{same} of {len(streams)} clients got the answer of an undisturbed run, word for word", file=out)
     return 0 if same == len(streams) else 1

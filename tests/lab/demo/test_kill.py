@@ -18,8 +18,10 @@ async def test_every_client_gets_the_answer_of_an_undisturbed_run() -> None:
 def test_a_client_with_another_answer_fails_the_demo() -> None:
     """So does one with an error."""
     good, other, failed = (WatchedStream(number) for number in range(3))
+    other.pause_s = 0.25
     other.text = "other"
     failed.error = "dead"
     out = io.StringIO()
     assert _print_result([good, other, failed], [WatchedStream(9)] * 3, out) == 1
     assert "1 of 3 clients" in out.getvalue()
+    assert "longest time without a token: 250 ms, undisturbed 0 ms" in out.getvalue()
