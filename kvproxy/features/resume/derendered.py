@@ -17,6 +17,7 @@ from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.asked_once import AskedOnce
+from kvproxy.features.resume.asked_part import fetch_part
 from kvproxy.features.resume.events import DONE, read_data, split_events
 from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.proxy.request.continuation import AsksEngines
@@ -29,7 +30,6 @@ _CHAT = b"/v1/chat/completions"
 _GENERATE = b"/inference/v1/generate"
 _RENDER = b"/render"
 _DERENDER = b"/derender"
-_MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _STREAM = ((b"content-type", b"text/event-stream"),)
 
 
@@ -112,31 +112,15 @@ class DerenderedLeg:
 
     async def _ask(self, request: AsksEngines, pick: Pick) -> Answer:
         try:
-            rendered = await _fetch(request, pick, self._path + _RENDER, self._chat)
+            rendered = await fetch_part(request, pick, self._path + _RENDER, self._chat, refusal="derender")
             body = _continue(rendered, self._came)
         except Mismatch as error:
             return _fail_at_once(error)
         response, status, first = await request.ask(pick, self._path.replace(_CHAT, _GENERATE), body)
         if status != 200:
             return response, status, first
-        derender = partial(_fetch, request, pick, self._path + _DERENDER)
+        derender = partial(fetch_part, request, pick, self._path + _DERENDER, refusal="derender")
         return Derendering(derender, response, first, came=self._came, chat=self._chat).response, status, b""
-
-
-async def _fetch(request: AsksEngines, pick: Pick, target: bytes, body: bytes) -> bytes:
-    """Return the body of a good answer. Raises Mismatch if the engine refuses to answer, else UpstreamError."""
-    response, status, first = await request.ask(pick, target, body)
-    answer = bytearray(first)
-    try:
-        while len(answer) <= _MAX_ANSWER_BYTES and (piece := await response.next_chunk()):
-            answer += piece
-    finally:
-        response.abort()
-    if status >= 500:
-        raise UpstreamDisconnected(f"{pick.endpoint.id} answers {status}")
-    if status != 200 or not response.complete:
-        raise Mismatch(f"{target.decode()} answers {status}", refusal="derender")
-    return bytes(answer)
 
 
 def _fail_at_once(error: Mismatch) -> Answer:

@@ -10,6 +10,7 @@ import msgspec
 
 from kvproxy.base.types import RequestKind
 from kvproxy.cache.clients.vllm import ChatForm
+from kvproxy.features.resume.counted import CountedLeg
 from kvproxy.features.resume.derendered import Came, DerenderedLeg
 from kvproxy.features.resume.feature import Grade
 from kvproxy.features.resume.progress import START, Mark, Progress
@@ -121,6 +122,12 @@ class Plan(NamedTuple):
     by_ids: bool = False
     parsed: bool = False
     as_chat: bool = False  # of a message: the events are those of a chat
+    counted: CountedLeg | None = None  # None: the tokens before `place` are known, or have no limit
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens before `place`."""
+        return self.place.tokens if self.counted is None else self.counted.kept
 
 
 class Wishes(NamedTuple):
@@ -297,9 +304,10 @@ def _plan_text(request: BrokenRequest, progress: Progress, form: ChatForm | None
         request = chat
     begun = progress.text[: place.chars]
     members = dict(request.members)
-    given = [name for name in _LIMITS if request.value(name) is not None]
-    if request.max_tokens is not None:
-        members |= _raw(**{name: max(1, request.max_tokens - place.tokens) for name in given or ["max_tokens"]})
+    limit = request.max_tokens
+    limits = [name for name in _LIMITS if request.value(name) is not None] or ["max_tokens"]
+    if limit is not None:
+        members |= _raw(**dict.fromkeys(limits, max(1, limit - place.tokens)))
     if request.kind is RequestKind.COMPLETION:
         members |= _raw(prompt=request.value("prompt") + begun)
     elif request.kind is RequestKind.RESPONSES:
@@ -309,7 +317,11 @@ def _plan_text(request: BrokenRequest, progress: Progress, form: ChatForm | None
     if request.kind is RequestKind.CHAT:
         members |= _raw(continue_final_message=True, add_generation_prompt=False)
     _less_min_tokens(members, request, place)
-    return Plan("text", Leg(request.target, msgspec.json.encode(members)), place, as_chat=as_chat)
+    leg = Leg(request.target, msgspec.json.encode(members))
+    counted = None
+    if limit is not None and not progress.ids_known:
+        counted = CountedLeg(leg, begun, kept=place.tokens, limits=limits, limit=limit)
+    return Plan("text", leg._replace(parts=counted), place, as_chat=as_chat, counted=counted)
 
 
 def _make_chat(request: BrokenRequest, form: ChatForm | None) -> BrokenRequest | None:

@@ -20,7 +20,6 @@ class Splice:
         self._progress = progress
         self._delivered = progress.text
         self._at = plan.place.chars
-        self._kept_tokens = plan.place.tokens
         progress.cut(plan.place.tokens, again=plan.by_ids and greedy)
         if not plan.by_ids and plan.place.tokens:
             progress.ids_known = False
@@ -69,8 +68,8 @@ class Splice:
             return progress.prompt_tokens
         if progress.prompt_ids:
             return count_ids(progress.prompt_ids)
-        return max(0, leg_tokens - self._kept_tokens) if isinstance(leg_tokens, int) else 0
+        return max(0, leg_tokens - self.plan.kept_tokens) if isinstance(leg_tokens, int) else 0
 
     def count_output(self, leg_tokens: object) -> int:
         """Return the tokens of the whole answer."""
-        return self._kept_tokens + (leg_tokens if isinstance(leg_tokens, int) else 0)
+        return self.plan.kept_tokens + (leg_tokens if isinstance(leg_tokens, int) else 0)

@@ -55,13 +55,13 @@ async def gateway(
         yield Gateway(await stack.enter_async_context(running_proxy(urls, **config)), running)
 
 
-async def know_engines(both: Gateway) -> None:
+async def know_engines(proxy: RunningProxy, *engines: Running) -> None:
     """Have the proxy ask engines for their kind and try the model, which it does at their first message."""
     messages = [{"role": "user", "content": "Hello."}]
-    for _ in both.engines:
+    for _ in engines:
         body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": 2}
-        await both.proxy.client.post("/v1/messages", json=body)
-    calls = [one.app.state.calls for one in both.engines]
+        await proxy.client.post("/v1/messages", json=body)
+    calls = [one.app.state.calls for one in engines]
     await until(lambda: all(one["GET /version"] for one in calls) and sum(one[f"POST {CHAT}"] for one in calls) == 2)
 
 

@@ -82,7 +82,7 @@ async def test_a_message_goes_on_as_a_chat() -> None:
     """Engines begin a new turn behind half a message. The client sees one message, which ends as the engine's own."""
     body = {**MESSAGES_BODY, **STREAMED, "system": "Be short.", "tools": [{"name": "look", "input_schema": {}}]}
     async with gateway("text", route=BEST_EFFORT) as both:
-        await know_engines(both)
+        await know_engines(both.proxy, *both.engines)
         expected = typed_events((await both.engines[1].client.post(MESSAGES, json=body)).text)
         await both.engines[0].faults(cut_next=1, cut_after_chunks=20)
         events = typed_events((await both.proxy.client.post(MESSAGES, json=body)).text)
@@ -98,7 +98,7 @@ async def test_a_sampled_message_goes_on_where_the_model_was_proven() -> None:
     """Its words come out differently, so that none are computed again."""
     body = {**MESSAGES_BODY, "stream": True, "temperature": 0.7}
     async with gateway("text", route=BEST_EFFORT) as both:
-        await know_engines(both)
+        await know_engines(both.proxy, *both.engines)
         await both.engines[0].faults(cut_next=1, cut_after_chunks=20)
         events = typed_events((await both.proxy.client.post(MESSAGES, json=body)).text)
         assert events[-1]["type"] == "message_stop"

@@ -1,0 +1,26 @@
+"""One of several requests that another engine is sent for the rest of a stream."""
+
+from __future__ import annotations
+
+from kvproxy.base.errors import UpstreamDisconnected
+from kvproxy.cluster.pick import Pick
+from kvproxy.features.resume.mismatch import Mismatch
+from kvproxy.proxy.request.continuation import AsksEngines
+
+_MAX_ANSWER_BYTES = 64 * 1024 * 1024
+
+
+async def fetch_part(request: AsksEngines, pick: Pick, target: bytes, body: bytes, *, refusal: str) -> bytes:
+    """Return the body of a good answer. Raises Mismatch if the engine refuses to answer, else UpstreamError."""
+    response, status, first = await request.ask(pick, target, body)
+    answer = bytearray(first)
+    try:
+        while len(answer) <= _MAX_ANSWER_BYTES and (piece := await response.next_chunk()):
+            answer += piece
+    finally:
+        response.abort()
+    if status >= 500:
+        raise UpstreamDisconnected(f"{pick.endpoint.id} answers {status}")
+    if status != 200 or not response.complete:
+        raise Mismatch(f"{target.decode()} answers {status}", refusal=refusal)
+    return bytes(answer)

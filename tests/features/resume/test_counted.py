@@ -1,0 +1,108 @@
+"""Answers with a limit whose events have several tokens each, as those of busy engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tests.features.resume.gateway import BEST_EFFORT, FILTERS, know_engines
+from tests.features.resume.test_moving import SINGLY
+from tests.features.resume.test_typed import (
+    MESSAGES,
+    MESSAGES_BODY,
+    RESPONSES,
+    RESPONSES_BODY,
+    STREAMED,
+    typed_events,
+    words_of,
+)
+from tests.lab.simulator.support import engine
+from tests.support.loopback import serve
+from tests.support.proxy import running_proxy
+
+#: Events of text that come before the stream breaks, with two tokens each.
+CAME = 20
+DELTAS = ("response.output_text.delta", "content_block_delta")
+
+
+def join_pairs(stream: str) -> str:
+    """Return the beginning of a stream, with two tokens an event."""
+    made: list[str] = []
+    waiting = ""
+    joined = 0
+    for event in stream.removesuffix("\n\n").split("\n\n"):
+        name, _, data = event.partition("\ndata: ")
+        if name.removeprefix("event: ") in DELTAS and joined < CAME:
+            found: dict[str, Any] = json.loads(data)
+            text = found["delta"] if isinstance(found["delta"], str) else found["delta"]["text"]
+            if not waiting:
+                waiting = text
+                continue
+            text = waiting + text
+            waiting = ""
+            joined += 1
+            found["delta"] = text if isinstance(found["delta"], str) else {"type": "text_delta", "text": text}
+            event = f"{name}\ndata: {json.dumps(found)}"
+        made.append(event)
+        if joined == CAME:
+            break
+    return "\n\n".join(made) + "\n\n"
+
+
+class InPairs:
+    """An engine whose next stream has two tokens an event, and breaks off."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.breaks = False
+        self.came = asyncio.Event()  # the client has what came
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self.breaks or scope.get("path") not in (MESSAGES, RESPONSES):
+            await self._app(scope, receive, send)
+            return
+        self.breaks = False
+        whole = b""
+
+        async def keep(message: Message) -> None:
+            nonlocal whole
+            if message["type"] == "http.response.start":
+                await send(message)
+            whole += message.get("body", b"")
+
+        await self._app(scope, receive, keep)
+        await send({"type": "http.response.body", "body": join_pairs(whole.decode()).encode(), "more_body": True})
+        await self.came.wait()
+
+
+@pytest.mark.parametrize(("path", "body"), [(MESSAGES, MESSAGES_BODY), (RESPONSES, RESPONSES_BODY)])
+@pytest.mark.parametrize("tokenizes", [True, False])
+async def test_the_rest_has_what_the_limit_leaves(tokenizes: bool, path: str, body: dict[str, Any]) -> None:
+    """Another engine counts the tokens of the text that came, so that the usage is right, too; one that cannot goes on
+    by the number of events."""
+    async with engine() as one, engine() as other:
+        in_pairs = InPairs(one.app)
+        await one.faults(**SINGLY)
+        await other.faults(no_tokenize=not tokenizes)
+        expected = typed_events((await other.client.post(path, json={**body, **STREAMED})).text)
+        config = {"filters": FILTERS, "routes": [{"resume": "text", **BEST_EFFORT}]}
+        async with serve(in_pairs) as url, running_proxy({"a": url, "b": other.url}, **config) as proxy:
+            await know_engines(proxy, one, other)
+            in_pairs.breaks = True
+            text = ""
+            async with proxy.client.stream("POST", path, json={**body, **STREAMED}) as answer:
+                async for piece in answer.aiter_text():
+                    text += piece
+                    in_pairs.came.set()
+            events = typed_events(text)
+        assert not in_pairs.breaks
+        words = words_of(events)
+        assert words.startswith(words_of(expected))
+        assert (words == words_of(expected)) is tokenizes
+        last = events[-2 if path == MESSAGES else -1]
+        usage = last["usage"] if path == MESSAGES else last["response"]["usage"]
+        assert usage["output_tokens"] == 60
