@@ -98,12 +98,14 @@ class Peers:
         self._tell(wire.Bye(self.origin))
 
     def publish(self, now: float) -> int:
-        """Hand out what the journal has; messages sent."""
+        """Hand out what the journal has; returns how many batches. They are kept for those who ask later, and sent if
+        there ever was a peer."""
         count = 0
         for batch in self._journal.take_batches(now):
             payload = wire.encode_batch(batch, self._journal)
             self.sent.keep(batch.seq, payload)
-            self._send(payload, None)
+            if self.known:
+                self._send(payload, None)
             count += 1
         return count
 

@@ -34,14 +34,27 @@ def test_a_life_before_the_one_that_is_known_is_not_begun() -> None:
     one.begin(B, 9)
     one.flush()
     bus.deliver()
-    before = Node(Bus(), "one", epoch=4)
-    before.bus.nodes.append(two)
+    earlier = Bus()
+    before, _ = Node(earlier, "one", epoch=4), Node(earlier, "two")
+    earlier.heal(2)
     before.begin(A, 1)
     before.flush()
-    [late] = before.bus.waiting
+    [late] = earlier.waiting
     two.peers.receive(wire.decode(late.payload), len(late.payload), two.now)
     assert [peer.origin.epoch for peer in two.peers.known.values()] == [5]
     assert two.in_flight() == {A: 0, B: 1}
+
+
+def test_prompts_placed_alone_are_sent_to_the_first_peer() -> None:
+    bus = Bus()
+    one = Node(bus, "one")
+    two = Node(bus, "two")
+    one.begin(A, 1)
+    one.flush()
+    assert not bus.waiting
+    bus.heal(2)
+    assert two.held(1) == {A: 1}
+    assert two.in_flight() == {A: 1, B: 0}
 
 
 def test_a_goodbye_is_the_last_word() -> None:
