@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import ray
 from ray.serve.request_router import MultiplexMixin, PendingRequest, RequestRouter, RunningReplica
+from xxhash import xxh3_64_hexdigest
 
 from kvproxy.embed.no_endpoint import NoEndpoint
 from kvproxy.embed.router import PlacedRequest, Router
@@ -59,6 +60,7 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
         if sync:
             self._settings["sync"] = {"replica": f"{socket.gethostname()}-{uuid.uuid4().hex}", **sync}
         self._router: Router | None = None
+        self._ending: asyncio.Task[None] | None = None  # of the router before
         self._known: dict[str, dict[str, Any]] = {}
         self._changed = True  # replicas, or what is known of them
         self._open: dict[str, PlacedRequest] = {}
@@ -107,6 +109,10 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
         """As of Ray Serve."""
         self._changed = True
         super().update_replicas(replicas)
+        if not replicas and self._router is not None:  # the app was deleted, which Ray does not report, or sleeps
+            router, self._router = self._router, None
+            self._known = {}
+            self._ending = self._event_loop.create_task(router.__aexit__(), name="kvproxy ends")
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """As of Ray Serve."""
@@ -178,8 +184,10 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
 
 def _meet_in_ray(deployment: Any) -> dict[str, str]:
     """Return where the ingress replicas of a deployment find each other."""
+    if not ray.is_initialized():
+        return {}
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"kvproxy-{deployment.app_name}-{deployment.name}")
-    return {"ray": name[:128]} if ray.is_initialized() else {}
+    return {"ray": f"{name[:111]}-{xxh3_64_hexdigest(repr(deployment).encode())}"}
 
 
 def _engine_of(replica: RunningReplica) -> dict[str, Any]:

@@ -185,6 +185,39 @@ async def test_replicas_come_and_go() -> None:
     assert await serve(router, make_request(2)) == "c"
 
 
+async def test_a_deployment_without_replicas_costs_nothing_and_begins_again() -> None:
+    """Ray does not report that an app was deleted, and keeps its router."""
+    replica = Replica("a")
+    router = make_router(replica)
+    request = make_request(0)
+    await router._choose_replica_for_request(request)
+    ended = router._router.proxy
+    assert ended.status()["running"]
+    router.update_replicas([])
+    await router._ending
+    assert not ended.status()["running"]
+    router.on_request_completed(replica.replica_id, "i0")
+    assert not router._open
+    router.update_replicas([Replica("b")])
+    assert await serve(router, make_request(1)) == "b"
+    assert in_flight(router) == 0
+
+
+def test_apps_and_deployments_meet_each_at_its_own_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However their names are put together, and whatever Ray allows in them."""
+    from ray.serve._private.common import DeploymentID
+
+    from kvproxy import ray as ours
+    from kvproxy.operate.config.load import load_config
+
+    monkeypatch.setattr(ours, "ray", SimpleNamespace(is_initialized=lambda: True))
+    ids = [("c", "a-b"), ("b-c", "a"), ("c", "a b"), ("é", "a"), ("è", "a"), ("x" * 200, "a"), ("x" * 201, "a")]
+    found = {ours._meet_in_ray(DeploymentID(name, app))["ray"] for name, app in ids}
+    assert len(found) == len(ids)
+    for name in found:
+        load_config({"endpoints": ["http://a:1"], "sync": {"ray": name}})
+
+
 async def test_open_requests_of_a_replica_that_dies_are_no_load() -> None:
     """Ray reports the end of each once the caller has its error; those of others stay open."""
     replicas = {name: Replica(name) for name in "ab"}

@@ -43,22 +43,22 @@ class Switchboard:
 
     async def listen(self, name: str, topics: Collection[str]) -> None:
         """Keep what is published under these topics from now on for a listener of this name."""
-        now = asyncio.get_running_loop().time()
-        for other, listener in list(self._listeners.items()):
-            if now - listener.asked_at > GONE_S:
-                del self._listeners[other]
+        self._drop_gone()
         if len(self._listeners) >= MAX_LISTENERS:
             raise RuntimeError(f"{MAX_LISTENERS} replicas listen already")
         listener = self._listeners[name] = _Listener(topics)
-        listener.asked_at = now
+        listener.asked_at = asyncio.get_running_loop().time()
 
     async def publish(self, messages: Sequence[tuple[str, bytes]]) -> None:
         """Give each to those who listen to its topic; of one that takes too slowly the oldest are dropped."""
+        dropped = 0
         for topic, payload in messages:
             for listener in self._listeners.values():
                 if topic in listener.topics:
-                    listener.waiting.append(payload, len(payload) + MESSAGE_BYTES)
+                    dropped += listener.waiting.append(payload, len(payload) + MESSAGE_BYTES)
                     listener.came.set()
+        if dropped:
+            self._drop_gone()
 
     async def take(self, name: str) -> list[bytes]:
         """Return what waits for a listener, after HOLD_S at the latest.
@@ -74,11 +74,24 @@ class Switchboard:
         listener.came.clear()
         return [listener.waiting.popleft() for _ in range(len(listener.waiting))]
 
+    def _drop_gone(self) -> None:
+        oldest = asyncio.get_running_loop().time() - GONE_S
+        for name, listener in list(self._listeners.items()):
+            if listener.asked_at < oldest:
+                del self._listeners[name]
+
 
 class RayLink(StoreLink):
     """Link over an actor of Ray. Its URL is the actor's name."""
 
     name = "ray"
+    #: The first handle is kept while the actor lives: Ray ends one whose maker has dropped it, whoever else uses it.
+    _actor: Any = None
+    _node = ""  # of Ray, where this process found the actor
+
+    async def __aexit__(self, *_: object) -> None:
+        await super().__aexit__()
+        self._actor = None
 
     @property
     def where(self) -> str:
@@ -86,21 +99,42 @@ class RayLink(StoreLink):
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
+        from ray.exceptions import ActorDiedError
+
         name = uuid.uuid4().hex  # a new one each time: a call that was given up may still take messages of the old
         async with asyncio.timeout(START_S):
-            actor = await asyncio.to_thread(_find_actor, self._url)
-            await actor.listen.remote(name, [self._topic, self._own])
-        yield actor, name
+            self._node = self._node or _find_node()
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(_find_actor, self._url)
+            try:
+                await self._in_ray().listen.remote(name, [self._topic, self._own])
+            except ActorDiedError:
+                self._actor = None
+                raise
+        yield name
 
     async def _receive(self, connection: Any) -> None:
-        actor, name = connection
         while True:
-            for payload in await actor.take.remote(name):
+            for payload in await self._in_ray().take.remote(connection):
                 self._on_message(payload)
 
     async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None:
-        actor, _ = connection
-        await actor.publish.remote(messages)
+        await self._in_ray().publish.remote(messages)
+
+    def _in_ray(self) -> Any:
+        """Return the actor; a call of one after its Ray has ended would start another Ray, or crash the process."""
+        if _find_node() != self._node:
+            raise ConnectionError("this process has left Ray")
+        return self._actor
+
+
+def _find_node() -> str:
+    """Return the id of the node of Ray that this process is on."""
+    import ray
+
+    if not ray.is_initialized():
+        raise ConnectionError("this process is not part of Ray")
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _find_actor(name: str) -> Any:

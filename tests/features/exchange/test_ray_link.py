@@ -22,19 +22,25 @@ from tests.support.until import until
 SYNC = {"ray": "kvproxy-app-engine", "heartbeat": "50ms"}
 
 
+class ActorDiedError(Exception):
+    """As of ray.exceptions."""
+
+
 class Handle:
     """Handle of an actor: `method.remote(...)` can be awaited."""
 
     def __init__(self, target: Switchboard) -> None:
-        self._target = target
+        self.target = target
         self.dead = False
+        self.called = 0
 
     def __getattr__(self, name: str) -> Any:
-        method: Callable[..., Awaitable[Any]] = getattr(self._target, name)
+        method: Callable[..., Awaitable[Any]] = getattr(self.target, name)
 
         async def call(*given: Any) -> Any:
+            self.called += 1
             if self.dead:
-                raise ConnectionError("the actor died")
+                raise ActorDiedError
             return await method(*given)
 
         return SimpleNamespace(remote=call)
@@ -52,8 +58,13 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Handle]:
 
     ray = ModuleType("ray")
     ray.__spec__ = SimpleNamespace()  # type: ignore[assignment]
+    errors = ModuleType("ray.exceptions")
+    vars(errors)["ActorDiedError"] = ActorDiedError
+    vars(ray)["is_initialized"] = lambda: True
+    vars(ray)["get_runtime_context"] = lambda: SimpleNamespace(get_node_id=lambda: "node")
     vars(ray)["remote"] = lambda **_: lambda _: SimpleNamespace(options=options)
     monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
     return found
 
 
@@ -81,6 +92,57 @@ async def test_replicas_whose_actor_died_meet_at_the_next_one(actors: dict[str, 
         await until(lambda: one.status is two.status is SyncStatus.SYNCED and "kvproxy-app-engine" in actors)
         await one.ask()
         await until(lambda: two.entries() == one.entries() > 0)
+
+
+async def test_the_maker_of_an_actor_keeps_its_handle_while_the_link_is_down(actors: dict[str, Handle]) -> None:
+    """Ray ends an actor whose maker has dropped the first handle, and every other replica would lose it too."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        deciding(engine, sync={**SYNC, "replica": "one"}) as one,
+        deciding(engine, sync={**SYNC, "replica": "two"}) as two,
+    ):
+        await until_synced(one, two)
+        made = actors.pop("kvproxy-app-engine")  # who asks by name now gets another
+        made.target._listeners.clear()  # each call fails from now on
+        await until(lambda: len(made.target._listeners) == 2)
+        await until_synced(one, two)
+        assert not actors
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        pytest.param({"is_initialized": lambda: False}, id="none"),
+        pytest.param({"get_runtime_context": lambda: SimpleNamespace(get_node_id=lambda: "next")}, id="another"),
+    ],
+)
+async def test_a_process_that_left_ray_calls_nothing_of_it(
+    left: dict[str, Any], actors: dict[str, Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would start a cluster for such a call, and a call of an actor of the cluster before crashes the process."""
+    async with serve(FakeEngine("a")) as engine, deciding(engine, sync={**SYNC, "replica": "one"}) as one:
+        await until(lambda: one.metric("kvproxy_sync_store_up") == 1)
+        actor = actors.pop("kvproxy-app-engine")
+        for name, answer in left.items():
+            monkeypatch.setitem(vars(sys.modules["ray"]), name, answer)
+        called = actor.called
+        await until(lambda: one.metric("kvproxy_sync_store_up") == 0)
+        assert (await one.ask()).status_code == 200
+        assert actor.called == called
+        assert not actors
+
+
+async def test_messages_for_one_that_is_gone_are_let_go_when_they_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_link, "MAX_WAITING_BYTES", 2000)
+    board = Switchboard()
+    for name in ("here", "gone"):
+        await board.listen(name, ["all"])
+    board._listeners["gone"].asked_at -= ray_link.GONE_S + 1
+    for _ in range(2):
+        await board.publish([("all", b"x" * 1000)])
+    assert list(board._listeners) == ["here"]
 
 
 async def test_messages_go_to_the_listeners_of_their_topic_in_order() -> None:
