@@ -18,7 +18,7 @@ from kvproxy.cache.service import KvCache
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until, until_says
 
-_MATCHED = re.compile(r"(\w+):(\d+)/(\w+)")
+_MATCHED = re.compile(r"([^,]+):(\d+)/(\w+)")  # an endpoint's id may be a rank's (`a@0`) or an address
 
 
 @dataclass(frozen=True)

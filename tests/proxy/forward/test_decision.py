@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.cluster import Cluster
@@ -11,6 +13,7 @@ from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
 from kvproxy.proxy.forward.headers import describe_decision
+from tests.real.kvcache import predicted_at
 from tests.support.clock import FakeClock
 
 
@@ -40,6 +43,16 @@ def test_a_followed_preference_and_what_was_known(clock: FakeClock) -> None:
         "policy=round_robin; reason=preferred; preference=followed; prompt_tokens=100; "
         "matched=e0:48/precise,e1:16/approximate"
     )
+
+
+@pytest.mark.parametrize("went", ["a@0", "a@1", "10.0.0.1:8000"])
+def test_what_was_predicted_at_a_rank_or_an_address_can_be_read(clock: FakeClock, went: str) -> None:
+    """As the tests of real engines do."""
+    held = {"a": 16, "a@0": 704, "a@1": 32, "10.0.0.1:8000": 48}
+    facts = OverlapFacts(prompt_tokens=786, by_endpoint={EndpointId(one): Overlap(held[one]) for one in held})
+    pick = pick_of(clock, PickRequest(facts=facts), policy=PolicyName.RANDOM, endpoints=1)
+    headers = {"x-kvproxy-endpoint": went, "x-kvproxy-decision": describe_decision(pick.decision, facts)}
+    assert predicted_at(headers) == (held[went], "approximate")
 
 
 def test_nothing_known(clock: FakeClock) -> None:
