@@ -15,7 +15,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import ClusterFeature, SilentPolicy
 from kvproxy.cluster.metrics import RoutingMetrics
 from kvproxy.cluster.routing.policy import Policy
-from kvproxy.cluster.routing.registry import configured, make_policy, merge_config
+from kvproxy.cluster.routing.registry import make_policy
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import Features
@@ -66,14 +66,12 @@ class PolicySet:
         #: Speeds of earlier policies, kept if none of these learns any.
         self._known: SpeedModel | None = None if earlier is None else earlier.speeds or earlier._known
         self._preferences: dict[str, CounterCell] = {}
-        if earlier is not None:
-            earlier._merge_parameters(settings)
         self.own: NamedPolicy
         same_policy = earlier is not None and earlier._settings.policy is settings.policy
         if earlier is not None and same_policy:
             self.own = earlier.own
         else:
-            policy = make_policy(settings.policy, settings, rng=rng) if policy is None else policy
+            policy = make_policy(settings.policy, rng=rng) if policy is None else policy
             self.own = self._counted(settings.policy, self._taught(policy))
         #: Policies without effect, by the feature that runs each and their name.
         self.silent: Mapping[tuple[str, PolicyName], SilentPolicy] = self._find_silent(
@@ -198,7 +196,7 @@ class PolicySet:
                 continue
             silent = earlier.get((feature.name, name))
             if silent is None:
-                policy = make_policy(name, self._settings, rng=random.Random(self._rng.random()))
+                policy = make_policy(name, rng=random.Random(self._rng.random()))
                 policy = self._taught(policy)
                 silent = feature.follow_decisions(name, policy, cluster=self._cluster, metrics=self._metrics)
             found[feature.name, name] = silent
@@ -212,19 +210,10 @@ class PolicySet:
         for name in settings.client_policies:
             if name.value in named:
                 continue
-            policy = make_policy(name, settings, rng=self._rng)
+            policy = make_policy(name, rng=self._rng)
             if policy.learns_speeds:
                 if speeds is None:
                     speeds = self._taught(policy).speeds
                 policy.speeds = speeds
             named[name.value] = self._counted(name, policy)
         return named
-
-    def _merge_parameters(self, after: ClusterSettings) -> None:
-        """Every policy takes the parameters that changed in the configuration, whatever its part."""
-        before = self._settings
-        parts = [(before.policy, self.own.policy)]
-        parts += [(PolicyName(name), each.policy) for name, each in self.named.items() if each is not self.own]
-        parts += [(name, silent.policy) for (_, name), silent in self.silent.items()]
-        for name, policy in parts:
-            merge_config(policy, configured(before, name), configured(after, name))

@@ -32,32 +32,6 @@ class DiscoverySettings(Model):
 AUTO: Final = "auto"
 
 
-class PrefixAffinitySettings(Model):
-    """Thresholds. The defaults are the originals'."""
-
-    cache_threshold: Fraction = 0.3
-    """Share of the prompt that must be known somewhere for the prefix to decide."""
-    balance_abs_threshold: int = Field(default=64, ge=0, le=100_000)
-    """Requests in flight the busiest endpoint may be ahead of the idlest, before load decides..."""
-    balance_rel_threshold: float = Field(default=1.5, ge=1, le=1000)
-    """...if it is also ahead by this factor."""
-
-
-class PolicyParameters(Model):
-    """By policy, whichever part it plays in the cluster: its own, one that clients may ask for, one without effect."""
-
-    retired = {
-        **dict.fromkeys(
-            ("dynamo", "dynamo_agentic", "llm_d", "llm_d_sticky"),
-            "policies to compare with have their originals' weights",
-        ),
-        "kv_aware": "the measured weights are the best known, and a target for the time between tokens bought nothing",
-    }
-
-    prefix_affinity: PrefixAffinitySettings = PrefixAffinitySettings()
-    """Thresholds between prefix and load."""
-
-
 class EnginePriorityMode(StrEnum):
     """When forwarded requests carry `priority`, by which an engine orders its waiting requests."""
 
@@ -273,15 +247,16 @@ class RouterQueueSettings(Model):
 class ClusterSettings(Model):
     """Endpoints that serve the same models."""
 
-    retired = {"tier_weights": "what loading from each tier costs is learned from the first samples on"}
+    retired = {
+        "tier_weights": "what loading from each tier costs is learned from the first samples on",
+        "parameters": "the weights of kv_aware are the measured ones, those of the others their originals'",
+    }
 
     policy: PolicyName = PolicyName.KV_AWARE
     """How an endpoint is chosen."""
     client_policies: tuple[PolicyName, ...] = ()
     """Policies a client may ask for instead, in `x-kvproxy-policy`; empty: none may. The cluster's own may
     always be named then."""
-    parameters: PolicyParameters = PolicyParameters()
-    """Weights of the policies, where the defaults do not fit."""
     endpoints: tuple[EndpointSettings, ...] = ()
     """Static endpoints. Also written as a mapping `id: url`."""
     discovery: DiscoverySettings = DiscoverySettings()

@@ -26,8 +26,6 @@ from tests.cluster.conftest import GREEDY, Bench, MakeCluster, configs
 from tests.support.until import until
 
 A, B = EndpointId("a"), EndpointId("b")
-#: A policy with parameters.
-NAME = "prefix_affinity"
 
 
 def reconfigure(bench: Bench, **changes: Any) -> None:
@@ -97,36 +95,12 @@ def test_a_verdict_of_probes_ends_with_the_probes(make_cluster: MakeCluster) -> 
 
 
 def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
-    """With what it learned, and what was changed about it while it ran."""
+    """With what it learned."""
     bench = make_cluster("a", "b", policy=PolicyName.PREFIX_AFFINITY)
     policy = bench.cluster.policy
     assert isinstance(policy, PrefixAffinity)
-    policy.settings = policy.settings.model_copy(update={"cache_threshold": 0.5})
     reconfigure(bench, queue={}, client_policies=["random"])
     assert bench.cluster.policy is policy
-    assert policy.settings.cache_threshold == 0.5
-
-
-@pytest.mark.parametrize("part", ["own", "for clients"])
-def test_parameters_that_change_in_the_file_are_taken(make_cluster: MakeCluster, part: str) -> None:
-    """By the policy as it runs, whatever its part; what an operator changed about others of them stays."""
-    parts = {"own": {}, "for clients": {"client_policies": [NAME]}}
-    bench = make_cluster("a", policy=NAME if part == "own" else "round_robin", **parts[part])
-
-    def present() -> PrefixAffinity:
-        policies = bench.cluster.policies
-        named = policies.named and policies.named[NAME].policy
-        policy = {"own": policies.own.policy, "for clients": named}[part]
-        assert isinstance(policy, PrefixAffinity)
-        return policy
-
-    before = present()
-    before.settings = before.settings.model_copy(update={"cache_threshold": 0.5})
-    reconfigure(bench, parameters={NAME: {"balance_abs_threshold": 7}})
-    assert present() is before
-    assert (before.settings.balance_abs_threshold, before.settings.cache_threshold) == (7, 0.5)
-    reconfigure(bench, parameters={NAME: {"cache_threshold": 0.9}})
-    assert (before.settings.balance_abs_threshold, before.settings.cache_threshold) == (64, 0.9)
 
 
 class CountsBlocks(PrefixAffinity):
@@ -144,7 +118,8 @@ def test_live_blocks_are_counted_while_a_policy_asks_for_them(
     bench = make_cluster("a")
     facts = OverlapFacts(64, blocks=(1, 2, 3, 4), block_tokens=16.0)
     early = bench.picked(facts=facts)
-    reconfigure(bench, **{part: [NAME] if part == "client_policies" else NAME})
+    name = PolicyName.PREFIX_AFFINITY
+    reconfigure(bench, **{part: [name] if part == "client_policies" else name})
     assert bench.endpoint("a").load.live is not None
     assert len(bench.endpoint("a").load.live) == 0
     reconfigure(bench, endpoints=[one.model_dump() for one in configs("a", "b")])

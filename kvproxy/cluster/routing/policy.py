@@ -10,7 +10,6 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from kvproxy.base.settings.model import Model
 from kvproxy.base.types import EndpointId, LowerTokens, count_lower
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.remote_load import ReplicaSpread
@@ -171,18 +170,13 @@ class Policy(ABC):
 
     #: Learned speeds of the pool; None exactly if `learns_speeds` is false.
     speeds: SpeedModel | None = None
-    #: Parameters, read again by every choice, so that they may be replaced as a whole; None: no parameters.
-    settings: Model | None = None
     #: Called for each placement with the endpoint, the prefill seconds, and whether elsewhere would have cost much
     #: more.
     on_placed: Callable[[EndpointId, float, bool], None] | None = None
     others: ReplicaSpread | None = None  # None: no other router reports its load
 
-    def __init__(self, *, rng: Random, settings: Model | None = None) -> None:
-        """Create the policy; `settings` are of the type that the configuration gives the policy of this name."""
+    def __init__(self, *, rng: Random) -> None:
         self._rng = rng
-        if settings is not None:
-            self.settings = settings
 
     @abstractmethod
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from random import Random
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.costs import least, least_loaded
 from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Policy
-from kvproxy.cluster.settings import PrefixAffinitySettings
 
 #: Endpoints that left are forgotten once the memory of a policy is this many entries beyond the present ones.
 _FORGET_AFTER = 64
+#: Thresholds of the originals of PrefixAffinity: load decides once the busiest endpoint is this many requests ahead of
+#: the idlest, and by this factor; else the prefix, where more than this share of the prompt is known.
+_AHEAD = 64
+_TIMES = 1.5
+_KNOWN_SHARE = 0.3
 
 
 class Choices:
@@ -139,20 +142,15 @@ class PrefixAffinity(Policy):
         "no_overlap": "no endpoint is known to hold any of this prompt",
         "imbalanced": "the loads are far apart, so the least loaded was taken",
     }
-    settings: PrefixAffinitySettings
-
-    def __init__(self, *, rng: Random, settings: PrefixAffinitySettings = PrefixAffinitySettings()) -> None:
-        super().__init__(rng=rng, settings=settings)
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         loads = [candidate.load.in_flight for candidate in candidates]
-        settings = self.settings
         busiest = max(loads)
         idlest = min(loads)
-        if busiest - idlest > settings.balance_abs_threshold and busiest > idlest * settings.balance_rel_threshold:
+        if busiest - idlest > _AHEAD and busiest > idlest * _TIMES:
             return Choice(least_loaded(candidates, self._rng), "imbalanced")
         facts = request.facts
         matched = [facts.matched_tokens(candidate.id) for candidate in candidates]
-        if facts.prompt_tokens == 0 or max(matched) / facts.prompt_tokens <= settings.cache_threshold:
+        if facts.prompt_tokens == 0 or max(matched) / facts.prompt_tokens <= _KNOWN_SHARE:
             return Choice(least_loaded(candidates, self._rng), "no_overlap")
         return Choice(least([-tokens for tokens in matched], self._rng), "overlap")

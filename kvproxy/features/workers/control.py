@@ -89,7 +89,7 @@ class ControlApp:
         self._prepared = None
         self._drop()
         reloaded = self._proxy.generations.adopt(generation)
-        return reply_json({"after_restart": reloaded.after_restart, "lost": reloaded.lost})
+        return reply_json({"after_restart": reloaded.after_restart})
 
     async def _discard(self, request: Request) -> Response:
         self._drop()

@@ -28,7 +28,7 @@ _PREPARE_S = 30.0
 #: Changes repeated in a restarted worker; the oldest beyond are dropped.
 MAX_CHANGES = 1000
 #: Each change of these adds to the ones before; of others the last one counts.
-_ADDING = frozenset({"/endpoints", "/routing"})
+_ADDING = frozenset({"/endpoints"})
 
 Answers = Mapping[int, httpx.Response | None]
 
@@ -133,7 +133,7 @@ class Workers:
             said: dict[str, Any] = next(
                 (one.json() for one in answers.values() if one is not None and one.is_success), {}
             )
-            return Reloaded(after_restart=tuple(said.get("after_restart", ())), lost=said.get("lost", {}))
+            return Reloaded(after_restart=tuple(said.get("after_restart", ())))
 
 
 def _client(slot: Slot) -> httpx.AsyncClient:

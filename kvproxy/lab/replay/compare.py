@@ -107,7 +107,7 @@ class PolicySpec:
         priors = SpeedPriors(
             priors.request_s / prior_factor, priors.tokens_per_s * prior_factor, priors.quadratic_tokens
         )
-        policy = make_policy(self.name, ClusterSettings(policy=self.name), rng=rng)
+        policy = make_policy(self.name, rng=rng)
         if policy.learns_speeds:
             policy.speeds = SpeedModel(priors)
         return policy

@@ -147,7 +147,7 @@ def build_admin_app(
         LiveView(operated, history),
         EndpointRoutes(operated, audit),
         CacheRoutes(operated, audit),
-        RoutingRoutes(operated, audit),
+        RoutingRoutes(operated),
         DecisionRoutes(operated),
         PickRoutes(operated),
         AdviceRoutes(operated, audit),

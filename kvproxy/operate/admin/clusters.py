@@ -2,61 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
-from annotated_types import Ge, Le
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.base.background_task import in_slices
-from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.errors import Problem
 from kvproxy.base.settings.addresses import url_fault
-from kvproxy.base.settings.compose import composed
-from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.routing.policy import Policy
-from kvproxy.cluster.settings import EndpointSettings, PolicyParameters
+from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.entries import CREDENTIALS
 from kvproxy.operate.admin.cache_status import endpoint_index, engine_status
 from kvproxy.operate.admin.replies import Audit, RequestRefused, encode_part, read_json_object, reply_json
-from kvproxy.operate.config.decode import decode_model, describe_problem, spelling_hint
+from kvproxy.operate.config.decode import decode_model, spelling_hint
 from kvproxy.operate.runtime.operated import AdminTarget
-
-
-def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:
-    """Return `settings` with the changes; ConfigError with every problem (unknown name, wrong type, out of range), by
-    name."""
-    kind = type(settings)
-    try:
-        return kind.model_validate({**settings.model_dump(), **changes}, strict=True)
-    except ValidationError as error:
-        found = [describe_problem(kind, detail, dotted_path) for detail in error.errors(include_url=False)]
-        allowed = ranges(settings)
-        hints = [one.hint or f"allowed: {allowed[one.path]}" for one in found]
-        raise ConfigError([replace(one, hint=hint) for one, hint in zip(found, hints, strict=True)]) from None
-
-
-def ranges(settings: Model) -> dict[str, str]:
-    """Return what each parameter may be, for people: `0 to 1`, `0 to 10 or null`."""
-    return {name: _range(field) for name, field in type(settings).model_fields.items()}
-
-
-def _range(field: FieldInfo) -> str:
-    least = [one.ge for one in field.metadata if isinstance(one, Ge)]
-    most = [one.le for one in field.metadata if isinstance(one, Le)]
-    numbers = [f"{low:g} to {high:g}" for low, high in zip(least, most, strict=True)]
-    return " or ".join([*numbers, *("null" for kind in get_args(field.annotation) if kind is NoneType)])
 
 
 def describe_endpoint(operated: AdminTarget, cluster: str, endpoint: Endpoint) -> dict[str, object]:
@@ -199,14 +166,13 @@ def _decoded(body: dict[str, Any]) -> EndpointSettings:
 
 
 def describe_routing(cluster: Cluster, now: float) -> dict[str, object]:
-    """Policy, parameters with their ranges, what was learned, and the router queue (None: there is none)."""
+    """Policy, what it learned, and the router queue (None: there is none)."""
     policy = cluster.policy
-    settings = cluster.policy.settings
     queue = cluster.queue
     return {
         "policy": cluster.settings.policy.value,
-        "parameters": {} if settings is None else settings.model_dump(),
-        "allowed": {} if settings is None else ranges(settings),
+        "parameters": {},  # no policy has any; kept for readers of earlier versions
+        "allowed": {},
         "learned": policy.estimates(now),
         "adapters": cluster.adapters.estimates(),
         "queue": None if queue is None else queue.status(now),
@@ -214,74 +180,19 @@ def describe_routing(cluster: Cluster, now: float) -> dict[str, object]:
 
 
 class RoutingRoutes:
-    """Show and change. A change takes the shape of what is shown: `{"clusters": {NAME: {"parameters": {...}}}}`."""
+    """Each cluster's policy and what it learned."""
 
-    def __init__(self, operated: AdminTarget, audit: Audit) -> None:
+    def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
-        self._audit = audit
 
     def list_routes(self) -> list[Route]:
         """Their paths."""
         return [Route("/routing", self._routing, methods=["GET", "PATCH"])]
 
     async def _routing(self, request: Request) -> Response:
-        if request.method == "PATCH":
-            self._change(request, await read_json_object(request))
+        if request.method == "PATCH":  # of earlier versions
+            raise RequestRefused(422, Problem("clusters", "no policy has parameters", "the file names another policy"))
         now = self._operated.clock()
         return reply_json(
             {"clusters": {name: describe_routing(one, now) for name, one in self._operated.clusters.items()}}
         )
-
-    def _change(self, request: Request, body: dict[str, Any]) -> None:
-        """All of it, or nothing."""
-        problems: list[Problem] = []
-        planned: list[tuple[str, Policy, Model, Model]] = []
-        for name, changes in _wanted(body, problems):
-            policy = self._find_policy(name, problems)
-            if policy is None or policy.settings is None:
-                continue
-            try:
-                planned.append((name, policy, policy.settings, tuned(policy.settings, changes)))
-            except ConfigError as error:
-                at = f"clusters.{name}.parameters"
-                problems += [Problem(f"{at}.{one.path}", one.message, one.hint) for one in error.problems]
-        if problems:
-            raise RequestRefused(422, *problems)
-        for name, policy, before, after in planned:
-            policy.settings = after
-            old = before.model_dump()
-            new = after.model_dump()
-            changed = {key: {"before": old[key], "after": new[key]} for key in new if old[key] != new[key]}
-            self._audit.write_line(request, "routing.change", cluster=name, parameters=changed)
-
-    def _find_policy(self, name: str, problems: list[Problem]) -> Policy | None:
-        """Return the cluster's own, where it has parameters."""
-        cluster = self._operated.clusters.get(name)
-        if cluster is None:
-            fix = spelling_hint(name, self._operated.clusters)
-            problems.append(Problem(f"clusters.{name[:128]}", "there is no such cluster", fix))
-            return None
-        if cluster.policy.settings is None:
-            fix = f"policies with parameters: {', '.join(composed(PolicyParameters).model_fields)}"
-            what = f"the policy {cluster.settings.policy.value} has no parameters"
-            problems.append(Problem(f"clusters.{name}.parameters", what, fix))
-            return None
-        return cluster.policy
-
-
-def _wanted(body: dict[str, Any], problems: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Cluster names with their changes, as far as the shape is right."""
-    problems += [Problem(key, "unknown key", spelling_hint(key, ["clusters"])) for key in body if key != "clusters"]
-    clusters = body.get("clusters")
-    if not isinstance(clusters, dict) or not clusters:
-        problems.append(Problem("clusters", "names no cluster", '{"clusters": {"default": {"parameters": {...}}}}'))
-        return
-    for name, entry in clusters.items():
-        at = f"clusters.{name[:128]}"
-        if not isinstance(entry, dict) or not isinstance(entry.get("parameters"), dict) or not entry["parameters"]:
-            problems.append(Problem(f"{at}.parameters", "required", "an object of parameters and their new values"))
-            continue
-        problems += [
-            Problem(f"{at}.{key}", "cannot be changed here", "`parameters` can") for key in entry if key != "parameters"
-        ]
-        yield name, entry["parameters"]

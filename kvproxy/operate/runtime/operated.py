@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol
 
@@ -92,12 +92,10 @@ class ConfigReloader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """Result of a reload: with `errors` nothing changed; `after_restart` names settings that need a restart, `lost` the
-    routing parameters, by cluster, that were changed at runtime for a policy no longer in use."""
+    """Result of a reload: with `errors` nothing changed; `after_restart` names settings that need a restart."""
 
     errors: tuple[Problem, ...] = ()
     after_restart: tuple[str, ...] = ()
-    lost: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 class OperatedProcess(Protocol):

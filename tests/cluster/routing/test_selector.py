@@ -14,7 +14,7 @@ from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Polic
 from kvproxy.cluster.routing.registry import make_policy, policy_types
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import features_of
-from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.cluster.settings import PolicyName
 from kvproxy.operate.config.verify import FORECASTING
 from tests.cluster.routing.fleet import ask, fleet, occupy, place
 
@@ -67,7 +67,7 @@ def test_without_candidates_there_is_no_decision() -> None:
 def test_choosing_changes_nothing(name: PolicyName, count: int) -> None:
     """Of two worlds alike, one is asked again and again in between: it decides as the other does, at the same costs."""
     rng = Random(1)
-    worlds = [(make_policy(name, ClusterSettings(policy=name), rng=rng), tuple(fleet(count))) for _ in range(2)]
+    worlds = [(make_policy(name, rng=rng), tuple(fleet(count))) for _ in range(2)]
     for step in range(40):
         request, now, decided = ask(3000, {f"e{step % count}": 2000, "e1": 100}, hot=step), 7.0 * step, []
         for policy, candidates in worlds:
@@ -102,14 +102,14 @@ def test_a_due_request_is_no_wait_to_a_decision() -> None:
     candidates = fleet(2)
     candidates[0].load.reserve(1000, 0, 0.0, hidden=True)
     occupy(candidates[1], uncached=10)
-    policy = make_policy(PolicyName.KV_AWARE, ClusterSettings(), rng=Random(1))
+    policy = make_policy(PolicyName.KV_AWARE, rng=Random(1))
     assert policy.choose(ask(100), candidates, 60.0).index == 0
 
 
 @pytest.mark.parametrize("name", policy_types())
 def test_every_policy_is_declared(name: PolicyName) -> None:
     """The declarations of a policy's name hold for its objects: speeds, parameters, reasons with a meaning."""
-    kind, policy = policy_types()[name], make_policy(name, ClusterSettings(policy=name), rng=Random(1))
+    kind, policy = policy_types()[name], make_policy(name, rng=Random(1))
     assert (policy.speeds is not None) == kind.learns_speeds
     assert policy.choose(ask(100), fleet(2), 0.0).reason in kind.reasons
 

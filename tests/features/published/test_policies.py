@@ -13,7 +13,7 @@ from kvproxy.cluster.routing.policy import Overlap, PickRequest, Policy
 from kvproxy.cluster.routing.registry import make_policy
 from kvproxy.cluster.routing.simple import LeastRequest, PrefixAffinity
 from kvproxy.cluster.routing.work import features_of
-from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.cluster.settings import PolicyName
 from kvproxy.features.published.policies import (
     Dynamo,
     DynamoWeights,
@@ -29,7 +29,7 @@ from tests.cluster.routing.fleet import FakeCandidate, ask, decode, fleet, live,
 @pytest.mark.parametrize("name", PolicyName)
 def test_every_name_makes_a_policy_that_chooses(name: PolicyName) -> None:
     """The registry covers the enum, and each policy picks one of its candidates without any facts."""
-    policy, candidates = make_policy(name, ClusterSettings(policy=name), rng=Random(1)), fleet(3)
+    policy, candidates = make_policy(name, rng=Random(1)), fleet(3)
     assert 0 <= policy.choose(ask(0), candidates, 0.0).index < 3
 
 
@@ -133,7 +133,7 @@ def test_dynamo_agentic_has_the_weights_of_the_preset() -> None:
     """Credit 2, scale 4 and 64 blocks a request in flight: a busy holder of three quarters is worth it, one with two
     requests more is not."""
     candidates, request = fleet(2), ask(640, {"e0": 480})
-    policy = make_policy(PolicyName.DYNAMO_AGENTIC, ClusterSettings(), rng=Random(1))
+    policy = make_policy(PolicyName.DYNAMO_AGENTIC, rng=Random(1))
     for candidate in candidates:
         count_live_blocks(candidate.load, True)
     live(candidates[0], [1])

@@ -8,7 +8,6 @@ from kvproxy.base.settings.compose import composed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import OverlapFacts
-from kvproxy.cluster.routing.simple import PrefixAffinity
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.proxy.filters.kvcache import needs_facts
 from tests.cluster.conftest import MakeCluster
@@ -21,17 +20,6 @@ def test_a_shadow_that_weighs_what_endpoints_hold_needs_facts(policy: str | None
     """Also where the policy that decides weighs none."""
     chosen = composed(ClusterSettings).model_validate({"policy": "round_robin", "shadow_policy": policy})
     assert needs_facts(KvCacheSettings(), chosen) is needed
-
-
-def test_parameters_that_change_in_the_file_are_taken(make_cluster: MakeCluster) -> None:
-    """By the shadow as it runs."""
-    bench = make_cluster("a", policy="round_robin", shadow_policy="prefix_affinity")
-    before = shadow_of(bench)
-    assert before is not None
-    reconfigure(bench, parameters={"prefix_affinity": {"cache_threshold": 0.9}})
-    assert shadow_of(bench) is before
-    assert isinstance(before.policy, PrefixAffinity)
-    assert before.policy.settings.cache_threshold == 0.9
 
 
 def test_live_blocks_are_counted_while_the_shadow_asks_for_them(make_cluster: MakeCluster) -> None:

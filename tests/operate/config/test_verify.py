@@ -87,7 +87,7 @@ def test_a_good_configuration_has_no_problem() -> None:
         # removed settings
         ("profile: batch\n", "warning: profile: ignored: no longer a setting (leave it out: profiles"),
         ("tier_weights: {host: 1}\n", "warning: tier_weights: ignored: no longer a setting (leave it out: what"),
-        ("parameters: {llm_d: {kv_weight: 3}}\n", "warning: parameters.llm_d: ignored: no longer a setting (leave it"),
+        ("parameters: {llm_d: {kv_weight: 3}}\n", "warning: parameters: ignored: no longer a setting (leave it"),
         # discovery
         ("discovery: {file: {path: /nowhere}}\n", "warning: discovery.file.path: the file does not exist yet"),
         # engine priority

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from starlette.types import Send
 
-from kvproxy.app import Proxy
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routing.policy import PickRequest
-from kvproxy.cluster.routing.simple import PrefixAffinity
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.operate.commands.configuration import ConfigSource
-from kvproxy.operate.commands.reload import FileReloader
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import serve
 from tests.cache.fleet import simulated
 from tests.cache.support import long_text
-from tests.operate.admin.support import admin_of, audited
+from tests.operate.admin.support import admin_of
 from tests.support.fake_engine import Call, FakeEngine, answer_ok
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.until import until
@@ -249,34 +244,6 @@ async def test_runtime_changes_of_endpoints() -> None:
             ("a", 3), ("b", 5), ("c", 1),
         ]  # fmt: skip
         assert endpoint(running, "c").draining
-
-
-@pytest.mark.parametrize(("policy", "threshold"), [("prefix_affinity", 0.5), ("least_ttft", None)])
-async def test_runtime_changes_of_routing(
-    policy: str, threshold: float | None, tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They stay while the file names the same policy. With another one they are lost, and that is said three times: in
-    the answer, the audit line and the log."""
-    file = tmp_path / "config.yaml"
-
-    def write(policy: str, **more: Any) -> None:
-        extra = "".join(f"{name}: {value}\n" for name, value in more.items())
-        file.write_text(f"endpoints: {{a: 'http://127.0.0.1:9'}}\npolicy: {policy}\nhealth: {{active: false}}\n{extra}")
-
-    write("prefix_affinity")
-    source = ConfigSource(path=str(file))
-    async with Proxy(source.load()[0]) as proxy, FileReloader(proxy, source, interval_s=0), admin_of(proxy) as admin:
-        change = {"clusters": {"default": {"parameters": {"cache_threshold": 0.5}}}}
-        assert (await admin.patch("/routing", json=change)).status_code == 200
-        write(policy, max_in_flight=5)
-        with audited() as lines, caplog.at_level(logging.WARNING, "kvproxy"):
-            answer = (await admin.post("/reload")).json()
-        now = proxy.clusters["default"].policy
-        lost = {} if threshold is not None else {"default": {"cache_threshold": 0.5}}
-        assert (answer["reloaded"], answer["lost"]) == (True, lost)
-        assert (lines[0]["after"], lines[0]["lost"]) == ("applied", lost)
-        assert ("changed at runtime and lost: cache_threshold=0.5" in caplog.text) is bool(lost)
-        assert (now.settings.cache_threshold if isinstance(now, PrefixAffinity) else None) == threshold
 
 
 async def test_rate_limits() -> None:
