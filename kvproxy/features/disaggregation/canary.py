@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvproxy.base.errors import ClientError, UpstreamError
+from kvproxy.base.errors import ClientError, ClientTimeout, UpstreamError
 from kvproxy.base.types import Clock, Headers, RequestKind
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
@@ -40,6 +40,7 @@ class Verdict(NamedTuple):
     state: PairState | None
     why: str = ""
     s_per_token: float | None = None  # of a pull, where a pair is good and its legs go one after the other
+    late: bool = False  # an engine gave no answer in time
 
 
 class _Choice(msgspec.Struct):
@@ -60,6 +61,7 @@ class CanaryFailed(Exception):
 
 
 _FAILURES = (CanaryFailed, ClientError, UpstreamError, TimeoutError, NoHandle, msgspec.DecodeError)
+_LATE = (TimeoutError, ClientTimeout)
 
 
 class Canary:
@@ -96,7 +98,7 @@ class Canary:
                 different = verdict.why
             return Verdict(PairState.WRONG, different)
         except _FAILURES as error:
-            return Verdict(None, f"{type(error).__name__}: {error}")
+            return Verdict(None, f"{type(error).__name__}: {error}", late=isinstance(error, _LATE))
 
     async def _compare_modes(self, *engines: Engine) -> str:
         """Return the servers' modes where they are not those of the legs; "": they are, or are not reported."""

@@ -96,14 +96,18 @@ class CanaryService(Companion):
             return
         canary = Canary(connector, pool=self._pool, rng=state.tools.rng, timeout_s=TIMEOUT_S, clock=self._clock)
         clients = self._engines.client(pair.prefill.engine), self._engines.client(pair.decode.engine)
+        idle = _is_idle(pair)
         verdict = await canary.examine(pair.prefill, pair.decode, clients, pair.model)
+        if not (idle and _is_idle(pair)):  # other requests' time is no part of the price
+            verdict = verdict._replace(s_per_token=None)
         state.metrics.canaries.labels(state.cluster.name, _RESULTS[verdict.state]).inc()
         self._conclude(state, pair, verdict)
 
     def _conclude(self, state: Disaggregated, pair: Pair, verdict: Verdict) -> None:
         now = self._clock()
         if verdict.state is None:  # an engine that does not answer has its own verdicts
-            settle(pair, PairState.UNPROVEN, verdict.why, next_at=now + RETRY_S)
+            proven = verdict.late and pair.state is PairState.GOOD  # busy engines are late, and the pair was good
+            settle(pair, pair.state if proven else PairState.UNPROVEN, verdict.why, next_at=now + RETRY_S)
         else:
             settle(pair, verdict.state, verdict.why, next_at=now + state.settings.canary)
             pair.s_per_token = verdict.s_per_token or pair.s_per_token
@@ -129,4 +133,8 @@ def _is_time(pair: Pair, state: Disaggregated, now: float) -> bool:
     """Return whether to send the canary of a pair now: a sampled one waits for idle endpoints, up to its interval."""
     if pair.state is PairState.UNPROVEN or now - pair.due_at >= state.settings.canary:
         return True
+    return _is_idle(pair)
+
+
+def _is_idle(pair: Pair) -> bool:
     return max(pair.prefill.load.in_flight, pair.decode.load.in_flight) <= _IDLE

@@ -12,11 +12,13 @@ import pytest
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.clients.vllm import VllmClient
+from kvproxy.features.disaggregation import companion
 from kvproxy.features.disaggregation.canary import Canary
 from kvproxy.features.disaggregation.check import VisitedEngine
 from kvproxy.features.disaggregation.connectors.nixl import NixlConnector
 from kvproxy.features.disaggregation.findings import find_pairs_out
-from kvproxy.features.disaggregation.pairs import PairState
+from kvproxy.features.disaggregation.pairs import RETRY_S, PairState
+from kvproxy.lab.simulator.vllm_settings import NixlLinks
 from tests.features.disaggregation.support import Fleet, Separated, running_fleet, separated, text_of, words
 from tests.support.until import until
 
@@ -164,3 +166,30 @@ async def test_a_measured_pair_is_planned_by_its_own_link() -> None:
         assert pair.s_per_token != 0.000_02
         assert two.state.pairs.s_per_token(pair.prefill, pair.decode) == pair.s_per_token
         assert two.state.pairs.s_per_token(pair.decode, pair.prefill) == 0.000_02
+
+
+async def test_busy_endpoints_do_not_teach_the_price_of_a_pull() -> None:
+    """Its canary is overdue and sent all the same, but other requests' time is in its answers."""
+    async with separated("p", "d", links=NixlLinks(s_per_token=0.002), **PROVEN) as two:
+        await until_found(two, PairState.GOOD)
+        (pair,) = two.state.pairs
+        pair.s_per_token = 0.5
+        busy = [pair.decode.load.reserve(1, 0, 0.0) for _ in range(3)]
+        assert await two.prove_pairs() == {PAIR: PairState.GOOD}
+        assert pair.s_per_token == 0.5
+        for one in busy:
+            pair.decode.load.release(one, 0.0)
+        await two.prove_pairs()
+        assert pair.s_per_token < 0.5
+
+
+async def test_a_late_canary_leaves_a_good_pair_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Busy engines are late, and what they answer is still right; it is sent again soon."""
+    async with separated("p", "d", **PROVEN) as two:
+        await until_found(two, PairState.GOOD)
+        monkeypatch.setattr(companion, "TIMEOUT_S", 0.05)
+        two.fleet.fault("p", stall_head_s=600.0)
+        assert await two.prove_pairs() == {PAIR: PairState.GOOD}
+        (pair,) = two.state.pairs
+        assert pair.due_at <= two.state.tools.clock() + RETRY_S
+        assert two.proxy.metric("kvproxy_disaggregation_canaries_total", cluster="default", result="failed") >= 1
