@@ -68,7 +68,7 @@ async def test_a_worker_that_never_answers_holds_up_nobody() -> None:
 async def test_memory_pressure_without_evict_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """The real controller answers 404; nothing is cleared unless asked for."""
     strategy = {"enable_eviction": True, "memory_threshold": 0.0}
-    async with simulated() as place, proxied(place, cache_strategy=strategy) as proxy:
+    async with simulated() as place, proxied(place, cache_strategy=strategy, engine_metrics_interval="1h") as proxy:
         await service(proxy).scraper.scrape_all()
         for tag in "pqrstu":
             await ask(proxy, long_text(tag, 400))

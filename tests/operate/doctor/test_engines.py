@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,10 +20,11 @@ from kvproxy.lab.simulator.engine_io import BlockStored
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
 from kvproxy.lab.simulator.kv_event_publisher import EventEncoder, EventEncoding, PublisherSettings
 from kvproxy.operate.doctor.report import DoctorReport, Severity
-from kvproxy.operate.doctor.tools import VisitTimeouts
 from kvproxy.operate.doctor.trial import StreamObservation
 from tests.operate.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
+from tests.support.loop_time import ASYNCIO_ONLY, skipping_time
 from tests.support.loopback import serve
+from tests.support.until import until
 from tests.support.vllms.hybrid import Checkpoints, make_hybrid
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -328,12 +330,21 @@ async def test_an_engine_that_serves_nothing() -> None:
     assert {one.check for one in report.skipped} >= {"generate", "prefix caching"}
 
 
+@ASYNCIO_ONLY
 async def test_an_engine_that_takes_the_prompt_and_never_answers() -> None:
     """It lists its models and is well, but its core is stuck."""
     async with cluster({"a": PLAIN}, controller=None) as site:
-        site.fleet.engines["a"].state.faults.update({"stall_head_s": 60.0})
-        report = await visit({"endpoints": site.urls, **QUIET}, timeouts=VisitTimeouts(exchange_s=1.0))
-        site.fleet.engines["a"].state.faults.update({"reset": True})
+        engine = site.fleet.engines["a"]
+        engine.state.faults.update({"stall_head_s": 1e6})
+        prompts = 0
+        with skipping_time() as skip:
+            visiting = asyncio.create_task(visit({"endpoints": site.urls, **QUIET}, timeouts=SHORT))
+            while not visiting.done():
+                await until(lambda: visiting.done() or engine.calls["POST /v1/chat/completions"] > prompts)  # noqa: B023
+                prompts = engine.calls["POST /v1/chat/completions"]
+                await skip(SHORT.exchange_s)
+            report = await visiting
+        engine.state.faults.update({"reset": True})
     found = next(one for one in report.findings if one.check == "generate")
     assert found.severity is Severity.PROBLEM
     assert "does not answer a small prompt" in found.what
