@@ -46,7 +46,7 @@ def test_a_followed_preference_and_what_was_known(clock: FakeClock) -> None:
 
 
 @pytest.mark.parametrize("went", ["a@0", "a@1", "10.0.0.1:8000"])
-def test_what_was_predicted_at_a_rank_or_an_address_can_be_read(clock: FakeClock, went: str) -> None:
+def test_predictions_at_ranks_and_addresses_can_be_read(clock: FakeClock, went: str) -> None:
     """As the tests of real engines do."""
     held = {"a": 16, "a@0": 704, "a@1": 32, "10.0.0.1:8000": 48}
     facts = OverlapFacts(prompt_tokens=786, by_endpoint={EndpointId(one): Overlap(held[one]) for one in held})
