@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import ray
+import ray.util.client
 from ray.serve.request_router import MultiplexMixin, PendingRequest, RequestRouter, RunningReplica
 from xxhash import xxh3_64_hexdigest
 
@@ -183,8 +183,9 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
 
 
 def _meet_in_ray(deployment: Any) -> dict[str, str]:
-    """Return where the ingress replicas of a deployment find each other."""
-    if not ray.is_initialized():
+    """Return where the ingress replicas of a deployment find each other; nothing for a driver over Ray Client, whose
+    connection breaks when a call is given up."""
+    if not ray.is_initialized() or ray.util.client.ray.is_connected():
         return {}
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"kvproxy-{deployment.app_name}-{deployment.name}")
     return {"ray": f"{name[:111]}-{xxh3_64_hexdigest(repr(deployment).encode())}"}

@@ -70,6 +70,12 @@ def set_bound(monkeypatch: pytest.MonkeyPatch, router: Any, name: str, value: fl
     monkeypatch.setitem(type(router)._place.__globals__, name, value)
 
 
+def in_ray(*, over_client: bool = False) -> Any:
+    """Return the module as it is in a process that is part of Ray."""
+    client = SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: over_client))
+    return SimpleNamespace(is_initialized=lambda: True, util=SimpleNamespace(client=client))
+
+
 def load_of(router: Any, replica: Replica) -> Any:
     return router._router.proxy.clusters["default"].members.find_named(replica.replica_id.unique_id)[0].load
 
@@ -210,12 +216,23 @@ def test_apps_and_deployments_meet_each_at_its_own_actor(monkeypatch: pytest.Mon
     from kvproxy import ray as ours
     from kvproxy.operate.config.load import load_config
 
-    monkeypatch.setattr(ours, "ray", SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setattr(ours, "ray", in_ray())
     ids = [("c", "a-b"), ("b-c", "a"), ("c", "a b"), ("é", "a"), ("è", "a"), ("x" * 200, "a"), ("x" * 201, "a")]
     found = {ours._meet_in_ray(DeploymentID(name, app))["ray"] for name, app in ids}
     assert len(found) == len(ids)
     for name in found:
         load_config({"endpoints": ["http://a:1"], "sync": {"ray": name}})
+
+
+@pytest.mark.parametrize("over_client", [True, False])
+def test_a_driver_over_ray_client_decides_alone(monkeypatch: pytest.MonkeyPatch, over_client: bool) -> None:
+    """Ray Client's connection does not survive a call that is given up, as one is where a link ends."""
+    from ray.serve._private.common import DeploymentID
+
+    from kvproxy import ray as ours
+
+    monkeypatch.setattr(ours, "ray", in_ray(over_client=over_client))
+    assert bool(ours._meet_in_ray(DeploymentID("engine", "app"))) is not over_client
 
 
 async def test_open_requests_of_a_replica_that_dies_are_no_load() -> None:
