@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.base.settings.model import Duration, Model, Size
+from kvproxy.base.settings.model import Model, Size
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature, find_filters
 from kvproxy.proxy.filter_settings import RouterSettings
@@ -40,7 +40,7 @@ class LedgerPrice(Model):
 class LedgerSettings(Model):
     """The ledger: one JSON line an answered request, with its tenant, model, tokens by kind, and price."""
 
-    retired = {"max_queue": "100,000 entries may wait"}
+    retired = {"max_queue": "100,000 entries may wait", "period": "a file ends with the day, in UTC"}
 
     path: str = ""
     """File it is written to, one for each proxy; empty: none."""
@@ -49,10 +49,8 @@ class LedgerSettings(Model):
     bill_predicted: bool = False
     """Price cached tokens that kvproxy predicted and reported to clients (`cached_tokens: predicted` of `router`) as
     cached ones; else such prompts are priced as computed. Entries name them in either case."""
-    period: Duration = Field(default=86_400.0, le=31 * 86_400.0)
-    """A file holds no more than one of these, counted in UTC; 0: only its size ends it."""
     max_file: Size = Field(default=64 * 1024 * 1024, ge=4096)
-    """A file that is full becomes `path`.1, and so on."""
+    """A file that is full, or of an earlier day (UTC), becomes `path`.1, and so on."""
     max_files: int = Field(default=62, ge=2, le=10_000)
     """Files kept, the present one included; the oldest goes first."""
 

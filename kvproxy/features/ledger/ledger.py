@@ -22,6 +22,7 @@ from kvproxy.proxy.request.exchange import Exchange, Outcome
 QUEUE = "ledger"
 #: Entries waiting to be written; further ones are dropped and counted.
 MAX_WAITING = 100_000
+DAY_S = 86_400.0
 _PER = 1_000_000.0  # tokens that a price is for
 
 
@@ -75,7 +76,7 @@ class Ledger(WritingObserver[_Over]):
             Path(settings.path),
             max_bytes=settings.max_file,
             max_files=settings.max_files,
-            period_s=settings.period,
+            period_s=DAY_S,
             wall_clock=lambda: wall_clock().timestamp(),
         )
         results = metrics.group(LedgerMetrics).ledger
