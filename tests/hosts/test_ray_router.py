@@ -225,7 +225,7 @@ def test_apps_and_deployments_meet_each_at_its_own_actor(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("over_client", [True, False])
-def test_a_driver_over_ray_client_decides_alone(monkeypatch: pytest.MonkeyPatch, over_client: bool) -> None:
+def test_drivers_over_ray_client_decide_alone(monkeypatch: pytest.MonkeyPatch, over_client: bool) -> None:
     """Ray Client's connection does not survive a call that is given up, as one is where a link ends."""
     from ray.serve._private.common import DeploymentID
 
