@@ -333,7 +333,7 @@ class EndpointLoad:
             return 0.0
         if self._priced_at is not seconds:
             self._priced_at = seconds
-            self._oldest_s = self._hidden_s(seconds)
+            self._oldest_s = self._hidden_s(seconds) if self.hidden_requests else math.inf
             a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
             if elsewhere is None or not elsewhere.pending[0]:
                 work = self._work
