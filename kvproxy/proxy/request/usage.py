@@ -29,9 +29,7 @@ _MAX_ERROR_BYTES = 64 * 1024
 _ID_BYTES = 1024
 _response_id = re.compile(rb'"id"\s{0,2}:\s{0,2}"(resp_[\w.-]{1,120})"').search
 
-#: Every call of a tool has one of these, and few other answers do.
-_CALL_HINTS = (b"_call", b"tool_use")
-#: Chat's, Anthropic's and the responses API's; generated text cannot contain them.
+#: Calls of tools of chat's, Anthropic's and the responses API's; generated text cannot contain them.
 _call = re.compile(
     rb'"(?:tool_calls|function_call)"\s?:(?!\s?(?:\[\]|null))'
     rb'|"(?:type|finish_reason|stop_reason)"\s?:\s?"(?:tool_calls|tool_use|\w{1,30}_call)"'
@@ -299,7 +297,8 @@ def read_response_id(head: bytes) -> str:
 
 def calls_tool(tail: bytes) -> bool:
     """Return whether an answer calls a tool, by its end."""
-    return any(hint in tail for hint in _CALL_HINTS) and _call(tail) is not None
+    # a quick look first: every call of a tool has one of these, and few other answers do
+    return (b"_call" in tail or b"tool_use" in tail) and _call(tail) is not None
 
 
 def error_status(events: bytes, *, first: bool = False) -> int | None:
