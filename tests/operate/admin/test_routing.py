@@ -23,7 +23,7 @@ async def test_learned_values_are_shown() -> None:
     assert (learned["samples"], learned["samples_by_kind"]) == (1, {"streamed": 1, "scraped": 0})
     assert (learned["learning"], learned["requests_without_sample"]) == (False, 0)
     assert learned["slowness"]["a"] > 1.0
-    assert (learned["rho"], learned["arrivals_per_s"]) == (0.0, 0.0)
+    assert (learned["rho"], learned["arrivals_per_s"]) == (0.5, 0.0)
     assert learned["tokens_per_s"] > 0
 
 
