@@ -183,7 +183,7 @@ def render_fleet(rows: Sequence[dict[str, Any]], command: str) -> str:
             f"| {cell.routers} | {late} | {cell.seed} | {row['requests']:,} | {figures} | {row['cached']:.1%} "
             f"| {row['unseen_s'] / one['ttft_mean_s']:.3f} | {row['took_s']:.0f} |"
         )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, ""]) + (Path(__file__).parent / "replicas_fleet_notes.md").read_text()
 
 
 def render(rows: Sequence[dict[str, Any]], command: str) -> str:

@@ -51,9 +51,6 @@ LATE_FROM = 2.0
 LATE_SLACK_S = 0.05
 LATE_COST = 1000.0
 BOUND_BELOW = 0.5  # a request with less than this share of the time it would take elsewhere is bound to its endpoint
-#: Work that others place meanwhile is taken for that of so many endpoints at most: in a larger pool it goes to cheapest
-#: endpoints of its own, and the whole of it would drive requests from those that hold their prompts.
-SPREAD_OVER = 8
 #: In a pool of this many candidates a choice uses the speeds of a placement at most TICK_S ago: estimates of endpoints
 #: with unchanged load are kept until then.
 LARGE = 32
@@ -150,8 +147,8 @@ class KvAware(Policy):
             costs = with_lateness(costs, firsts, owns)
         index = least(costs, self._rng)
         if self.others is not None:
-            work_s = rho * min(len(owns), SPREAD_OVER)
-            index = self.others.choose_spread(index, costs, work_s)
+            usual_s = rho / arrivals_per_s if arrivals_per_s else 0.0
+            index = self.others.choose_spread(index, costs, owns, rho * len(owns), usual_s)
         here = 0
         elsewhere = 0
         if held:

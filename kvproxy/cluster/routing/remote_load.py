@@ -80,27 +80,28 @@ class ReplicaSpread(msgspec.Struct, frozen=True):
     routers: int
     rank: int
 
-    def choose_spread(self, best: int, costs: Sequence[float], work_s: float) -> int:
-        """Return the endpoint to take where `best` costs least and `work_s` seconds of prefill arrive at all routers a
-        second.
+    def choose_spread(
+        self, best: int, costs: Sequence[float], owns: Sequence[float], work_s: float, usual_s: float
+    ) -> int:
+        """Return the endpoint to take where `best` costs least. The request adds `owns` seconds of prefill, a usual one
+        `usual_s`, and `work_s` of them arrive at all routers a second.
 
-        Placements of others within the delay are unknown. Ideally together they fill the cheapest endpoints up to one
-        level; each router uses the share of that capacity that belongs to its rank, and takes the cheapest endpoint in
-        it."""
-        unknown_s = work_s * self.delay_s * (self.routers - 1) / self.routers
-        near = sorted((cost, i) for i, cost in enumerate(costs) if cost < costs[best] + unknown_s)
-        filled = unknown_s + sum(cost for cost, _ in near)
-        while near and filled <= len(near) * near[-1][0]:
-            filled -= near.pop()[0]
-        rooms = sorted((i, filled / len(near) - cost) for cost, i in near)
-        begin, end = (unknown_s * rank / self.routers for rank in (self.rank, self.rank + 1))
-        own = []
-        at = 0.0
-        for i, room_s in rooms:
-            if at < end and at + room_s > begin:
-                own.append(i)
-            at += room_s
-        return best if best in own else min(own, key=costs.__getitem__, default=best)
+        Placements of others within the delay are unknown, and what looks best here looks best to them. So each endpoint
+        belongs to one router, and a request goes to the cheapest of its router's own where it adds no more work, unless
+        `best` is cheaper by more than the work that may be unknown there: all that others place meanwhile, or as much
+        as this request and a usual one if that is less."""
+        own_s = owns[best]
+        unknown_s = min(own_s + usual_s, work_s * self.delay_s * (self.routers - 1) / self.routers)
+        limit = costs[best] + unknown_s
+        owners = min(self.routers, len(costs))  # further routers share with them
+        if self._owns(best, owners):
+            return best
+        near = (i for i, cost in enumerate(costs) if cost < limit and owns[i] <= own_s and self._owns(i, owners))
+        return min(near, key=costs.__getitem__, default=best)
+
+    def _owns(self, index: int, owners: int) -> bool:
+        """Return True for one of so many endpoints in a row, not always the same: fleets may alternate in kind."""
+        return (index + index // owners) % owners == self.rank % owners
 
 
 class SharedLoad(Protocol):

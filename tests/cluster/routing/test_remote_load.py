@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -113,10 +114,19 @@ def test_many_short_requests_at_the_head_are_told_in_a_few_words() -> None:
     routers.check()
 
 
-def chosen(*costs: float, routers: int = 4, delay_s: float = 0.25, work_s: float = 8.0) -> list[int]:
-    """Where each of so many routers places the same request."""
+def chosen(
+    *costs: float,
+    owns: Sequence[float] = (),
+    routers: int = 4,
+    delay_s: float = 0.25,
+    work_s: float = 8.0,
+    usual_s: float = 0.6,
+) -> list[int]:
+    """Where each of so many routers places the same request, of 0.4 s of prefill unless `owns` has them by endpoint."""
     best = costs.index(min(costs))
-    return [ReplicaSpread(delay_s, routers, rank).choose_spread(best, costs, work_s) for rank in range(routers)]
+    owns = owns or [0.4] * len(costs)
+    spreads = [ReplicaSpread(delay_s, routers, rank) for rank in range(routers)]
+    return [spread.choose_spread(best, costs, owns, work_s, usual_s) for spread in spreads]
 
 
 def test_routers_that_hear_of_each_other_late_do_not_take_the_same_idle_endpoint() -> None:
@@ -125,9 +135,15 @@ def test_routers_that_hear_of_each_other_late_do_not_take_the_same_idle_endpoint
 
 
 def test_an_endpoint_is_left_for_one_that_costs_no_more_than_what_may_have_come_to_it() -> None:
-    """1.5 s of work are not known of: they would fill three endpoints up to a level of 1.6 s."""
-    assert chosen(1.0, 1.2, 2.6, 1.1) == [0, 0, 3, 3]
-    assert chosen(1.0, 2.4, 2.6, 2.5) == [0, 0, 0, 0]
+    """1.5 s of work are not known of; as much as this request and a usual one may be there, 1 s."""
+    assert chosen(1.0, 1.2, 2.6, 1.1) == [0, 1, 0, 3]
+    assert chosen(1.0, 2.4, 2.6, 2.1) == [0, 0, 0, 0]
+    assert chosen(1.0, 2.4, 2.6, 2.4, usual_s=5.0) == [0, 1, 0, 3]
+
+
+def test_an_endpoint_is_not_left_for_one_that_holds_less_of_the_prompt() -> None:
+    """It looks best to this request, and no better than others to the rest."""
+    assert chosen(0.3, 0.5, 0.5, 0.5, owns=[0.2, 0.4, 0.2, 0.4]) == [0, 0, 2, 0]
 
 
 def test_where_little_comes_or_is_heard_of_soon_all_take_the_best() -> None:
@@ -138,21 +154,31 @@ def test_where_little_comes_or_is_heard_of_soon_all_take_the_best() -> None:
 
 
 def test_more_endpoints_than_routers_are_chosen_among_by_cost() -> None:
-    """Each has a stretch of them."""
-    assert chosen(0.02, 0.01, 0.0, 0.03, routers=2) == [1, 2]
+    """Each has some of them; where two kinds alternate, some of either kind."""
+    assert chosen(0.02, 0.01, 0.0, 0.03, routers=2) == [0, 2]
+    assert chosen(0.0, 0.5, 0.0, 0.5, routers=2) == [0, 2]
+
+
+def test_more_routers_than_endpoints_share_them() -> None:
+    """None is without one."""
+    assert chosen(0.0, 0.0, routers=5) == [0, 1, 0, 1, 0]
 
 
 @given(
-    st.lists(st.floats(0.0, 50.0), min_size=1, max_size=20),
+    st.lists(st.tuples(st.floats(0.0, 50.0), st.floats(0.0, 5.0)), min_size=1, max_size=20),
     st.integers(1, 9),
     st.floats(0.0, 5.0),
     st.floats(0.0, 20.0),
+    st.floats(0.0, 5.0),
 )
 def test_every_router_has_an_endpoint_and_one_that_is_alone_the_best(
-    costs: list[float], routers: int, delay_s: float, work_s: float
+    columns: list[tuple[float, float]], routers: int, delay_s: float, work_s: float, usual_s: float
 ) -> None:
-    """None costs more than the best one and all that may have come to it."""
-    found = chosen(*costs, routers=routers, delay_s=delay_s, work_s=work_s)
-    assert all(costs[one] <= min(costs) + work_s * delay_s for one in found)
+    """None costs more than the best one and all that may have come to it, or adds more work."""
+    costs, owns = zip(*columns, strict=True)
+    own_s = owns[costs.index(min(costs))]
+    found = chosen(*costs, owns=owns, routers=routers, delay_s=delay_s, work_s=work_s, usual_s=usual_s)
+    assert all(costs[one] <= min(costs) + min(own_s + usual_s, work_s * delay_s) for one in found)
+    assert all(owns[one] <= own_s for one in found)
     if routers == 1:
         assert costs[found[0]] == min(costs)
