@@ -83,12 +83,12 @@ Figures that are missed, and why:
   | cc-4-4 | 16 | 36 | 4782 | 7988 | 0.625 | 0.79 |
 
   So 0.9 goes with 0.45 of off's session time and 0.95 of the best throughput for agents at four times the memory, at
-  hits of 0.89 to 0.90; 16 turns do not reach it in the other shapes, where no other number was
-  played. The same rule costs 1.05 of the session time at twice the memory and 1.13 beside chats, which are behind
-  `thunderagent` as it is: it is left. By time instead of turns, at the wait of the first in line, `agents-4-2` has 713 s
-  a session; at half of it `talks-4-4` is at 0.95 with 1,871 s and hits of 0.73, `mixed-4-4` at 0.90. Whether the session
-  that began last, that has its place longest, that had most turns or the smallest one gives way to growing contexts
-  changes neither: 0.87 to 0.88 and 989 to 997 s in `agents-4-4`, 0.71 to 0.76 and 1,420 to 1,578 s in `mixed-4-4`.
+  hits of 0.89 to 0.90; 16 turns do not reach it in the other shapes, where no other number was played. The same rule
+  costs 1.05 of the session time at twice the memory and 1.13 beside chats, which are behind `thunderagent` as it is:
+  it is left. By time instead of turns, at the wait of the first in line, `agents-4-2` has 713 s a session; at half of
+  it `talks-4-4` is at 0.95 with 1,871 s and hits of 0.73, `mixed-4-4` at 0.90. Whether the session that began last,
+  that has its place longest, that had most turns or the smallest one gives way to growing contexts changes neither:
+  0.87 to 0.88 and 989 to 997 s in `agents-4-4`, 0.71 to 0.76 and 1,420 to 1,578 s in `mixed-4-4`.
 - No request waits at the router for longer than `max_wait` (540 s). In waits of 541 to 577 s the rest is the engine's
   own queue: up to 53 s.
 - Evicting a session's context at its end, which keeps residents as if they were pinned, changes nothing:
