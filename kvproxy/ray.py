@@ -165,10 +165,14 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
         found = {one.replica_id.unique_id: _engine_of(one) for one in (*self._replicas_list, *candidates)}
         router = self._router
         if router is None:
+            if self._ending is not None:
+                await self._ending  # both would be one replica to the others
             endpoints = [{"id": name, **engine} for name, engine in found.items()]
             router = self._router = Router({**self._settings, "endpoints": endpoints})
             self._known = found
             await router.__aenter__()
+            if self._router is not router:
+                raise RuntimeError("all replicas left while the first request came")
         for name, engine in found.items():
             if self._known.get(name) != engine:
                 router.add_endpoint(name, **engine)

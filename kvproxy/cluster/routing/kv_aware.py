@@ -147,8 +147,8 @@ class KvAware(Policy):
             costs = with_lateness(costs, firsts, owns)
         index = least(costs, self._rng)
         if self.others is not None:
-            usual_s = rho / arrivals_per_s if arrivals_per_s else 0.0
-            index = self.others.choose_spread(index, costs, owns, rho * len(owns), usual_s)
+            work_s = rho * len(owns)
+            index = self.others.choose_spread(index, costs, pool.weights, pool.places, owns[index], work_s)
         here = 0
         elsewhere = 0
         if held:

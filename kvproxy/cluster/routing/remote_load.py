@@ -81,27 +81,39 @@ class ReplicaSpread(msgspec.Struct, frozen=True):
     rank: int
 
     def choose_spread(
-        self, best: int, costs: Sequence[float], owns: Sequence[float], work_s: float, usual_s: float
+        self,
+        best: int,
+        costs: Sequence[float],
+        weights: Sequence[float],
+        places: Sequence[int],
+        own_s: float,
+        work_s: float,
     ) -> int:
-        """Return the endpoint to take where `best` costs least. The request adds `owns` seconds of prefill, a usual one
-        `usual_s`, and `work_s` of them arrive at all routers a second.
+        """Return the endpoint to take where `best` costs least, by place in the order of their ids, which all routers
+        share. The request adds `own_s` seconds of prefill at the best; `work_s` of them arrive at all routers a second.
 
         Placements of others within the delay are unknown, and what looks best here looks best to them. So each endpoint
-        belongs to one router, and a request goes to the cheapest of its router's own where it adds no more work, unless
-        `best` is cheaper by more than the work that may be unknown there: all that others place meanwhile, or as much
-        as this request and a usual one if that is less."""
-        own_s = owns[best]
-        unknown_s = min(own_s + usual_s, work_s * self.delay_s * (self.routers - 1) / self.routers)
-        limit = costs[best] + unknown_s
+        belongs to one router, and a request goes to the cheapest of its router's own, unless `best` is cheaper by more
+        than the work that may be unknown there: all that others place meanwhile, or half of this request's if that is
+        less, so that it stays where half of its prompt is held."""
         owners = min(self.routers, len(costs))  # further routers share with them
-        if self._owns(best, owners):
+        own = self.rank % owners
+        if _owner(places[best], owners) == own:
             return best
-        near = (i for i, cost in enumerate(costs) if cost < limit and owns[i] <= own_s and self._owns(i, owners))
+        unknown_s = min(0.5 * own_s, work_s * self.delay_s * (self.routers - 1) / self.routers)
+        least = costs[best]
+        near = [
+            i
+            for i, cost in enumerate(costs)
+            if (cost - least) * weights[i] < unknown_s and _owner(places[i], owners) == own
+        ]
         return min(near, key=costs.__getitem__, default=best)
 
-    def _owns(self, index: int, owners: int) -> bool:
-        """Return True for one of so many endpoints in a row, not always the same: fleets may alternate in kind."""
-        return (index + index // owners) % owners == self.rank % owners
+
+def _owner(place: int, owners: int) -> int:
+    """Return the owner of an endpoint by its place: one after the other, from another one on in each round, since
+    fleets may alternate in kind."""
+    return (place + place // owners) % owners
 
 
 class SharedLoad(Protocol):

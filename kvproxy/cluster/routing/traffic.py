@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 
 import msgspec
@@ -26,14 +27,18 @@ _UNKNOWN_RHO = 0.5
 class Pool:
     """One set of candidates by columns."""
 
-    __slots__ = ("candidates", "ids", "index_of", "loads", "weights")
-
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.candidates = candidates
         self.ids = [candidate.id for candidate in candidates]
         self.loads = [candidate.load for candidate in candidates]
         self.weights = [candidate.weight for candidate in candidates]
         self.index_of = {endpoint: index for index, endpoint in enumerate(self.ids)}
+
+    @cached_property
+    def places(self) -> Sequence[int]:
+        """Place of each in the order of their ids, which all routers share."""
+        place_of = {endpoint: place for place, endpoint in enumerate(sorted(self.ids))}
+        return [place_of[endpoint] for endpoint in self.ids]
 
 
 class PoolSpeeds(msgspec.Struct, frozen=True):

@@ -33,7 +33,8 @@ class SyncSettings(Model):
     """URL of a NATS server, such as `nats://USER:PASSWORD@host:4222` (`pip install 'kvproxy[nats]'`)."""
     ray: Name | None = None
     """Name of an actor of the Ray cluster that the processes are part of (`pip install 'kvproxy[ray]'`); it is made
-    where there is none. The router for Ray Serve sets it."""
+    where there is none. The router for Ray Serve sets it; no other process
+    joins Ray for it."""
     name: Name = "default"
     """Replicas with the same name decide as one: they have the same configuration."""
     replica: str = Field(default="", max_length=128)

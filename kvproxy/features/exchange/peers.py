@@ -99,7 +99,7 @@ class Peers:
 
     def publish(self, now: float) -> int:
         """Hand out what the journal has; returns how many batches. They are kept for those who ask later, and sent if
-        there ever was a peer."""
+        a peer is known."""
         count = 0
         for batch in self._journal.take_batches(now):
             payload = wire.encode_batch(batch, self._journal)

@@ -21,7 +21,7 @@ HOLD_S = 5.0
 #: One that has not asked for this long is gone.
 GONE_S = 30.0
 #: Bytes that wait for one listener.
-MAX_WAITING_BYTES = 4 * 1024 * 1024
+MAX_WAITING_BYTES = 16 * 1024 * 1024
 MAX_LISTENERS = 1024
 
 
@@ -70,6 +70,7 @@ class Switchboard:
             async with asyncio.timeout(HOLD_S):
                 await listener.came.wait()
         except TimeoutError:
+            self._drop_gone()
             return []
         listener.came.clear()
         return [listener.waiting.popleft() for _ in range(len(listener.waiting))]
@@ -90,8 +91,10 @@ class RayLink(StoreLink):
     _node = ""  # of Ray, where this process found the actor
 
     async def __aexit__(self, *_: object) -> None:
-        await super().__aexit__()
-        self._actor = None
+        try:
+            await super().__aexit__()
+        finally:
+            self._actor = None
 
     @property
     def where(self) -> str:

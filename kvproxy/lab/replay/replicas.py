@@ -142,6 +142,8 @@ class ManyRouters:
         self._count = 0
         self._next_beat = BEAT_S
         self.messages = self.bytes = 0
+        if delay_s is not None:
+            self._introduce(delay_s)
 
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Placed, or in the queue of its router (None)."""
@@ -209,6 +211,21 @@ class ManyRouters:
         self._tell(replica, now)
         return Placement(own.request, self._engines[own.endpoint.index], own.reservation, own.settle, own.priority)
 
+    def _introduce(self, delay_s: float) -> None:
+        """Let each know the others by a heartbeat, as processes do that have run for a while."""
+        for replica in self._replicas:
+            replica.peers.beat(-delay_s)
+        for replica in self._replicas:
+            for payload in replica.sent:
+                self._pass_on(replica.number, payload, 0.0)
+            replica.sent.clear()
+
+    def _pass_on(self, sender: int, payload: bytes, now: float) -> None:
+        message = self._replicas[sender].decode(payload)
+        for replica in self._replicas:
+            if replica.number != sender:
+                replica.peers.receive(message, len(payload), now)
+
     def _tell(self, replica: Replica, now: float) -> None:
         if self._delay_s is None:
             return
@@ -225,10 +242,7 @@ class ManyRouters:
         while min(self._next_beat, self._under_way[0][0] if self._under_way else self._next_beat) <= now:
             if self._under_way and self._under_way[0][0] <= self._next_beat:
                 at, _, sender, payload = heapq.heappop(self._under_way)
-                message = self._replicas[sender].decode(payload)
-                for replica in self._replicas:
-                    if replica.number != sender:
-                        replica.peers.receive(message, len(payload), at)
+                self._pass_on(sender, payload, at)
             else:
                 at = self._next_beat
                 self._next_beat = self._next_beat + BEAT_S
