@@ -52,12 +52,15 @@ class MessageOfChat:
         self._call = ""  # the one that is open
         self._reason: dict[str, Any] = {"stop_reason": "end_turn", "stop_sequence": None}
         self._tokens: object = None  # of the leg's answer
+        self._failed = False  # nothing that follows is part of the message
 
     def convert(self, events: Sequence[bytes]) -> list[bytes]:
         """Return the message's events. Raises Mismatch."""
         return [_as_event(made) for event in events if (data := read_data(event)) for made in self._convert(data)]
 
     def _convert(self, data: bytes) -> Iterator[dict[str, Any]]:
+        if self._failed:
+            return
         if data == DONE:
             yield from self._end()
             return
@@ -65,12 +68,17 @@ class MessageOfChat:
             chunk = msgspec.json.decode(data, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise Mismatch("its events cannot be read") from None
-        if "error" in chunk:
-            yield {"type": "error", "error": chunk["error"]}
+        if (error := chunk.get("error")) is not None:
+            yield self._fail(error)
+            return
         self._tokens = (chunk.get("usage") or {}).get("completion_tokens", self._tokens)
         for choice in chunk.get("choices") or ():
             self._note_end(choice)
             yield from self._add(choice.get("delta") or {})
+
+    def _fail(self, error: object) -> dict[str, Any]:
+        self._failed = True
+        return {"type": "error", "error": error}
 
     def _add(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if any(delta.get(name) for name in _REASONING):

@@ -142,7 +142,8 @@ class ResumableStream:
         """Return the whole events in what came, as the client gets them."""
         self._pieces += 1
         if self.failure is not None:
-            self._withhold(piece)
+            if self._converter is None:  # else these are the events of another API
+                self._withhold(piece)
             return b""
         events, self._held = split_events(self._held + piece if self._held else piece)
         if self._converter is not None:

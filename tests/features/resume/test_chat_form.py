@@ -142,8 +142,8 @@ def test_how_it_ended(finish: str, matched: object, reason: str, sequence: str |
 
 
 def test_an_error_is_one_of_messages() -> None:
-    """The client may get it."""
-    assert convert(b'data: {"error":{"message":"dead","code":500}}\n\n') == [
+    """The client may get it, and nothing that makes half a message look whole."""
+    assert convert(b'data: {"error":{"message":"dead","code":500}}\n\n', b"data: [DONE]\n\n") == [
         {"type": "error", "error": {"message": "dead", "code": 500}}
     ]
 

@@ -94,6 +94,19 @@ async def test_a_message_goes_on_as_a_chat() -> None:
         assert both.resumed("text") == 1
 
 
+async def test_a_rest_that_an_engine_ends_with_an_error_has_no_other_end() -> None:
+    """Behind its error chats have `[DONE]`, of which no end of a whole message is made."""
+    async with gateway("text", route=BEST_EFFORT) as both:
+        await know_engines(both.proxy, *both.engines)
+        await both.engines[0].faults(cut_next=1, cut_after_chunks=20)
+        await both.engines[1].faults(error_next=1, error_after_chunks=20)
+        text = (await both.proxy.client.post(MESSAGES, json={**MESSAGES_BODY, **STREAMED})).text
+        events = typed_events(text)
+        assert [event["type"] for event in events].count("message_stop") == 0
+        assert [event["type"] for event in events[-2:]] == ["content_block_delta", "error"]
+        assert "[DONE]" not in text
+
+
 async def test_a_sampled_message_goes_on_where_the_model_was_proven() -> None:
     """Its words come out differently, so that none are computed again."""
     body = {**MESSAGES_BODY, "stream": True, "temperature": 0.7}
