@@ -118,9 +118,11 @@ class MessagesEvents(TypedEvents):
         event["delta"]["text"] = text
 
     def _adapt(self, event: dict[str, Any], progress: Progress, splice: Splice) -> dict[str, Any]:
-        if event.get("type") != "message_delta":
+        kind = event.get("type")
+        if kind in ("content_block_stop", "message_delta"):  # before a tool call, too
+            splice.take("", None, last=True)
+        if kind != "message_delta":
             return event
-        splice.take("", None, last=True)
         usage = event.get("usage") or {}
         output = splice.count_output(usage.get("output_tokens"))
         first = {name: count for name, count in self._usage.items() if name != "output_tokens"}

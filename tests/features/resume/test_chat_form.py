@@ -11,10 +11,13 @@ from kvproxy.base.types import RequestKind
 from kvproxy.cache.clients.vllm import ChatForm
 from kvproxy.features.other_apis.messages_chat import chat_of_messages
 from kvproxy.features.resume.chat_form import MessageOfChat
+from kvproxy.features.resume.events import read_data
 from kvproxy.features.resume.feature import Grade
 from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.features.resume.plan import Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
+from kvproxy.features.resume.splice import Splice
+from kvproxy.features.resume.typed import MessagesEvents
 
 MESSAGE: dict[str, Any] = {
     "model": "m",
@@ -28,14 +31,19 @@ TOOL = {"name": "look", "input_schema": {"type": "object"}}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 
 
-def plan(form: ChatForm | None = chat_of_messages, **fields: Any) -> Plan | str:
-    """Return the plan for a message that broke behind 20 words."""
+def come() -> Progress:
+    """Return 20 words of an answer."""
     progress = Progress()
     for number in range(20):
         progress.add(f" word{number}", None)
+    return progress
+
+
+def plan(form: ChatForm | None = chat_of_messages, **fields: Any) -> Plan | str:
+    """Return the plan for a message that broke behind 20 words."""
     request = read_request(RequestKind.MESSAGES, b"/v1/messages?beta=true", json.dumps({**MESSAGE, **fields}).encode())
     assert request is not None
-    return plan_leg(request, progress, Wishes(Grade.TEXT, best_effort=True, chat_form=form))
+    return plan_leg(request, come(), Wishes(Grade.TEXT, best_effort=True, chat_form=form))
 
 
 def chunk(finish: str | None = None, **delta: Any) -> bytes:
@@ -146,6 +154,18 @@ def test_an_error_is_one_of_messages() -> None:
     assert convert(b'data: {"error":{"message":"dead","code":500}}\n\n', b"data: [DONE]\n\n") == [
         {"type": "error", "error": {"message": "dead", "code": 500}}
     ]
+
+
+def test_a_call_instead_of_the_last_words_does_not_reach_the_client() -> None:
+    """It is no part of an answer that had these words."""
+    planned = plan()
+    assert isinstance(planned, Plan)
+    progress = come()
+    splice = Splice(planned, progress, greedy=True)
+    events = MessagesEvents()
+    stop, *_ = MessageOfChat().convert([chunk(tool_calls=[call(0, "{}", "call_1")])])
+    with pytest.raises(Mismatch):
+        events.join(read_data(stop), progress, splice)
 
 
 @pytest.mark.parametrize("event", [b"data: {\n\n", chunk(reasoning="Hm"), chunk(reasoning_content="Hm")])
