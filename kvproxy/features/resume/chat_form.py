@@ -20,7 +20,8 @@ from kvproxy.features.resume.mismatch import Mismatch
 #: Answered by one kind of engine each; whether that is SGLang.
 _KINDS = ((b"/version", False), (b"/server_info", True))
 _REASONING = ("reasoning", "reasoning_content")
-_ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
+#: How messages name it. Other ends, such as `abort` and `error`, are those of answers that are not whole.
+_ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
 class ChatForms(AskedOnce[bool]):
@@ -50,7 +51,8 @@ class MessageOfChat:
         self._waiting: list[str] = []  # text that came within a call
         self._calls: dict[object, str] = {}  # ids by index
         self._call = ""  # the one that is open
-        self._reason: dict[str, Any] = {"stop_reason": "end_turn", "stop_sequence": None}
+        self._finish: object = None  # as the chat names it
+        self._matched: object = None  # a stop string, or the number of an end token
         self._tokens: object = None  # of the leg's answer
         self._failed = False  # nothing that follows is part of the message
 
@@ -106,17 +108,19 @@ class MessageOfChat:
             yield self._delta(type="input_json_delta", partial_json=function["arguments"])
 
     def _note_end(self, choice: dict[str, Any]) -> None:
-        if (finish := choice.get("finish_reason")) is None:
-            return
-        matched = choice.get("stop_reason") or choice.get("matched_stop")
-        if finish == "stop" and isinstance(matched, str):
-            self._reason = {"stop_reason": "stop_sequence", "stop_sequence": matched}
-        else:
-            self._reason["stop_reason"] = _ENDS.get(finish, "end_turn")
+        if (finish := choice.get("finish_reason")) is not None:
+            self._finish = finish
+            self._matched = choice.get("stop_reason") or choice.get("matched_stop")
 
     def _end(self) -> Iterator[dict[str, Any]]:
+        reason = _ENDS.get(self._finish) if isinstance(self._finish, str) else None
+        if reason is None:
+            yield self._fail({"type": "api_error", "message": "the engine ended its answer early", "code": 500})
+            return
+        sequence = self._matched if self._finish == "stop" and isinstance(self._matched, str) else None
+        end = {"stop_reason": reason if sequence is None else "stop_sequence", "stop_sequence": sequence}
         yield from self._close()
-        yield {"type": "message_delta", "delta": self._reason, "usage": {"output_tokens": self._tokens}}
+        yield {"type": "message_delta", "delta": end, "usage": {"output_tokens": self._tokens}}
         yield {"type": "message_stop"}
 
     def _close(self) -> Iterator[dict[str, Any]]:

@@ -140,6 +140,7 @@ def test_text_calls_and_text_are_blocks_in_turn() -> None:
         ("stop", None, "end_turn", None),
         ("stop", 2, "end_turn", None),
         ("stop", "END", "stop_sequence", "END"),
+        ("content_filter", None, "refusal", None),
     ],
 )
 def test_how_it_ended(finish: str, matched: object, reason: str, sequence: str | None) -> None:
@@ -147,6 +148,15 @@ def test_how_it_ended(finish: str, matched: object, reason: str, sequence: str |
     last = b"data: %b\n\n" % json.dumps({"choices": [{"finish_reason": finish, "stop_reason": matched}]}).encode()
     made = convert(last, b"data: [DONE]\n\n")
     assert made[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+
+
+@pytest.mark.parametrize("finish", ["abort", "error", None])
+def test_an_answer_that_is_not_whole_ends_with_an_error(finish: str | None) -> None:
+    """Another engine may go on with it."""
+    assert [one["type"] for one in convert(chunk(finish, content="and"), b"data: [DONE]\n\n")] == [
+        "content_block_delta",
+        "error",
+    ]
 
 
 def test_an_error_is_one_of_messages() -> None:
