@@ -49,8 +49,7 @@ class MessageOfChat:
         self._index = 0  # of the content block that is open
         self._block = "text"
         self._waiting: list[str] = []  # text that came within a call
-        self._calls: dict[object, str] = {}  # ids by index
-        self._call = ""  # the one that is open
+        self._call: object = None  # index of the one that is open
         self._finish: object = None  # as the chat names it
         self._matched: object = None  # a stop string, or the number of an end token
         self._tokens: object = None  # of the leg's answer
@@ -98,13 +97,13 @@ class MessageOfChat:
 
     def _add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
         function = call.get("function") or {}
-        place = call.get("index")
-        id_ = self._calls.setdefault(place, call.get("id") or "")
-        if id_ != self._call and function.get("name"):
+        place = call.get("index") or 0
+        if place != self._call and function.get("name"):
             yield from self._close()
-            self._call = id_
+            self._call = place
+            id_ = call.get("id") or ""
             yield self._open({"type": "tool_use", "id": id_, "name": function["name"], "input": {}})
-        if function.get("arguments") and id_ == self._call:
+        if function.get("arguments") and place == self._call:
             yield self._delta(type="input_json_delta", partial_json=function["arguments"])
 
     def _note_end(self, choice: dict[str, Any]) -> None:

@@ -133,6 +133,17 @@ def test_text_calls_and_text_are_blocks_in_turn() -> None:
     assert made[-2]["usage"] == {"output_tokens": 9}
 
 
+def test_a_call_without_an_id_has_a_block() -> None:
+    """Its arguments are no part of the text before it."""
+    unnamed = {"index": 0, "function": {"name": "look", "arguments": "{}"}}
+    made = convert(chunk(content="so"), chunk(tool_calls=[unnamed]))
+    assert [(one["type"], one["index"]) for one in made[1:]] == [
+        ("content_block_stop", 0),
+        ("content_block_start", 1),
+        ("content_block_delta", 1),
+    ]
+
+
 @pytest.mark.parametrize(
     ("finish", "matched", "reason", "sequence"),
     [
