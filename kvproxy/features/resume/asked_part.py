@@ -10,8 +10,13 @@ from kvproxy.proxy.request.continuation import AsksEngines
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
+class PartFailed(UpstreamDisconnected):
+    """The engine, or a gateway before it, answers with a status from 500 on."""
+
+
 async def fetch_part(request: AsksEngines, pick: Pick, target: bytes, body: bytes, *, refusal: str) -> bytes:
-    """Return the body of a good answer. Raises Mismatch if the engine refuses to answer, else UpstreamError."""
+    """Return the body of a good answer. Raises Mismatch if the engine refuses to answer, PartFailed or another
+    UpstreamError if it fails."""
     response, status, first = await request.ask(pick, target, body)
     answer = bytearray(first)
     try:
@@ -20,7 +25,7 @@ async def fetch_part(request: AsksEngines, pick: Pick, target: bytes, body: byte
     finally:
         response.abort()
     if status >= 500:
-        raise UpstreamDisconnected(f"{pick.endpoint.id} answers {status}")
+        raise PartFailed(f"{pick.endpoint.id} answers {status}")
     if status != 200 or not response.complete:
         raise Mismatch(f"{target.decode()} answers {status}", refusal=refusal)
     return bytes(answer)

@@ -8,7 +8,7 @@ import msgspec
 
 from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.pick import Pick
-from kvproxy.features.resume.asked_part import fetch_part
+from kvproxy.features.resume.asked_part import PartFailed, fetch_part
 from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.proxy.request.continuation import AsksEngines, Leg
 
@@ -45,8 +45,8 @@ class CountedLeg:
         try:
             counted = await fetch_part(request, pick, _TOKENIZE, msgspec.json.encode(asked), refusal="max_tokens")
             self.kept = msgspec.json.decode(counted, type=_Counted).count
-        except (Mismatch, *_UNREADABLE):
-            pass  # an engine without this route: the events are all there is
+        except (Mismatch, PartFailed, *_UNREADABLE):
+            pass  # an engine or a gateway without this route: the events are all there is
         left = msgspec.Raw(msgspec.json.encode(max(1, self._limit - self.kept)))
         return await request.ask(
             pick, self._leg.target, msgspec.json.encode(members | dict.fromkeys(self._limits, left))

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.features.resume.gateway import BEST_EFFORT, FILTERS, know_engines
@@ -77,6 +78,41 @@ class InPairs:
         await self._app(scope, receive, keep)
         await send({"type": "http.response.body", "body": join_pairs(whole.decode()).encode(), "more_body": True})
         await self.came.wait()
+
+
+class WithoutTokenizer:
+    """An engine behind a gateway that answers 503 to what it does not know."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = Response(status_code=503) if scope.get("path") == "/tokenize" else self._app
+        await answer(scope, receive, send)
+
+
+@pytest.mark.parametrize(("path", "body"), [(MESSAGES, MESSAGES_BODY), (RESPONSES, RESPONSES_BODY)])
+async def test_a_gateway_without_a_tokenizer_costs_no_stream(path: str, body: dict[str, Any]) -> None:
+    """The rest comes by the number of events."""
+    async with engine() as one, engine() as other:
+        in_pairs = InPairs(one.app)
+        await one.faults(**SINGLY)
+        expected = typed_events((await other.client.post(path, json={**body, **STREAMED})).text)
+        config = {"filters": FILTERS, "routes": [{"resume": "text", **BEST_EFFORT}]}
+        async with (
+            serve(in_pairs) as url,
+            serve(WithoutTokenizer(other.app)) as other_url,
+            running_proxy({"a": url, "b": other_url}, **config) as proxy,
+        ):
+            await know_engines(proxy, one, other)
+            in_pairs.breaks = True
+            text = ""
+            async with proxy.client.stream("POST", path, json={**body, **STREAMED}) as answer:
+                async for piece in answer.aiter_text():
+                    text += piece
+                    in_pairs.came.set()
+        assert not in_pairs.breaks
+        assert words_of(typed_events(text)).startswith(words_of(expected))
 
 
 @pytest.mark.parametrize(("path", "body"), [(MESSAGES, MESSAGES_BODY), (RESPONSES, RESPONSES_BODY)])
