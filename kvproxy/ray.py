@@ -161,12 +161,13 @@ class KVCacheRouter(MultiplexMixin, RequestRouter):
 
     async def _follow_replicas(self, candidates: list[RunningReplica]) -> Router:
         """Return the router, with all replicas as its endpoints."""
+        if self._ending is not None:
+            await asyncio.wait([self._ending])  # both would be one replica to the others
+            self._ending = None
         self._changed = False
         found = {one.replica_id.unique_id: _engine_of(one) for one in (*self._replicas_list, *candidates)}
         router = self._router
         if router is None:
-            if self._ending is not None:
-                await self._ending  # both would be one replica to the others
             endpoints = [{"id": name, **engine} for name, engine in found.items()]
             router = self._router = Router({**self._settings, "endpoints": endpoints})
             self._known = found

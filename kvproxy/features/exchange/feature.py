@@ -33,8 +33,7 @@ class SyncSettings(Model):
     """URL of a NATS server, such as `nats://USER:PASSWORD@host:4222` (`pip install 'kvproxy[nats]'`)."""
     ray: Name | None = None
     """Name of an actor of the Ray cluster that the processes are part of (`pip install 'kvproxy[ray]'`); it is made
-    where there is none. The router for Ray Serve sets it; no other process
-    joins Ray for it."""
+    where there is none. The router for Ray Serve sets it; no process joins Ray for it."""
     name: Name = "default"
     """Replicas with the same name decide as one: they have the same configuration."""
     replica: str = Field(default="", max_length=128)
@@ -68,7 +67,7 @@ def find_faults(sync: SyncSettings) -> Iterator[Finding]:
         if importlib.util.find_spec(name) is None:
             yield error_at(("sync", name), f"the library for {name} is not installed", f"pip install 'kvproxy[{name}]'")
     if not given:
-        hint = "replicas meet at sync.redis, sync.nats or sync.ray"
+        hint = "replicas meet at sync.redis or sync.nats"
         yield warning_at(("sync",), "tells nobody but the workers of this machine, if there are several", hint)
 
 

@@ -191,7 +191,9 @@ class RoutingRoutes:
 
     async def _routing(self, request: Request) -> Response:
         if request.method == "PATCH":  # of earlier versions
-            raise RequestRefused(422, Problem("clusters", "no policy has parameters", "the file names another policy"))
+            raise RequestRefused(
+                422, Problem("clusters", "no policy has parameters", "set `policy` in the configuration file")
+            )
         now = self._operated.clock()
         return reply_json(
             {"clusters": {name: describe_routing(one, now) for name, one in self._operated.clusters.items()}}
