@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.embed.router import Router
 from kvproxy.testing import simulated_engines
 from tests.support.until import until
 
@@ -207,6 +208,22 @@ async def test_a_deployment_without_replicas_costs_nothing_and_begins_again() ->
     router.update_replicas([Replica("b")])
     assert await serve(router, make_request(1)) == "b"
     assert in_flight(router) == 0
+
+
+async def test_requests_that_come_as_a_router_ends_share_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = make_router(Replica("a"))
+    await serve(router, make_request())
+    begun: list[Router] = []
+
+    def begin(config: Any) -> Router:
+        begun.append(Router(config))
+        return begun[-1]
+
+    set_bound(monkeypatch, router, "Router", begin)
+    router.update_replicas([])
+    router.update_replicas([Replica("b")])
+    assert await asyncio.gather(*(serve(router, make_request(number)) for number in (1, 2))) == ["b", "b"]
+    assert begun == [router._router]
 
 
 def test_apps_and_deployments_meet_each_at_its_own_actor(monkeypatch: pytest.MonkeyPatch) -> None:
