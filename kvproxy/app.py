@@ -205,7 +205,7 @@ class Proxy:
         `settings` are further ones of an endpoint (`models`, `weight`, `api_key` ...). `cluster` may be left out where
         there is one. Raises ConfigError for wrong settings, LookupError for no such cluster."""
         endpoint = read_endpoint({"id": name, "url": url, **settings})
-        if not self._cluster(cluster).members.add_endpoint(endpoint):
+        if not self._cluster(cluster).operator.add_endpoint(endpoint):
             raise ConfigError([Problem("id", "too many endpoints were added already", "remove some")])
 
     async def remove_endpoint(self, name: str, *, drain: float = 0.0, cluster: str = "") -> int:
@@ -213,7 +213,7 @@ class Proxy:
         left. They still finish. Raises LookupError for no such endpoint."""
         owner = self._cluster(cluster)
         leaving = owner.members.find_named(EndpointId(name))
-        if not owner.members.remove_endpoint(EndpointId(name)):
+        if not owner.operator.remove_endpoint(EndpointId(name)):
             raise LookupError(f"cluster {owner.name} has no endpoint {name!r}")
         give_up_at = self.clock() + drain
         while left := sum(one.load.own_in_flight for one in leaving):

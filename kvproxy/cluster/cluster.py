@@ -21,6 +21,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.feature import ClusterFeature, ClusterObserver, ClusterTools, RequestAddition
 from kvproxy.cluster.membership import STATIC, Membership
+from kvproxy.cluster.operator import Operator
 from kvproxy.cluster.pick import Pick, expected_first_token_at, reserve
 from kvproxy.cluster.policies import PolicySet
 from kvproxy.cluster.prober import Probe, Prober
@@ -70,8 +71,9 @@ class Cluster:
         self._clock = clock
         self._rng = rng
         self.screening = Screening()
-        #: Its endpoints and their engines, which an operator may change.
+        #: Its endpoints and their engines, and an operator's changes to them.
         self.members = Membership(_Making(self))
+        self.operator = Operator(self.members, on_change=self._follow)
         #: The member of an id.
         self.find_endpoint = self.members.find_endpoint
         #: Verdicts on its engines from attempts and probes.
@@ -179,7 +181,7 @@ class Cluster:
         self._ask_sources(())
         self.apply_endpoints((), in_steps=False)
         for endpoint in self.endpoints:  # those an operator added
-            self.members.remove_endpoint(endpoint.id)
+            self.operator.remove_endpoint(endpoint.id)
         self._close_queue()
 
     def apply_endpoints(self, endpoints: Sequence[EndpointSettings], *, in_steps: bool = True) -> None:
@@ -274,7 +276,7 @@ class Cluster:
         if endpoint.load.in_flight + 1 == endpoint.max_in_flight:
             self.screening.invalidate(endpoint)
         if endpoint.removed:
-            self.members.on_idle(endpoint)
+            self.members.departures.on_release(endpoint)
         if self.queue is not None:
             self.queue.on_load_decrease()
 
@@ -391,9 +393,6 @@ class _Making:
     @property
     def settings(self) -> ClusterSettings:
         return self._cluster.settings
-
-    def members_changed(self) -> None:
-        self._cluster._follow()
 
     def make_engine(self, config: EndpointSettings) -> Engine:
         cluster = self._cluster

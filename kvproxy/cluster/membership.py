@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvproxy.base.types import EndpointId
 from kvproxy.base.upstream.origin import Origin
+from kvproxy.cluster.departures import Departures
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine, origin_of
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
@@ -20,7 +21,6 @@ STATIC = "static"
 OPERATOR = "operator"
 #: Settings of a cluster that engines and endpoints use; if none changed, thousands of endpoints are left alone.
 CONFIGURED_BY = "health", "breaker", "data_parallel", "max_in_flight", "engine_priority", "engine_priority_order"
-MAX_ADDED = 1024  # bound on an operator's endpoints in one cluster
 
 
 class Owner(Protocol):
@@ -31,7 +31,6 @@ class Owner(Protocol):
     def make_engine(self, config: EndpointSettings) -> Engine: ...
     def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint: ...
     def endpoint_left(self, endpoint: Endpoint) -> None: ...  # for good, or because another one took its id
-    def members_changed(self) -> None: ...  # by an operator
 
 
 class _Member(NamedTuple):
@@ -48,9 +47,11 @@ class Membership:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._sources: dict[str, tuple[EndpointSettings, ...]] = {STATIC: ()}
+        #: Their answers.
+        self.sources: Mapping[str, tuple[EndpointSettings, ...]] = {STATIC: ()}
         self._weights: dict[EndpointId, float] = {}  # set by an operator, over those of the sources
-        self._removed: frozenset[EndpointId] = frozenset()  # removed by an operator, whatever the sources list
+        #: Members or engines that an operator removed, whatever the sources list.
+        self.removed: frozenset[EndpointId] = frozenset()
         self._engines: dict[EndpointId, Engine] = {}
         self._named: dict[EndpointId, EndpointSettings] = {}  # settings of the engines
         self._settings: ClusterSettings | None = None  # likewise
@@ -58,17 +59,9 @@ class Membership:
         self._present: dict[EndpointId, Endpoint] = {}
         #: Its members in the order of the sources, static ones first.
         self.present: tuple[Endpoint, ...] = ()
-        self._draining: list[Endpoint] = []  # each with requests in flight
-
-    @property
-    def draining(self) -> tuple[Endpoint, ...]:
-        """No longer members, still with requests in flight."""
-        return tuple(self._draining)
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        """Those of the members."""
-        return tuple(self._engines.values())
+        #: Their engines.
+        self.engines: tuple[Engine, ...] = ()
+        self.departures = Departures(on_gone=owner.endpoint_left)
 
     def find_endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
         """Return the member of this id."""
@@ -89,52 +82,26 @@ class Membership:
 
     def named_by(self, source: str) -> Sequence[EndpointSettings] | None:
         """Return the source's last answer; None before the first."""
-        return self._sources.get(source)
+        return self.sources.get(source)
 
     def keep_sources(self, names: Collection[str]) -> None:
         """Besides these there are the static endpoints and an operator's; what other sources knew leaves with them."""
         kept = {STATIC, OPERATOR, *names}
-        sources = {name: configs for name, configs in self._sources.items() if name in kept}
-        if len(sources) < len(self._sources):
-            self._apply(sources, self._removed)
+        sources = {name: configs for name, configs in self.sources.items() if name in kept}
+        if len(sources) < len(self.sources):
+            self.apply(sources, self.removed)
 
     def apply_source(self, source: str, configs: Iterable[EndpointSettings]) -> None:
         """Apply the complete answer of `source`. ValueError for an invalid URL; nothing changed then."""
-        self._apply({**self._sources, source: tuple(configs)}, self._removed)
-
-    def add_endpoint(self, config: EndpointSettings) -> bool:
-        """Return an operator's endpoint, until it is removed; False if there are too many. ValueError as in `apply`."""
-        added = [one for one in self._sources.get(OPERATOR, ()) if one.id != config.id]
-        if len(added) >= MAX_ADDED:
-            return False
-        ranks = {one for one in self._removed if one.startswith(f"{config.id}@")}
-        self._apply({**self._sources, OPERATOR: (*added, config)}, self._removed - {config.id} - ranks)
-        self._owner.members_changed()
-        return True
-
-    def remove_endpoint(self, name: EndpointId) -> bool:
-        """Take a member, or all of an engine, out until it is added again, or every source has stopped naming it;
-        returns False for an unknown name."""
-        if not self.find_named(name):
-            return False
-        added = tuple(one for one in self._sources.get(OPERATOR, ()) if one.id != name)
-        self._apply({**self._sources, OPERATOR: added}, self._removed | {name})
-        self._owner.members_changed()
-        return True
-
-    def drain_endpoint(self, name: EndpointId, *, draining: bool = True) -> bool:
-        """Stop (with False, resume) giving a member, or all of an engine, new requests; returns False for an unknown
-        name."""
-        endpoints = self.find_named(name)
-        for endpoint in endpoints:
-            endpoint.draining = draining
-        return bool(endpoints)
+        self.apply({**self.sources, source: tuple(configs)}, self.removed)
 
     def apply_ranks(self) -> None:
         """Apply changed ranks of an engine."""
-        self._apply(self._sources, self._removed)
+        self.apply(self.sources, self.removed)
 
-    def _apply(self, sources: dict[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
+    def apply(self, sources: Mapping[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
+        """Apply the sources' answers without what an operator removed. ValueError for an invalid URL; nothing changed
+        then."""
         named = _merge(sources)
         settings = self._owner.settings
         before = self._named
@@ -152,8 +119,8 @@ class Membership:
         wanted = members
         if removed:
             wanted = {one: m for one, m in members.items() if not removed & {one, m.engine.id}}
-        self._sources = sources
-        self._removed = removed & (named.keys() | members.keys()) if removed else removed
+        self.sources = sources
+        self.removed = removed & (named.keys() | members.keys()) if removed else removed
         self._weights = self._kept_weights(wanted)
         others = [one for one, member in wanted.items() if self._wanted.get(one) is not member]
         stays = {one for one in others if one in self._present and self._present[one].engine is wanted[one].engine}
@@ -161,7 +128,7 @@ class Membership:
         leave += [one for one in others if one in self._present and one not in stays]
         moved = {wanted[one].engine for one in others} | {self._present[one].engine for one in leave}
         for one in leave:
-            self._leave(self._present[one], replaced=one in wanted)
+            self.departures.begin(self._present[one], replaced=one in wanted)
         self._wanted = wanted
         found = {one: self._present[one] if one in stays else self._enter(one, wanted[one]) for one in others}
         present = self._present
@@ -173,25 +140,16 @@ class Membership:
             engine.members = tuple(one for one in ids if one in wanted and wanted[one].engine is engine)
         self._engines = {one: engine for one in named if (engine := engines[one]).members}
         self.present = tuple(self._present.values())
-
-    def reweight_endpoint(self, name: EndpointId, weight: float) -> bool:
-        """Set an operator's weight until the endpoint leaves or its source gives it another one; whether it (or an
-        engine of this id) is there."""
-        endpoints = self.find_named(name)
-        for endpoint in endpoints:
-            self._weights[endpoint.id] = weight
-            endpoint.configure(self._weighted(endpoint.id), self._owner.settings)
-        return bool(endpoints)
+        self.engines = tuple(self._engines.values())
 
     def all_endpoints(self) -> tuple[Endpoint, ...]:
         """Return the members, and endpoints that only finish their requests."""
-        return (*self._present.values(), *self._draining)
+        return (*self.present, *self.departures.endpoints)
 
-    def on_idle(self, endpoint: Endpoint) -> None:
-        """Remove a draining endpoint after its last request."""
-        if endpoint.load.own_in_flight == 0 and endpoint in self._draining:
-            self._draining.remove(endpoint)
-            self._finalize(endpoint)
+    def reweight(self, endpoint: Endpoint, weight: float) -> None:
+        """Set an operator's weight, until the endpoint leaves or its source gives it another one."""
+        self._weights[endpoint.id] = weight
+        endpoint.configure(self._weighted(endpoint.id), self._owner.settings)
 
     def _weighted(self, endpoint_id: EndpointId) -> EndpointSettings:
         config = self._wanted[endpoint_id].config
@@ -199,16 +157,10 @@ class Membership:
         return config if weight is None else config.model_copy(update={"weight": weight})
 
     def _enter(self, endpoint_id: EndpointId, member: _Member) -> Endpoint:
-        """Return the endpoint that comes back, or a new one."""
-        return self._returning(endpoint_id, member.engine) or self._new(member)
-
-    def _new(self, member: _Member) -> Endpoint:
-        """Drained as what its engine had before was, if an operator drained all of that. One of this id that still
-        finishes requests at another address gives its series up."""
-        endpoint_id = member.engine.endpoint_id(member.rank)
-        for leaving in self._draining:
-            if leaving.id == endpoint_id:
-                self._finalize(leaving)
+        """Return the endpoint that comes back, or a new one, drained if an operator drained all that its engine had
+        before."""
+        if (returning := self.departures.take_back(endpoint_id, member.engine)) is not None:
+            return returning
         endpoint = self._owner.make_endpoint(*member)
         formerly = [self._present[one] for one in self._formerly(member)]
         endpoint.draining = bool(formerly) and all(one.draining for one in formerly)
@@ -232,30 +184,9 @@ class Membership:
     def _engine_at(self, config: EndpointSettings, origin: Origin) -> Engine:
         """Return the engine there is at this address, or another one."""
         present = self._engines.get(EndpointId(config.id))
-        leaving = [one.engine for one in self._draining if one.engine.id == config.id and not one.metrics.closed]
-        known = leaving if present is None else [present, *leaving]
-        return next((one for one in known if one.origin == origin), None) or self._owner.make_engine(config)
-
-    def _returning(self, endpoint_id: EndpointId, engine: Engine) -> Endpoint | None:
-        for endpoint in self._draining:
-            if endpoint.id == endpoint_id and endpoint.engine is engine and not endpoint.metrics.closed:
-                self._draining.remove(endpoint)
-                endpoint.removed = False
-                return endpoint
-        return None
-
-    def _leave(self, endpoint: Endpoint, *, replaced: bool) -> None:
-        log.info("endpoint %s at %s leaves, %d in flight", endpoint.id, endpoint.origin, endpoint.load.own_in_flight)
-        endpoint.removed = True
-        if replaced or endpoint.load.own_in_flight == 0:
-            self._finalize(endpoint)
-        if endpoint.load.own_in_flight:
-            self._draining.append(endpoint)
-
-    def _finalize(self, endpoint: Endpoint) -> None:
-        if not endpoint.metrics.closed:
-            endpoint.metrics.close()
-            self._owner.endpoint_left(endpoint)
+        if present is not None and present.origin == origin:
+            return present
+        return self.departures.find_engine(config.id, origin) or self._owner.make_engine(config)
 
 
 def _merge(sources: Mapping[str, Sequence[EndpointSettings]]) -> dict[EndpointId, EndpointSettings]:

@@ -62,7 +62,7 @@ class Router:
 
     def remove_endpoint(self, name: str, *, cluster: str = _CLUSTER) -> None:
         """Place no further requests there; it finishes those it has. Raises LookupError for no such cluster."""
-        self.proxy.clusters[cluster].members.remove_endpoint(EndpointId(name))
+        self.proxy.clusters[cluster].operator.remove_endpoint(EndpointId(name))
 
     def place(
         self,

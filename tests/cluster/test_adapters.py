@@ -155,7 +155,7 @@ def test_an_adapter_that_was_unloaded_is_asked_for_no_more() -> None:
     assert world.candidates("x") == {"a", "b"}
     world.list(B)
     assert world.candidates("x") == {"a"}
-    world.cluster.members.remove_endpoint(A)
+    world.cluster.operator.remove_endpoint(A)
     assert world.cluster.adapters.names == {}
     assert world.candidates("x") == {"b"}
 

@@ -284,5 +284,5 @@ async def test_the_rule_learns_how_requests_end_and_which_endpoints_are_gone(clo
     assert picked is not None
     assert picked.endpoint.id == "b"
     cluster.forget_process(cluster.endpoints[0].engine)
-    cluster.members.remove_endpoint(EndpointId("b"))
+    cluster.operator.remove_endpoint(EndpointId("b"))
     assert rule.forgotten[0] == "a"

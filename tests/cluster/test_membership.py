@@ -77,13 +77,13 @@ def test_a_removed_endpoint_finishes_what_it_has(make_cluster: MakeCluster) -> N
     bench.cluster.apply_endpoints(configs("b"))
     assert bench.ids() == {"b"}
     assert bench.picked(preferred=A).decision.preference == "unknown"
-    assert [endpoint.id for endpoint in bench.cluster.members.draining] == ["a"]
+    assert [endpoint.id for endpoint in bench.cluster.members.departures.endpoints] == ["a"]
     assert bench.endpoint("b") in bench.cluster.endpoints
     assert first.endpoint.condition(bench.clock()) is Condition.DRAINING
     first.settle(AttemptOutcome.SUCCESS, bench.clock())
     assert "kvproxy_requests_total" in bench.series("a")
     second.settle(AttemptOutcome.SUCCESS, bench.clock())
-    assert bench.cluster.members.draining == ()
+    assert bench.cluster.members.departures.endpoints == []
     assert bench.series("a") == []
     assert bench.series("b") != []
     first.endpoint.metrics.count_request(200)
@@ -94,7 +94,7 @@ def test_an_idle_endpoint_is_gone_at_once(make_cluster: MakeCluster) -> None:
     """With its series."""
     bench = make_cluster("a", "b")
     bench.cluster.apply_endpoints(configs("b"))
-    assert bench.cluster.members.draining == ()
+    assert bench.cluster.members.departures.endpoints == []
     assert bench.series("a") == []
 
 
@@ -105,7 +105,7 @@ def test_an_endpoint_that_comes_back_before_it_left_is_the_same(make_cluster: Ma
     bench.cluster.apply_endpoints(configs("b"))
     bench.cluster.apply_endpoints(configs("a", "b"))
     assert bench.endpoint("a") is running.endpoint
-    assert bench.cluster.members.draining == ()
+    assert bench.cluster.members.departures.endpoints == []
     running.settle(AttemptOutcome.SUCCESS, bench.clock())
     assert bench.ids() == {"a", "b"}
     assert bench.series("a") != []
@@ -121,7 +121,7 @@ def test_another_address_is_another_endpoint(make_cluster: MakeCluster) -> None:
     assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 0
     running.settle(AttemptOutcome.FAILURE, bench.clock())
     assert running.endpoint.load.in_flight == 0
-    assert bench.cluster.members.draining == ()
+    assert bench.cluster.members.departures.endpoints == []
     assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 0
 
 
@@ -134,7 +134,7 @@ def test_an_endpoint_that_moves_and_moves_back_starts_over(make_cluster: MakeClu
     assert bench.endpoint("a") is not running.endpoint
     running.settle(AttemptOutcome.SUCCESS, bench.clock())
     assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 0
-    assert bench.cluster.members.draining == ()
+    assert bench.cluster.members.departures.endpoints == []
 
 
 def test_a_bad_url_changes_nothing(make_cluster: MakeCluster) -> None:
@@ -150,24 +150,24 @@ def test_a_bad_url_changes_nothing(make_cluster: MakeCluster) -> None:
 def test_an_operators_weight_outlives_updates(make_cluster: MakeCluster) -> None:
     """Until the endpoint leaves, or its source gives it another weight than before: the later word wins."""
     bench = make_cluster("a", "b")
-    assert bench.cluster.members.reweight_endpoint(A, 2)
+    assert bench.cluster.operator.reweight_endpoint(A, 2)
     bench.cluster.apply_endpoints((*configs("a", labels={"rack": "7"}), *configs("b", weight=7)))
     assert (bench.endpoint("a").weight, bench.endpoint("b").weight) == (2, 7)
     bench.cluster.apply_endpoints((*configs("a", weight=5), *configs("b", weight=7)))
     assert bench.endpoint("a").weight == 5
-    assert bench.cluster.members.reweight_endpoint(A, 3)
+    assert bench.cluster.operator.reweight_endpoint(A, 3)
     picks = [bench.picked().endpoint.id for _ in range(10)]
     assert picks.count(A) == 3
     bench.cluster.apply_endpoints(configs("b"))
     bench.cluster.apply_endpoints(configs("a", "b"))
     assert bench.endpoint("a").weight == 1
-    assert not bench.cluster.members.reweight_endpoint(EndpointId("nobody"), 2)
+    assert not bench.cluster.operator.reweight_endpoint(EndpointId("nobody"), 2)
 
 
 def test_draining_outlives_updates(make_cluster: MakeCluster) -> None:
     """A discovery's next answer does not undo an operator's word."""
     bench = make_cluster("a", "b")
-    bench.cluster.members.drain_endpoint(A)
+    bench.cluster.operator.drain_endpoint(A)
     bench.cluster.apply_endpoints(configs("a", "b", weight=2))
     assert bench.endpoint("a").draining
     assert bench.ids() == {"b"}

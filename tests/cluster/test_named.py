@@ -65,7 +65,7 @@ def test_learned_speeds_are_shared_and_learned_once(make_cluster: MakeCluster, o
     assert first.speeds is second.speeds is bench.cluster.speeds
     bench.endpoint("a").load.on_sample(features_of(8000, 0), 2.0, bench.clock())  # type: ignore[misc]
     assert first.speeds.estimates(bench.clock()).samples == 1
-    bench.cluster.members.remove_endpoint(A)
+    bench.cluster.operator.remove_endpoint(A)
     assert not first.speeds.estimates(bench.clock()).slowness
 
 

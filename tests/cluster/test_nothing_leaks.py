@@ -69,7 +69,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(endpoint=IDS_OR_NOBODY, draining=st.booleans())
     def drain(self, endpoint: EndpointId, draining: bool) -> None:
-        self.cluster.members.drain_endpoint(endpoint, draining=draining)
+        self.cluster.operator.drain_endpoint(endpoint, draining=draining)
 
     @rule(
         preferred=st.none() | IDS_OR_NOBODY,
@@ -132,7 +132,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @invariant()
     def leaving_endpoints_have_requests(self) -> None:
-        for endpoint in self.cluster.members.draining:
+        for endpoint in self.cluster.members.departures.endpoints:
             assert endpoint.load.in_flight > 0
         shown = {
             sample.labels["endpoint"]
@@ -140,7 +140,7 @@ class ClusterMachine(RuleBasedStateMachine):
             for sample in metric.samples
             if "endpoint" in sample.labels
         }
-        assert shown <= {e.id for e in (*self.cluster.endpoints, *self.cluster.members.draining)}
+        assert shown <= {e.id for e in (*self.cluster.endpoints, *self.cluster.members.departures.endpoints)}
 
     def teardown(self) -> None:
         for pick in self.picks:
@@ -149,7 +149,7 @@ class ClusterMachine(RuleBasedStateMachine):
             assert (endpoint.load.in_flight, endpoint.load.pending_tokens, endpoint.load.resident_tokens) == (0, 0, 0)
             if endpoint.breaker.state is BreakerState.HALF_OPEN:
                 assert endpoint.breaker.admits
-        assert self.cluster.members.draining == ()
+        assert self.cluster.members.departures.endpoints == []
 
 
 TestNothingLeaks = ClusterMachine.TestCase

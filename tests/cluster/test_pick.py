@@ -163,12 +163,12 @@ def test_draining_endpoints_get_nothing_new(make_cluster: MakeCluster) -> None:
     """Their running requests go on."""
     bench = make_cluster("a", "b")
     running = bench.picked(preferred=A)
-    assert bench.cluster.members.drain_endpoint(A)
+    assert bench.cluster.operator.drain_endpoint(A)
     assert bench.ids() == {"b"}
     assert running.endpoint.load.in_flight == 1
-    assert bench.cluster.members.drain_endpoint(A, draining=False)
+    assert bench.cluster.operator.drain_endpoint(A, draining=False)
     assert bench.ids() == {"a", "b"}
-    assert not bench.cluster.members.drain_endpoint(EndpointId("nobody"))
+    assert not bench.cluster.operator.drain_endpoint(EndpointId("nobody"))
 
 
 def test_models_are_screened(make_cluster: MakeCluster) -> None:
@@ -224,7 +224,7 @@ def test_a_preference_is_soft_and_its_fate_counted(make_cluster: MakeCluster, ca
         bench.endpoint("a").health.record_probe(False, bench.clock())
         bench.cluster.screening.invalidate(bench.endpoint("a"))
     elif case == "draining":
-        bench.cluster.members.drain_endpoint(A)
+        bench.cluster.operator.drain_endpoint(A)
     elif case == "saturated":
         assert bench.picked().endpoint.id == A
     expected = {"ejected": "unhealthy", "model": "unknown"}.get(case, case)
@@ -235,7 +235,7 @@ def test_a_preference_is_soft_and_its_fate_counted(make_cluster: MakeCluster, ca
 def test_panic_when_nobody_is_well(make_cluster: MakeCluster) -> None:
     """Verdicts that condemn every endpoint are not believed: all but draining endpoints serve again, and it counts."""
     bench = make_cluster("a", "b", "c", health={"eject_after": 0}, breaker={"failure_threshold": 1})
-    bench.cluster.members.drain_endpoint(C)
+    bench.cluster.operator.drain_endpoint(C)
     bench.outcomes("a", FAILURE)
     bench.outcomes("b", FAILURE)
     picks = [bench.picked() for _ in range(4)]
@@ -319,7 +319,7 @@ def test_a_refusal_has_its_reason(make_cluster: MakeCluster, refusal: Refusal, r
     endpoints = () if refusal is Refusal.NO_ENDPOINTS else configs("a", models=("x",))
     bench = make_cluster(endpoints=endpoints, max_in_flight=1)
     if refusal is Refusal.DRAINING:
-        bench.cluster.members.drain_endpoint(A)
+        bench.cluster.operator.drain_endpoint(A)
     elif refusal is Refusal.SATURATED:
         bench.picked()
     assert bench.cluster.pick(request_, now=bench.clock()) is None
@@ -379,7 +379,7 @@ def test_counts_are_metrics(make_cluster: MakeCluster) -> None:
     assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 1
     assert bench.sample("kvproxy_pending_prompt_tokens", cluster="c", endpoint="a") == 700
     assert bench.sample("kvproxy_endpoint_up", cluster="c", endpoint="a") == 1
-    bench.cluster.members.drain_endpoint(A)
+    bench.cluster.operator.drain_endpoint(A)
     assert bench.sample("kvproxy_endpoint_up", cluster="c", endpoint="a") == 0
 
 

@@ -115,10 +115,10 @@ def test_ranks_that_become_known_take_the_engines_place(make_cluster: MakeCluste
     assert names(bench) == ["a@0", "a@1", "b"]
     assert bench.endpoint("a@0").engine is engine
     assert bench.endpoint("a@0").health.failures == 2
-    assert [str(one.id) for one in bench.cluster.members.draining] == ["a"]
+    assert [str(one.id) for one in bench.cluster.members.departures.endpoints] == ["a"]
     running.settle(AttemptOutcome.SUCCESS, bench.clock())
     assert bench.series("a") == []
-    assert bench.cluster.members.draining == ()
+    assert bench.cluster.members.departures.endpoints == []
     bench.cluster.ranks.observe_ranks(engine, (0,), None)
     assert names(bench) == ["a", "b"]
     assert bench.series("a@0") == []
@@ -176,36 +176,36 @@ def test_an_operator_speaks_of_a_rank_or_of_all_of_an_engine(make_cluster: MakeC
     assert [str(one.id) for one in cluster.members.find_named(A)] == ["a@0", "a@1"]
     assert [str(one.id) for one in cluster.members.find_named(A1)] == ["a@1"]
     assert cluster.members.find_named(EndpointId("z")) == ()
-    assert cluster.members.drain_endpoint(A1)
+    assert cluster.operator.drain_endpoint(A1)
     assert bench.ids() == {"a@0", "b"}
-    assert cluster.members.drain_endpoint(A)
+    assert cluster.operator.drain_endpoint(A)
     assert bench.ids() == {"b"}
-    assert cluster.members.drain_endpoint(A, draining=False)
-    assert cluster.members.reweight_endpoint(A, 3)
-    assert cluster.members.reweight_endpoint(A0, 5)
+    assert cluster.operator.drain_endpoint(A, draining=False)
+    assert cluster.operator.reweight_endpoint(A, 3)
+    assert cluster.operator.reweight_endpoint(A0, 5)
     assert [bench.endpoint(name).weight for name in ("a@0", "a@1", "b")] == [5, 3, 1]
-    assert cluster.members.remove_endpoint(A0)
+    assert cluster.operator.remove_endpoint(A0)
     assert names(bench) == ["a@1", "b"]
     cluster.apply_endpoints((*configs("a", data_parallel=TWO), *configs("b")))
     assert names(bench) == ["a@1", "b"]
-    assert cluster.members.remove_endpoint(A)
+    assert cluster.operator.remove_endpoint(A)
     assert names(bench) == ["b"]
-    assert cluster.members.add_endpoint(*configs("a", data_parallel=TWO))
+    assert cluster.operator.add_endpoint(*configs("a", data_parallel=TWO))
     assert names(bench) == ["a@0", "a@1", "b"]
-    assert not cluster.members.remove_endpoint(EndpointId("z"))
-    assert not cluster.members.reweight_endpoint(EndpointId("z"), 2)
-    assert not cluster.members.drain_endpoint(EndpointId("z"))
+    assert not cluster.operator.remove_endpoint(EndpointId("z"))
+    assert not cluster.operator.reweight_endpoint(EndpointId("z"), 2)
+    assert not cluster.operator.drain_endpoint(EndpointId("z"))
 
 
 def test_an_operators_order_for_an_engine_holds_for_its_ranks(make_cluster: MakeCluster) -> None:
     """They may become known afterwards."""
     bench = make_cluster("a", "b")
-    bench.cluster.members.drain_endpoint(A)
-    bench.cluster.members.reweight_endpoint(A, 3)
+    bench.cluster.operator.drain_endpoint(A)
+    bench.cluster.operator.reweight_endpoint(A, 3)
     bench.cluster.ranks.observe_ranks(bench.cluster.engines[0], (0, 1), (0, 1))
     assert bench.ids() == {"b"}
     assert [endpoint.weight for endpoint in bench.cluster.endpoints] == [3, 3, 1]
-    bench.cluster.members.drain_endpoint(A, draining=False)
+    bench.cluster.operator.drain_endpoint(A, draining=False)
     assert bench.ids() == {"a@0", "a@1", "b"}
     bench.cluster.apply_endpoints(configs("a", "b", weight=4))
     assert [endpoint.weight for endpoint in bench.cluster.endpoints] == [4, 4, 4]
@@ -250,7 +250,7 @@ def test_a_request_may_fail_after_its_engine_left(make_cluster: MakeCluster, rep
     bench.cluster.apply_endpoints((*configs("b"), *((moved,) if replaced else ())))
     running.settle(AttemptOutcome.FAILURE, bench.clock())
     bench.cluster.verdicts.record_probe(running.endpoint.engine, ProbeOutcome.UNREACHABLE)
-    assert bench.cluster.members.draining == ()
+    assert bench.cluster.members.departures.endpoints == []
     assert {endpoint.condition(bench.clock()) for endpoint in bench.cluster.endpoints} == {Condition.UP}
     bench.cluster.ranks.record_refusal(running.endpoint, 1)
     assert names(bench) == (["b", "a@0", "a@1"] if replaced else ["b"])

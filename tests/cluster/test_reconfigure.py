@@ -57,7 +57,7 @@ def test_facts_about_endpoints_stay(make_cluster: MakeCluster, changes: dict[str
     before = bench.cluster.endpoints
     bench.outcomes("a", AttemptOutcome.FAILURE, times=3)  # opens a's breaker, and ejects it
     pick = bench.picked(preferred=B)
-    bench.cluster.members.drain_endpoint(EndpointId("c"))
+    bench.cluster.operator.drain_endpoint(EndpointId("c"))
     conditions = [endpoint.condition(bench.clock()) for endpoint in before]
     assert conditions == [Condition.EJECTED, Condition.UP, Condition.DRAINING, Condition.UP]
     reconfigure(bench, **changes)

@@ -286,7 +286,7 @@ async def test_without_endpoints_nobody_waits_for_nothing(clock: FakeClock) -> N
     """The refusal comes at once."""
     cluster = cluster_of(clock)
     for endpoint in cluster.endpoints:
-        cluster.members.drain_endpoint(endpoint.id)
+        cluster.operator.drain_endpoint(endpoint.id)
     assert await enter(cluster, 100) is None
 
 
@@ -343,7 +343,7 @@ async def test_nobody_left_to_take_it_is_counted(clock: FakeClock) -> None:
     waiting = enter(cluster, 5_000)
     await until(lambda: len(room_of(cluster)) == 1)
     for endpoint in cluster.endpoints:
-        cluster.members.drain_endpoint(endpoint.id)
+        cluster.operator.drain_endpoint(endpoint.id)
     room_of(cluster).on_load_decrease()
     assert await waiting is None
     assert room_of(cluster).status(clock())["released"]["no_endpoint"] == 1  # type: ignore[index]

@@ -163,8 +163,8 @@ async def test_endpoints_that_envoy_does_not_know_are_noticed() -> None:
                              {"id": "a", "url": f"http://127.0.0.1:{one.origin.port}"}],
                "policy": "round_robin", "health": {"active": False}}  # fmt: skip
         await place.proxy.reload(sample.load_config(raw))
-        place.proxy.clusters["default"].members.drain_endpoint(EndpointId("a"))
-        place.proxy.clusters["default"].members.drain_endpoint(EndpointId("b"))
+        place.proxy.clusters["default"].operator.drain_endpoint(EndpointId("a"))
+        place.proxy.clusters["default"].operator.drain_endpoint(EndpointId("b"))
         answer = await client.post(url(place, "buffered"), json=chat())
         assert answer.status_code == 200
         assert metric(place, "kvproxy_picker_served_total", result="elsewhere") == 1

@@ -170,8 +170,8 @@ async def test_sglang_is_told_in_the_body_too(path: str, fields: dict[str, Any],
         body = b" " + json.dumps(fields).encode()
         for name in ("a@0", "a@1"):
             other = "a@1" if name == "a@0" else "a@0"
-            ranked.members.drain_endpoint(EndpointId(name), draining=False)
-            ranked.members.drain_endpoint(EndpointId(other))
+            ranked.operator.drain_endpoint(EndpointId(name), draining=False)
+            ranked.operator.drain_endpoint(EndpointId(other))
             answer = await proxy.client.post(path, content=body, headers={"content-type": "application/json"})
             assert answer.status_code == 200
     sent = [json.loads(call.body) for call in engine.calls]

@@ -198,7 +198,7 @@ async def test_a_drained_engine_that_hangs_gives_back_too() -> None:
     hung = FakeEngine("hung", hang)
     async with beside_a_good_one(hung) as proxy:
         answers = await both_ask(proxy, hung)
-        proxy.proxy.clusters["default"].members.drain_endpoint(EndpointId("a"))
+        proxy.proxy.clusters["default"].operator.drain_endpoint(EndpointId("a"))
         hung.healthy = False
         assert [(await answer).status_code for answer in answers] == [200, 200]
 
@@ -213,7 +213,7 @@ async def test_an_unhealthy_engine_that_is_removed_gives_back_too() -> None:
         await until(lambda: hung.calls)
         hung.healthy = False
         await become(proxy, "a", Condition.UNHEALTHY)
-        proxy.proxy.clusters["default"].members.remove_endpoint(EndpointId("a"))
+        proxy.proxy.clusters["default"].operator.remove_endpoint(EndpointId("a"))
         assert not answer.done()
         other.healthy = True
         assert (await answer).json()["served_by"] == "other"
@@ -230,7 +230,7 @@ async def test_a_removed_engine_that_is_well_finishes_what_it_has() -> None:
     slow = FakeEngine("slow", late)
     async with beside_a_good_one(slow) as proxy:
         answers = await both_ask(proxy, slow)
-        proxy.proxy.clusters["default"].members.remove_endpoint(EndpointId("a"))
+        proxy.proxy.clusters["default"].operator.remove_endpoint(EndpointId("a"))
         go_on.set()
         assert sorted([(await answer).json()["served_by"] for answer in answers]) == ["good", "slow"]
 
@@ -276,7 +276,7 @@ async def test_a_client_that_leaves_in_the_moment_of_the_verdict_is_gone() -> No
         await until(lambda: hung.calls)
         (give_back,) = endpoint(proxy, "a").waiting.values()
         endpoint(proxy, "a").health.record_probe(False, 0.0)
-        proxy.proxy.clusters["default"].members.drain_endpoint(EndpointId("a"))  # the verdict is looked at again
+        proxy.proxy.clusters["default"].operator.drain_endpoint(EndpointId("a"))  # the verdict is looked at again
         waiting = app if not app.done() else second
         waiting.cancel()
         give_back()

@@ -132,7 +132,7 @@ async def test_the_proxy_says_what_it_is_and_how_it_is() -> None:
         greeting = await proxy.client.get("/", headers=authorized("sk-alice"))
         up = await proxy.client.get("/health")
         posted = await proxy.client.post("/health")
-        assert proxy.proxy.clusters["default"].members.drain_endpoint(proxy.proxy.clusters["default"].endpoints[0].id)
+        assert proxy.proxy.clusters["default"].operator.drain_endpoint(proxy.proxy.clusters["default"].endpoints[0].id)
         down = await proxy.client.get("/health")
     assert (greeting.status_code, greeting.text) == (200, "clients use /v1\n")
     assert (up.status_code, up.text) == (200, "ok\n")

@@ -158,7 +158,7 @@ async def test_the_engines_answer_stands_when_no_other_is_left_to_ask() -> None:
         running_proxy({"a": url}, retry=retry) as proxy,
     ):
         cluster = proxy.proxy.clusters["default"]
-        drain.append(lambda: cluster.members.drain_endpoint(cluster.endpoints[0].id))
+        drain.append(lambda: cluster.operator.drain_endpoint(cluster.endpoints[0].id))
         answer = await proxy.client.post("/v1/chat/completions", json=chat())
         assert (answer.status_code, answer.json()["error"]["message"]) == (500, "boom")
         answer = await proxy.client.post("/v1/chat/completions", json=chat())
@@ -290,7 +290,7 @@ async def test_no_endpoint_at_all_gives_503_with_retry_after() -> None:
     """And it says so in OpenAI's shape."""
     engine = FakeEngine("a", answer_ok)
     async with serve(engine) as url, running_proxy({"a": url}) as proxy:
-        proxy.proxy.clusters["default"].members.drain_endpoint("a")  # type: ignore[arg-type]
+        proxy.proxy.clusters["default"].operator.drain_endpoint("a")  # type: ignore[arg-type]
         answer = await proxy.client.post("/v1/chat/completions", json=chat())
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"

@@ -298,9 +298,9 @@ async def test_its_data_parallel_ranks_are_endpoints(form: EventForm) -> None:
         chats = [opening("tell me of the sea"), opening(OTHER)]
         cluster, homes = place.proxy.proxy.clusters["default"], ["a@0", "a@1"]
         for home, chat in zip(homes, chats, strict=True):  # the first turn where it is to be, the next by what is held
-            cluster.members.drain_endpoint(EndpointId("a@1" if home == "a@0" else "a@0"))
+            cluster.operator.drain_endpoint(EndpointId("a@1" if home == "a@0" else "a@0"))
             assert (await place.turn(chat))[0] == home
-            cluster.members.drain_endpoint(EndpointId("a@1" if home == "a@0" else "a@0"), draining=False)
+            cluster.operator.drain_endpoint(EndpointId("a@1" if home == "a@0" else "a@0"), draining=False)
         for _ in range(3):
             for chat, home in zip(chats, homes, strict=True):
                 await until(lambda home=home: index.precise.count_rows(EndpointId(home)))  # type: ignore[misc]

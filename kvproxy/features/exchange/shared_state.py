@@ -173,7 +173,7 @@ class RunningCluster:
         return {endpoint.id: endpoint.draining for endpoint in self.cluster.endpoints}
 
     def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
-        self.cluster.members.drain_endpoint(endpoint, draining=draining)
+        self.cluster.operator.drain_endpoint(endpoint, draining=draining)
 
     def watch_probes(self, tell: TellProbe) -> None:
         self.cluster.verdicts.send_probe = tell

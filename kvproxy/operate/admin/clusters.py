@@ -59,7 +59,10 @@ class EndpointRoutes:
     async def _list(self) -> Response:
         clusters: dict[str, list[msgspec.Raw]] = {}
         for name, cluster in list(self._operated.clusters.items()):
-            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.members.draining]
+            leaving = [
+                {**each.status(self._operated.clock()), "leaving": True}
+                for each in cluster.members.departures.endpoints
+            ]
             described = (describe_endpoint(self._operated, name, each) for each in cluster.endpoints)
             clusters[name] = [encode_part(one) async for one in in_slices(chain(described, leaving))]
         failing = {name: dict(one.poller.complaints) for name, one in self._operated.clusters.items()}
@@ -75,7 +78,7 @@ class EndpointRoutes:
             raise RequestRefused(
                 409, Problem("id", f"{cluster.name} has an endpoint {endpoint.id!r}", "remove it first")
             )
-        if not cluster.members.add_endpoint(endpoint):
+        if not cluster.operator.add_endpoint(endpoint):
             raise RequestRefused(409, Problem("id", "too many endpoints were added already", "remove some"))
         self._audit.write_line(request, "endpoint.add", cluster=cluster.name, endpoint=endpoint.id, url=endpoint.url)
         return self._status_of(cluster, endpoint.id, 201)
@@ -85,7 +88,7 @@ class EndpointRoutes:
         cluster, name, endpoints = self.find_named(request)
         draining = not request.url.path.endswith("/undrain")
         before = all(endpoint.draining for endpoint in endpoints)
-        cluster.members.drain_endpoint(name, draining=draining)
+        cluster.operator.drain_endpoint(name, draining=draining)
         action = "endpoint.drain" if draining else "endpoint.undrain"
         self._audit.write_line(request, action, cluster=cluster.name, endpoint=name, was_draining=before)
         return self._status_of(cluster, name)
@@ -101,7 +104,7 @@ class EndpointRoutes:
             raise RequestRefused(422, *unknown)
         assert isinstance(weight, int | float)
         before = endpoints[0].weight
-        cluster.members.reweight_endpoint(name, float(weight))
+        cluster.operator.reweight_endpoint(name, float(weight))
         where = {"cluster": cluster.name, "endpoint": name}
         self._audit.write_line(request, "endpoint.weight", **where, before=before, after=float(weight))
         return self._status_of(cluster, name)
@@ -110,7 +113,7 @@ class EndpointRoutes:
         await read_json_object(request, optional=True)
         cluster, name, endpoints = self.find_named(request)
         in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
-        cluster.members.remove_endpoint(name)
+        cluster.operator.remove_endpoint(name)
         self._audit.write_line(request, "endpoint.remove", cluster=cluster.name, endpoint=name, in_flight=in_flight)
         return reply_json({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
 

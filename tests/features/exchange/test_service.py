@@ -91,7 +91,7 @@ async def test_a_new_worker_knows_what_the_others_do(tmp_path: Path) -> None:
     async with serve(FakeEngine("a")) as engine, worker(tmp_path, 0, engine, **limited) as one:
         for _ in range(30):
             await one.ask()
-        one.proxy.clusters["default"].members.drain_endpoint(EndpointId("a"))
+        one.proxy.clusters["default"].operator.drain_endpoint(EndpointId("a"))
         for _ in range(2):
             async with worker(tmp_path, 1, engine, **limited) as two:
                 await until(lambda: two.status is SyncStatus.SYNCED)
@@ -119,9 +119,9 @@ async def test_a_drain_holds_everywhere_until_it_is_taken_back(tmp_path: Path) -
     async with two_workers(tmp_path) as (one, two):
         [endpoint] = two.proxy.clusters["default"].endpoints
         for draining in (True, False, True):
-            one.proxy.clusters["default"].members.drain_endpoint(EndpointId("a"), draining=draining)
+            one.proxy.clusters["default"].operator.drain_endpoint(EndpointId("a"), draining=draining)
             await until(lambda: endpoint.draining is draining)  # noqa: B023
-        two.proxy.clusters["default"].members.drain_endpoint(EndpointId("a"), draining=False)
+        two.proxy.clusters["default"].operator.drain_endpoint(EndpointId("a"), draining=False)
         await until(lambda: not one.proxy.clusters["default"].endpoints[0].draining)
 
 

@@ -140,7 +140,7 @@ async def test_an_answer_in_time_is_sent_once(tmp_path: Path) -> None:
 async def test_a_single_endpoint_is_waited_for(tmp_path: Path) -> None:
     """The other one is drained."""
     async with gateway(tmp_path) as both:
-        both.proxy.proxy.clusters["default"].members.drain_endpoint(EndpointId("b"))
+        both.proxy.proxy.clusters["default"].operator.drain_endpoint(EndpointId("b"))
         await both.engines[0].faults(stall_first_byte_s=0.8)
         text_of(await both.ask())
         assert both.engines[1].app.state.calls[f"POST {PATH}"] == 0

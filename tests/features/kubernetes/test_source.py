@@ -182,7 +182,7 @@ async def test_ready_then_not_then_again_then_ending_then_gone(follow: Follow, a
         assert one.endpoint("b") is b
         say("b", "10.0.0.2", ending=True)
         await until(lambda: one.conditions == {"a": "up"})
-        assert [str(each.id) for each in one.cluster.members.draining] == ["b"]
+        assert [str(each.id) for each in one.cluster.members.departures.endpoints] == ["b"]
         assert b.load.in_flight == 1
         if way == "pods":
             fake.delete(PODS, "b")
@@ -190,9 +190,9 @@ async def test_ready_then_not_then_again_then_ending_then_gone(follow: Follow, a
             fake.delete(SLICES, "s-b")
         say("c", "10.0.0.3")
         await until(lambda: "c" in one.conditions)
-        assert [str(each.id) for each in one.cluster.members.draining] == ["b"]
+        assert [str(each.id) for each in one.cluster.members.departures.endpoints] == ["b"]
         held.settle(AttemptOutcome.SUCCESS, one.clock())
-        assert not one.cluster.members.draining
+        assert not one.cluster.members.departures.endpoints
         assert one.series("b") == []
 
 

@@ -31,7 +31,7 @@ async def test_the_endpoint_is_named_when_the_copy_is_there() -> None:
             cluster, kv = picker.proxy.clusters["default"], picker.proxy.kvcache
             assert kv is not None
             await until(lambda: kv.overlap.lookups.possible)
-            cluster.members.drain_endpoint(EndpointId("a"))
+            cluster.operator.drain_endpoint(EndpointId("a"))
             envoy = picker.ask()
             asked = asyncio.create_task(envoy.pick(chat(PROMPT)))
             await until(lambda: service.calls["/move"] == 1)

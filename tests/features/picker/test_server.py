@@ -47,7 +47,7 @@ async def test_it_is_alive_and_ready_until_it_drains() -> None:
 async def test_it_is_not_ready_without_an_endpoint() -> None:
     """Nothing could be picked."""
     async with running_picker(endpoints={"a": f"http://{A}"}) as picker:
-        picker.proxy.clusters["default"].members.drain_endpoint(picker.proxy.clusters["default"].endpoints[0].id)
+        picker.proxy.clusters["default"].operator.drain_endpoint(picker.proxy.clusters["default"].endpoints[0].id)
         assert await health(picker.channel, "readiness") == "NOT_SERVING"
 
 
@@ -62,7 +62,7 @@ async def test_a_watch_says_what_changes(monkeypatch: pytest.MonkeyPatch) -> Non
         cluster = picker.proxy.clusters["default"]
         said = [(await unknown.read()).status]
         for draining in (False, True, False):
-            cluster.members.drain_endpoint(cluster.endpoints[0].id, draining=draining)
+            cluster.operator.drain_endpoint(cluster.endpoints[0].id, draining=draining)
             said.append((await ready.read()).status)
         said_by_name = [HealthCheckResponse.ServingStatus.Name(status) for status in said]
         assert said_by_name == ["SERVICE_UNKNOWN", "SERVING", "NOT_SERVING", "SERVING"]

@@ -73,7 +73,7 @@ async def test_a_cluster_that_is_closed_takes_every_endpoint_along(make_cluster:
     bench = make_cluster("a", discovery={"file": {"path": str(file)}})
     async with bench.cluster:
         (added,) = configs("b")
-        assert bench.cluster.members.add_endpoint(added)
+        assert bench.cluster.operator.add_endpoint(added)
         assert [each.id for each in bench.cluster.endpoints] == ["a", "x", "b"]
         bench.cluster.close()
         assert bench.cluster.endpoints == ()

@@ -110,7 +110,7 @@ async def stage(service: Fake, receipts: Path | None = None, **transfers: Any) -
             copies = kv.observers.find(CopyObserver)
             assert copies is not None
             await until(lambda: kv.overlap.lookups.possible)
-            cluster.members.drain_endpoint(A)
+            cluster.operator.drain_endpoint(A)
             yield Stage(proxy, service, copies.on_demand, go_on, engines[1])
             go_on.set()
 

@@ -17,7 +17,7 @@ async def test_health_and_readiness() -> None:
     async with admin_of(proxy) as client:
         assert (await client.get("/healthz")).status_code == 200
         assert (await client.get("/readyz")).text == "ready\n"
-        proxy.clusters["default"].members.drain_endpoint(EndpointId("a"))
+        proxy.clusters["default"].operator.drain_endpoint(EndpointId("a"))
         answer = await client.get("/readyz")
         assert (answer.status_code, answer.text) == (503, "no endpoint in default\n")
         proxy.draining = True

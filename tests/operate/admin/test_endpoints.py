@@ -71,7 +71,7 @@ async def test_among_several_clusters_one_must_be_named() -> None:
 
 async def test_additions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is not the admin client's to fill."""
-    monkeypatch.setattr("kvproxy.cluster.membership.MAX_ADDED", 1)
+    monkeypatch.setattr("kvproxy.cluster.operator.MAX_ADDED", 1)
     async with admin_of(proxy_of()) as client:
         assert (await client.post("/endpoints", json=Z)).status_code == 201
         assert (await client.post("/endpoints", json={**Z, "id": "y"})).status_code == 409

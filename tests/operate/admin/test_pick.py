@@ -208,7 +208,7 @@ async def test_when_nobody_can_take_it_the_reason_is_said(reserve: bool) -> None
     """As the proxy itself would refuse."""
     async with picker() as (proxy, client):
         for name in ("a", "b"):
-            proxy.clusters["default"].members.drain_endpoint(EndpointId(name))
+            proxy.clusters["default"].operator.drain_endpoint(EndpointId(name))
         answer = await client.post("/pick", json=question(reserve=reserve))
         assert answer.status_code == 503
         assert "draining" in problems_of(answer)["endpoint"][0]

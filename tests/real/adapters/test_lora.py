@@ -106,10 +106,10 @@ async def test_an_unloaded_adapter_is_tried_elsewhere_once(pair: Pair, folders: 
         assert b.names == {"lora-b"}
         async with httpx.AsyncClient(base_url=pair.b.url, timeout=60) as engine:
             (await engine.post("/v1/unload_lora_adapter", json={"lora_name": "lora-b"})).raise_for_status()
-        cluster.members.drain_endpoint(cluster.endpoints[0].id)  # so that the first try is at b
+        cluster.operator.drain_endpoint(cluster.endpoints[0].id)  # so that the first try is at b
         decided = await ask(proxy, "lora-b", text(40, seed="unloaded, alone"))
         assert decided.status_code == 404
-        cluster.members.drain_endpoint(cluster.endpoints[0].id, draining=False)
+        cluster.operator.drain_endpoint(cluster.endpoints[0].id, draining=False)
         cluster.adapters.observe_list("b", b, listed=["lora-b"])
         before = proxy.metric("kvproxy_retries_total", **KNOWN_ELSEWHERE)
         statuses = [(await ask(proxy, "lora-b", text(40, seed=f"unloaded {n}"))).status_code for n in range(6)]
