@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.settings import LogSettings
 from tests.docs.blocks import ROOT, block, blocks
-from tests.samples.test_samples import load
+from tests.samples.test_samples import load, with_patience
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import serve
 from tests.support.proxy import chat, running_proxy
@@ -180,7 +181,10 @@ async def _live_replay() -> str:
 
 
 async def _pixius_checks() -> str:
-    checks = await load(ROOT / "samples" / "pixiu-mock" / "run.py").run()
+    sample = load(ROOT / "samples" / "pixiu-mock" / "run.py")
+    with TemporaryDirectory() as folder:
+        sample.CONFIG = with_patience(sample.CONFIG, Path(folder))
+        checks = await sample.run()
     return "\n".join(f"{'ok  ' if holds else 'FAIL'} {name}" for name, holds in checks.items())
 
 
