@@ -85,7 +85,7 @@ class KvCache:
         #: Calls of every request, without a wrapper.
         self.gather = self.overlap.gather
         self.placed = self.overlap.placed
-        self.pulled = self.overlap.pulled
+        self.move_prompt = self.overlap.move_prompt
         self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
         self.scraper = self._make_scraper(sample_host, clock)
         self.actions = self._make_actions(needs, clock, rng)

@@ -85,38 +85,47 @@ class ApproximateIndex:
             return None
         return lru.younger_blocks(run)
 
-    def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run], *, in_flight: bool = False) -> SpeculativeEntry:
+    def route(
+        self, endpoint: EndpointId, cursor: PrefixCursor[Run], *, in_flight: bool = False, number: int = 0
+    ) -> SpeculativeEntry:
         """Route a request to the endpoint: it counts as holding the prompt until the entry is settled.
 
         Until then, if `in_flight`, `lookup_in_flight` finds its blocks even after an eviction. However often a request
-        is routed, its cursor counts once for the heat of its blocks."""
-        self._routed += 1
+        is routed, its cursor counts once for the heat of its blocks. `number`: of its earlier entry."""
+        if not number:
+            number = self._routed = self._routed + 1
         lru = self._present.get(endpoint) or self._held.enter(endpoint)
         if lru is None or not cursor.hashes:
-            return SpeculativeEntry(endpoint, cursor, 0, self._routed, None)
+            return SpeculativeEntry(endpoint, cursor, 0, number, None, in_flight=in_flight)
         before = lru.blocks
         path = self._held.cover(cursor)
         known: Run | None = None
         for run in path:
             if not run.held_by & lru.bit:
                 lru.add_run(run)
-                lru.unconfirmed[run] = {self._routed}
+                lru.unconfirmed[run] = {number}
             elif run in lru.unconfirmed:
-                lru.unconfirmed[run].add(self._routed)
+                lru.unconfirmed[run].add(number)
                 known = None
             else:
                 known = run
         age = None if known is None else lru.younger_blocks(known)
         if in_flight:
-            lru.add_flight(path, self._routed)
+            lru.add_flight(path, number)
         if not cursor.counted:
             cursor.counted = True
             self.heat.count_request(path)
-        entry = SpeculativeEntry(endpoint, cursor, lru.blocks - before, self._routed, lru, age, in_flight)
+        entry = SpeculativeEntry(endpoint, cursor, lru.blocks - before, number, lru, age, in_flight)
         lru.touch_path(path)
         if self._held.retired or lru.blocks > lru.capacity:
             self._held.step(lru)
         return entry
+
+    def move(self, entry: SpeculativeEntry, endpoint: EndpointId, *, kept: bool) -> SpeculativeEntry:
+        """Return the entry of a request whose prompt another endpoint computes or pulls; the earlier one has `kept` it,
+        or never computed it."""
+        (self.confirm if kept else self.rollback)(entry)
+        return self.route(endpoint, entry.cursor, in_flight=entry.in_flight, number=entry.number)
 
     def confirm(self, entry: SpeculativeEntry) -> None:
         """Confirm that the engine holds the prompt after its answer. Idempotent."""

@@ -196,6 +196,14 @@ class LocalIndexes:
             watch.routed(entry, facts)
         return entry
 
+    def move_entry(self, entry: SpeculativeEntry, endpoint: EndpointId, *, kept: bool) -> SpeculativeEntry:
+        """Move a request's entry to another endpoint: it is the same request. The earlier one has `kept` the prompt, or
+        never computed it."""
+        moved = self.approximate.move(entry, endpoint, kept=kept)
+        if (watch := self.state.watch) is not None:
+            watch.moved(moved, kept=kept)
+        return moved
+
     def enter_prompt(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None:
         """Enter a prompt that the endpoint served for another proxy."""
         self.approximate.insert(endpoint, cursor)

@@ -208,13 +208,11 @@ class OverlapSources:
             facts.indexes.settle_entry(earlier, prefilled=False)
         facts.entry = facts.indexes.route(endpoint, facts.cursor, facts.overlaps)
 
-    def pulled(self, facts: RequestFacts, endpoint: EndpointId) -> None:
-        """Record the endpoint of the request, which has pulled its prompt from the one recorded before; that keeps
-        it."""
+    def move_prompt(self, facts: RequestFacts, endpoint: EndpointId, *, kept: bool) -> None:
+        """Record that this endpoint computes the prompt of the request, or has pulled it; the one recorded before has
+        `kept` it, or never computed it."""
         if facts.entry is not None:
-            facts.indexes.settle_entry(facts.entry, prefilled=True)
-            facts.entry = None
-        self.placed(facts, endpoint)
+            facts.entry = facts.indexes.move_entry(facts.entry, endpoint, kept=kept)
 
     def note_reported(self, facts: RequestFacts, result: Result) -> None:
         """Learn from what complete events report of a prompt with media that an engine has computed."""

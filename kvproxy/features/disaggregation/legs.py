@@ -89,6 +89,7 @@ class TwoLegs:
         self._pull_s = 0.0
         self._beside: asyncio.Task[None] | None = None  # the prefill leg of a connector that needs both at once
         self._sent: asyncio.Task[Answer] | None = None  # the decode leg
+        self._prefilled = False  # by the endpoint of the latest prefill
         self._elsewhere = False  # after the failure of a prefill beside it another endpoint may prefill
 
     def reserve(self, plan: Plan[Endpoint]) -> None:
@@ -215,6 +216,7 @@ class TwoLegs:
         now_s = shared.clock()
         if outcome is AttemptOutcome.SUCCESS:
             pick.first_token(now_s)
+            self._prefilled = True
             self._legs.prefill_s = now_s - began
             shared.metrics.seconds.labels(shared.cluster.name).observe(now_s - began)
         pick.settle(outcome, now_s)
@@ -301,7 +303,8 @@ class TwoLegs:
         shared = self._shared
         self._legs.result = PULLED
         self._request.exchange.outcome.prefill_endpoint = self._legs.prefill
-        self._note_prompt_at(self._pick.endpoint, pulled=True)
+        self._prefilled = True  # an engine may answer before the other leg has
+        self._note_prompt_at(self._pick.endpoint)
         shared.metrics.tokens.labels(shared.cluster.name).inc(self._legs.tokens)
 
     async def _await_decode(self, sent: asyncio.Task[Answer]) -> Answer | None:
@@ -353,10 +356,10 @@ class TwoLegs:
     def _count_at_decoder(self, split: PromptSplit) -> None:
         self._pick.endpoint.load.begin(self._pick.reservation, split, self._shared.clock())
 
-    def _note_prompt_at(self, endpoint: Endpoint, *, pulled: bool = False) -> None:
-        """Have caches' indexes know where the prompt is."""
+    def _note_prompt_at(self, endpoint: Endpoint) -> None:
+        """Have caches' indexes know where the prompt is: also where an earlier prefill was done, used or not."""
         if (note := self._request.exchange.on_prompt_at) is not None:
-            note(endpoint.id, pulled)
+            note(endpoint.id, self._prefilled)
 
     def _count_prefill(self, pick: Pick, result: str) -> None:
         name = self._shared.cluster.name

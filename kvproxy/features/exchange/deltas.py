@@ -43,6 +43,15 @@ class Settled(_Delta, tag=2, frozen=True):
     calls_tool: bool = True
 
 
+class Moved(_Delta, tag=15, frozen=True):
+    """The same request goes on at another endpoint; the earlier one has `kept` its prompt, or never computed it."""
+
+    cluster: str
+    endpoint: str
+    number: int
+    kept: bool
+
+
 class Entered(_Delta, tag=3, frozen=True):
     """An endpoint served a prompt that was routed there by another than a proxy."""
 
@@ -159,6 +168,7 @@ class Drained(_Delta, tag=12, frozen=True):
 Delta = (
     Routed
     | Settled
+    | Moved
     | Entered
     | Started
     | SessionServed

@@ -66,6 +66,15 @@ class IndexWatch:
             notes.open[self._cluster, entry.number] = delta
             notes.add(delta)
 
+    def moved(self, entry: SpeculativeEntry, *, kept: bool) -> None:
+        """As of IndexWatch."""
+        notes = self._notes
+        key = self._cluster, entry.number
+        if (earlier := notes.open.get(key)) is not None:
+            endpoint = str(entry.endpoint)
+            notes.open[key] = msgspec.structs.replace(earlier, endpoint=endpoint)
+            notes.add(deltas.Moved(self._cluster, endpoint, entry.number, kept))
+
     def reused(self, entry: SpeculativeEntry, blocks: int) -> None:
         """As of IndexWatch."""
         self._reused = entry, blocks

@@ -128,7 +128,7 @@ class PeerApplier:
             self.failed += 1
             if self.failed == 1:  # the rest is counted
                 log.exception("%s of %s could not be applied and is left out", type(delta).__name__, self.origin)
-            self.unsure |= isinstance(delta, deltas.Routed | deltas.Settled)
+            self.unsure |= isinstance(delta, deltas.Routed | deltas.Moved | deltas.Settled)
 
     def _routed(self, delta: deltas.Routed, world: SharedState, now: float) -> None:
         self.count_prompt(delta.hashes)
@@ -146,6 +146,17 @@ class PeerApplier:
                 admission.placed_elsewhere((self.origin, delta.number), facts, endpoint, now)
         if len(self.open) > MAX_OPEN:
             self._end(next(iter(self.open)), now, prefilled=True)
+
+    def _moved(self, delta: deltas.Moved, world: SharedState, now: float) -> None:
+        """Move the entry: the turn of its session is the same, at the endpoint where the request was placed."""
+        key = (delta.cluster, delta.number)
+        if key not in self.open:
+            return
+        if (indexes := self.find_indexes(world, delta.cluster, delta.endpoint)) is None:
+            self._end(key, now, prefilled=delta.kept)
+        else:
+            endpoint = EndpointId(delta.endpoint)
+            self.open[key] = indexes.approximate.move(self.open[key], endpoint, kept=delta.kept)
 
     def _settled(self, delta: deltas.Settled, world: SharedState, now: float) -> None:
         key = (delta.cluster, delta.number)
@@ -315,6 +326,7 @@ def _probed(peer: PeerApplier, delta: deltas.Probed, world: SharedState, now: fl
 
 _APPLY: Mapping[type[Delta], Apply] = {
     deltas.Routed: PeerApplier._routed,
+    deltas.Moved: PeerApplier._moved,
     deltas.Settled: PeerApplier._settled,
     deltas.Entered: _entered,
     deltas.Started: _started,

@@ -14,7 +14,7 @@ from kvproxy.operate.runtime.approximate_dump import fingerprint
 log = logging.getLogger("kvproxy.sync")
 
 #: Version of the messages; proxies of other versions, or that hash prompts otherwise, use another topic.
-VERSION = 4
+VERSION = 5
 
 #: Bound on a message, whatever the link.
 MAX_BYTES = 60_000

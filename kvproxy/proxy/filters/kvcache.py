@@ -167,10 +167,9 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
         """Record that the endpoint will hold the prompt."""
         self._service.placed(self._facts, decision.endpoint.id)
 
-    def move_prompt(self, endpoint: EndpointId, pulled: bool) -> None:
-        """Record that this endpoint will hold the prompt, and the earlier one keeps it only if this one has `pulled` it
-        from there."""
-        (self._service.pulled if pulled else self._service.placed)(self._facts, endpoint)
+    def move_prompt(self, endpoint: EndpointId, kept: bool) -> None:
+        """Record that this endpoint will hold the prompt; the earlier one has `kept` it, or never computed it."""
+        self._service.move_prompt(self._facts, endpoint, kept=kept)
 
     def went_to(self, endpoint: EndpointId) -> None:
         """Record the endpoint of a request that another program placed."""

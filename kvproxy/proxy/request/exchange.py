@@ -145,7 +145,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     #: Refreshes facts and preference from local state; must not raise, block or wait.
     facts_source: Callable[[Exchange], None] | None = None
     #: Called with an endpoint that computes the prompt for the one of the placement, and with the latter once it has
-    #: `pulled` the prompt, or computes it after all; must not raise, block or wait.
+    #: pulled the prompt, or computes it after all; True: the one before has computed it. Must not raise, block or wait.
     on_prompt_at: Callable[[EndpointId, bool], None] | None = None
     debug: bool = False  # the client requested x-kvproxy-decision
     trace_id: str = ""  # W3C, 32 hex digits; "" if nothing traces

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvproxy.base.settings.compose import part_of
+from kvproxy.base.types import EndpointId
 from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.features.disaggregation import legs
 from kvproxy.features.disaggregation.feature import NOTE, Connector, DisaggregationPlace, Legs
@@ -198,6 +199,22 @@ async def test_a_refused_handle_is_not_used_again() -> None:
         two.fleet.fault("p", kv_fault="unknown_engine")
         assert text_of(await two.ask(words("x"))) == await two.ask_engine("d", words("x"))
         assert two.requests("refused") == 1
+
+
+async def test_a_prefill_whose_handle_is_refused_was_done() -> None:
+    """Both engines have the prompt, which the decoder computed once more. A prefill that failed leaves nothing."""
+    config: dict[str, Any] = {"policy": "prefix_affinity", "filters": ["inference_request", "kvcache", "router"]}
+    async with separated("p", "d", **config) as two:
+        assert two.proxy.proxy.kvcache is not None
+        held = two.proxy.proxy.kvcache.overlap.indexes["default"].approximate.counts.held_blocks
+        two.fleet.fault("p", kv_fault="unknown_engine")
+        await two.ask(words("x"))
+        assert two.requests("refused") == 1
+        assert held(EndpointId("p")) == held(EndpointId("d")) > 0
+        two.fleet.fault("p", kv_fault="", fail_next=1)
+        await two.ask(words("y"))
+        assert two.requests("local") == 1
+        assert held(EndpointId("d")) == 2 * held(EndpointId("p"))
 
 
 async def test_a_prefiller_that_dies_between_the_legs_leaves_the_prompt_to_the_decoder() -> None:

@@ -137,6 +137,11 @@ class Node:
         reservation = self.cluster.ledgers[endpoint].reserve(tokens, 0, self.now)
         return Request(endpoint, entry, reservation)
 
+    def move(self, request: Request, endpoint: EndpointId, *, kept: bool) -> None:
+        """Have another endpoint compute the prompt of a request, or pull it."""
+        assert self.cluster.indexes is not None
+        request.entry = self.cluster.indexes.move_entry(request.entry, endpoint, kept=kept)
+
     def end(self, request: Request, *, prefilled: bool = True, ends: bool = False, calls_tool: bool = True) -> None:
         """End a request."""
         load, indexes = self.cluster.ledgers[request.endpoint], self.cluster.indexes

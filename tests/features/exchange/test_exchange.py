@@ -660,6 +660,44 @@ def test_turns_of_sessions_are_counted_where_others_placed_them() -> None:
     assert two.cluster.admission.ended == [(True, True), (False, True), (False, True), (True, False)]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_request_whose_prompt_is_computed_elsewhere_is_one_turn(kept: bool) -> None:
+    """Prefilled at another endpoint and answered where it was placed, it is neither two turns nor a failure. The other
+    router holds the prompt where this one does, and a third, which joins meanwhile, too."""
+    bus, one, two = pair()
+    two.cluster.admission = Turns()
+    request = one.begin(B, 1, 2, 3, tokens=300)
+    one.move(request, A, kept=False)
+    one.flush()
+    bus.deliver()
+    three = Node(bus, "three")
+    bus.heal(2)
+    assert one.held(1, 2, 3) == two.held(1, 2, 3) == three.held(1, 2, 3) == {A: 3}
+    one.move(request, B, kept=kept)
+    one.flush()
+    bus.deliver()
+    assert list(two.cluster.admission.running.values()) == [(B, 300, 3)]
+    one.end(request)
+    one.flush()
+    bus.deliver()
+    assert two.cluster.admission.ended == [(True, True)]
+    assert one.held(1, 2, 3) == two.held(1, 2, 3) == three.held(1, 2, 3) == ({A: 3, B: 3} if kept else {B: 3})
+
+
+def test_a_request_that_moves_to_an_endpoint_that_is_not_known_here_is_left_out() -> None:
+    """Its entry ends with the move."""
+    bus, one, two = pair()
+    two.cluster.admission = Turns()
+    del two.cluster.ledgers[A]
+    request = one.begin(B, 1, 2)
+    one.move(request, A, kept=False)
+    one.end(request)
+    one.flush()
+    bus.deliver()
+    assert two.held(1, 2) == {}
+    assert two.cluster.admission.ended == [(False, True)]
+
+
 def test_a_newcomer_counts_no_turns_of_a_time_that_is_over() -> None:
     """It is sent them again for its index. Sessions that are over would take room, and their pauses would be none."""
     bus, one, _two = pair()
