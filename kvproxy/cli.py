@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from kvproxy import __version__
 from kvproxy.base.errors import ConfigError, describe_os_error
-from kvproxy.base.installed import list_packages
+from kvproxy.base.settings.feature_settings import list_packages
 from kvproxy.operate.commands.help_text import EXAMPLES, USUAL, GroupedHelp, HelpAll, add_examples, hide_options
 from kvproxy.operate.commands.options import (
     Command,
@@ -132,7 +132,7 @@ def _parser(named: str | None = None) -> argparse.ArgumentParser:
 
 def list_feature_commands() -> Iterator[Command]:
     """Yield the commands of features: those of a module `options` beside the feature, which is not loaded."""
-    for package in list_packages():
+    for package in list_packages().values():
         try:
             if find_spec(module := f"{package}.options") is not None:
                 yield from import_module(module).COMMANDS

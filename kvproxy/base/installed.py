@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+
+from kvproxy.base.settings.feature_settings import GROUP, PACKAGE, FeatureSettings, load_settings
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup
-    from kvproxy.base.settings.model import Model
 
 
 class BaseFeature:
@@ -26,24 +27,27 @@ class BaseFeature:
     """
 
     name: ClassVar[str]
-    #: Models of the core, and models whose fields each of them gets: sections and settings, read by `part_of`.
-    settings: ClassVar[Mapping[type[Model], Sequence[type[Model]]]] = {}
-
+    settings: ClassVar[Mapping[Any, Sequence[Any]]] = {}
     #: Name of its metric group in the module `metrics` beside it; "": it has none.
     metric_group: ClassVar[str] = ""
+
+    @cached_property
+    def added(self) -> FeatureSettings:
+        """Its contributions to the configuration, of the module `settings` beside it."""
+        return load_settings(self._package)
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
         """Return its groups, which exist from the start, whether the feature is on or off."""
         if not self.metric_group:
             return ()
-        package = type(self).__module__.rpartition(".")[0]
-        return (getattr(import_module(f"{package}.metrics"), self.metric_group),)
+        return (getattr(import_module(f"{self._package}.metrics"), self.metric_group),)
+
+    @property
+    def _package(self) -> str:
+        return type(self).__module__.rpartition(".")[0]
 
 
 log = logging.getLogger("kvproxy")
-
-GROUP = "kvproxy.features"
-PACKAGE = "kvproxy.features"
 
 F = TypeVar("F", bound=BaseFeature)
 Load = Callable[[], object]
@@ -68,13 +72,6 @@ def all_features() -> Features:
     for name, why in found.failed.items():
         log.warning("feature %s is left out: %s", name, why)
     return found
-
-
-def list_packages() -> Iterable[str]:
-    """Return the packages of features, of which none is loaded."""
-    modules = [entry.module for entry in metadata.entry_points(group=GROUP)]
-    others = (module.removesuffix(".feature") for module in modules if module.endswith(".feature"))
-    return [*(f"{PACKAGE}.{name}" for name in import_module(PACKAGE).SHIPPED), *others]
 
 
 def load_features(sources: Iterable[tuple[str, Load]]) -> Features:

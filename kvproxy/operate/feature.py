@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvproxy.cache.feature import CacheFeature
 from kvproxy.cluster.feature import ClusterFeature
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvproxy.base.errors import Problem
     from kvproxy.base.settings.model import Model
-    from kvproxy.base.settings.paths import Finding, Path
+    from kvproxy.base.settings.paths import Finding
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.endpoint import Endpoint
     from kvproxy.cluster.routing.selector import Decision
@@ -42,8 +42,6 @@ class StatusPart(NamedTuple):
     blocks: Sequence[Sequence[str]] = ()
 
 
-M = TypeVar("M")
-
 ON = "on"
 OFF = "off"
 
@@ -56,13 +54,6 @@ class Capability:
     state: str  # ON or OFF
     reason: str
     gain: str = ""  # the setting that brings it, and what for, if it is off and helps most deployments
-
-
-def find_filters(config: Config, kind: type[M]) -> Iterator[tuple[Path, M]]:
-    """Yield the settings of this kind with their place, for `verify`."""
-    for index, spec in enumerate(config.filters):
-        if isinstance(spec.settings, kind):
-            yield ("filters", index), spec.settings
 
 
 class Feature(ClusterFeature, CacheFeature, ProxyFeature):

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from kvproxy.base.installed import installed
 from kvproxy.base.settings.compose import composed
+from kvproxy.base.settings.feature_settings import settings_of_features
 from kvproxy.base.settings.model import HeaderName, Model
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.proxy.feature import ProxyFeature
 
 
 class RequestIdSettings(Model):
@@ -77,7 +76,7 @@ FILTER_SETTINGS: dict[str, type[Model]] = {
 @cache
 def filter_models() -> Mapping[str, type[Model]]:
     """Return the settings type of every filter by name, those of features included."""
-    added = {name: kind for feature in installed(ProxyFeature) for name, kind in feature.filters.items()}
+    added = {name: one.settings for feature in settings_of_features() for name, one in feature.filters.items()}
     return {name: composed(kind) for name, kind in {**added, **FILTER_SETTINGS}.items()}
 
 
@@ -88,14 +87,13 @@ CORE_CHAIN: tuple[str, ...] = ("request_id", "inference_request", "kvcache", "ro
 
 def order_filters(names: Iterable[str] = ()) -> list[str]:
     """Return the default chain with `names` added, each at its place; other people's filters in the order given."""
-    features = installed(ProxyFeature)
-    places = [place for feature in features for place in feature.filter_places]
-    wanted = dict.fromkeys([*CORE_CHAIN, *(place.name for place in places if place.default), *names])
-    placed = {*CORE_CHAIN, *(place.name for place in places)}
+    added = {name: one for feature in settings_of_features() for name, one in feature.filters.items()}
+    wanted = dict.fromkeys([*CORE_CHAIN, *(name for name, one in added.items() if one.default), *names])
+    placed = {*CORE_CHAIN, *(name for name, one in added.items() if one.before)}
     chain: list[str] = []
     for core in CORE_CHAIN:
         if core == "kvcache":
             chain += [name for name in wanted if name not in placed]
-        chain += [place.name for place in places if place.before == core and place.name in wanted]
+        chain += [name for name, one in added.items() if one.before == core and name in wanted]
         chain.append(core)
     return chain

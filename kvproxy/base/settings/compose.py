@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from kvproxy.base.installed import BaseFeature, installed
+from kvproxy.base.settings.feature_settings import settings_of_features
 from kvproxy.base.settings.model import Model
 
 M = TypeVar("M", bound=Model)
@@ -43,8 +43,8 @@ def without_features(settings: M, core: type[Model], *kept: type[Model]) -> M:
 def _compose(model: type[Model]) -> type[Model]:
     added = [
         fields
-        for feature in installed(BaseFeature)
-        for place, models in feature.settings.items()
+        for feature in settings_of_features()
+        for place, models in feature.fields.items()
         if issubclass(model, place)
         for fields in models
     ]

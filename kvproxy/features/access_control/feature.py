@@ -10,8 +10,8 @@ from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Model, Name, Secret
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
-from kvproxy.operate.config.schema import Config
-from kvproxy.operate.feature import Feature, find_filters
+from kvproxy.operate.config.schema import Config, find_filters
+from kvproxy.operate.feature import Feature
 from kvproxy.proxy.feature import FilterOrder, FilterPlace
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from kvproxy.base.settings.model import Duration, Model
 from kvproxy.base.settings.paths import Finding, error_at
 from kvproxy.cache.feature import CacheNeeds
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.operate.feature import Feature, StatusPart, find_filters
+from kvproxy.operate.config.schema import find_filters
+from kvproxy.operate.feature import Feature, StatusPart
 
 if TYPE_CHECKING:
     from kvproxy.cache.feature import CacheObserver, CacheParts, View

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.settings.model import Model, Size
-from kvproxy.operate.config.schema import Config
-from kvproxy.operate.feature import Feature, find_filters
+from kvproxy.operate.config.schema import Config, find_filters
+from kvproxy.operate.feature import Feature
 from kvproxy.proxy.filter_settings import RouterSettings
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from kvproxy.base.settings.model import Model, Size
 from kvproxy.base.settings.paths import Finding, warning_at
 from kvproxy.cache.feature import CacheNeeds
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.operate.feature import OFF, ON, Capability, Feature, find_filters
+from kvproxy.operate.config.schema import find_filters
+from kvproxy.operate.feature import OFF, ON, Capability, Feature
 
 if TYPE_CHECKING:
     from kvproxy.cache.feature import CacheObserver, CacheParts, View

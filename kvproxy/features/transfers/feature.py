@@ -13,7 +13,8 @@ from kvproxy.base.settings.model import Duration, Model
 from kvproxy.base.settings.paths import Finding, error_at, warning_at
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.operate.feature import Feature, find_filters
+from kvproxy.operate.config.schema import find_filters
+from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from kvproxy.cache.feature import CacheObserver, CacheParts

@@ -21,10 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvproxy.base.installed import installed
+from kvproxy.base.settings.feature_settings import settings_of_features
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.feature import Feature
 from kvproxy.operate.receipts.files import worker_path
 
 log = logging.getLogger("kvproxy")
@@ -205,8 +204,8 @@ def take_share(config: Config, index: int, count: int) -> Config:
             "clusters": _with_part_of_queues(config.clusters, count),
         }
     )
-    for feature in installed(Feature):
-        shared = shared.model_copy(update=feature.share_settings(shared, index, part))
+    for feature in settings_of_features():
+        shared = shared.model_copy(update=feature.share(shared, index, part))
     return shared
 
 

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from kvproxy.base.errors import ConfigError, Problem
-from kvproxy.base.installed import installed
 from kvproxy.base.settings.compose import composed
+from kvproxy.base.settings.feature_settings import settings_of_features
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Finding, Path, dotted_path
 from kvproxy.cluster.settings import ClusterSettings
@@ -29,7 +29,6 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.shorthand import Canonical, to_canonical_form
 from kvproxy.operate.config.verify import find_faults
 from kvproxy.operate.config.yaml_text import parse_yaml_with_places, retype_scalars, substitute_variables
-from kvproxy.operate.feature import Feature
 from kvproxy.proxy.filter_settings import filter_models, order_filters
 from kvproxy.proxy.settings import FilterSpec
 
@@ -180,7 +179,8 @@ def _check_data(raw: object, *, env: Mapping[str, str], extra_filters: ExtraFilt
     if "endpoints" not in raw and all(isinstance(value, str) and "://" in value for value in raw.values()):
         return None, [Problem("", "these are endpoints and no settings", "name them `endpoints`")]
     tree, missing = substitute_variables(raw, env, dotted_path)
-    dialect = next((feature for feature in installed(Feature) if feature.recognizes(tree)), None)
+    dialects = (one.dialect for one in settings_of_features() if one.dialect is not None)
+    dialect = next((one for one in dialects if one.recognizes(tree)), None)
     if dialect is not None:
         config, problems = dialect.decode(tree, extra_filters=extra_filters, lenient=lenient, known=missing)
     else:

@@ -4,11 +4,17 @@ Every field's description is its documentation; `docs/configuration.md` and the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TypeVar
+
 from pydantic import Field
 
 from kvproxy.base.settings.model import Fraction, Model, Port, Secret, Size
+from kvproxy.base.settings.paths import Path
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.proxy.settings import ListenerSettings, ServingSettings
+
+M = TypeVar("M")
 
 
 class AdminSettings(Model):
@@ -64,6 +70,13 @@ class Config(ServingSettings):
     """Hot reload."""
     receipts: ReceiptSettings = ReceiptSettings()
     """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""
+
+
+def find_filters(config: Config, kind: type[M]) -> Iterator[tuple[Path, M]]:
+    """Yield the settings of this kind with their place, for `verify`."""
+    for index, spec in enumerate(config.filters):
+        if isinstance(spec.settings, kind):
+            yield ("filters", index), spec.settings
 
 
 def find_kvcache_settings(config: Config) -> KvCacheSettings | None:

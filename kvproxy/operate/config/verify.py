@@ -7,12 +7,10 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import is_loopback, same_origin, url_fault
+from kvproxy.base.settings.feature_settings import FilterOrder, settings_of_features
 from kvproxy.base.settings.paths import Finding, Path, error_at, warning_at
-from kvproxy.cache.feature import CacheFeature
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.settings import (
     OPTIONAL_POLICIES,
     ClusterSettings,
@@ -23,8 +21,6 @@ from kvproxy.cluster.settings import (
 )
 from kvproxy.operate.config.decode import closest_word
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.feature import Feature
-from kvproxy.proxy.feature import FilterOrder, ProxyFeature
 from kvproxy.proxy.filter_settings import (
     RouterSettings,
     filter_models,
@@ -35,7 +31,7 @@ def find_faults(config: Config) -> list[Finding]:
     """Everything wrong (or doubtful: severity `warning`) with the configuration as a whole."""
     checks = (_listeners, _tls, _limits, find_cluster_faults, _routes, _intervals, find_chain_faults)
     found = [finding for check in checks for finding in check(config)]
-    return found + [finding for feature in installed(Feature) for finding in feature.verify(config)]
+    return found + [finding for feature in settings_of_features() for finding in feature.verify(config)]
 
 
 def _listeners(config: Config) -> Iterator[Finding]:
@@ -158,7 +154,7 @@ def _order(names: list[str]) -> Iterator[Finding]:
         if name in first:
             yield error_at(("filters", index), f"{name} is already in the chain, at filters[{first[name]}]")
         first.setdefault(name, index)
-    added = (order for feature in installed(ProxyFeature) for order in feature.filter_order)
+    added = (order for feature in settings_of_features() for order in feature.filter_order)
     for early, late, why, severity in (*_ORDER, *added):
         if early in first and late in first and first[late] < first[early]:
             found = error_at if severity == "error" else warning_at
@@ -186,7 +182,8 @@ def _without_facts(config: Config, names: list[str]) -> Iterator[Finding]:
 
 def _policies_by_facts(config: Config) -> list[str]:
     """Policies in use (clusters' own, silent ones, those that clients may ask for) that weigh what endpoints hold."""
-    from kvproxy.cluster.routing.registry import policy_types  # policies are loaded for a doubtful chain alone
+    from kvproxy.cluster.feature import list_policies  # policies are loaded for a doubtful chain alone
+    from kvproxy.cluster.routing.registry import policy_types
 
     used = [policy for cluster in config.clusters.values() for policy in list_policies(cluster)]
     weighing = {name for name, kind in policy_types().items() if kind.uses_overlap}
@@ -213,7 +210,7 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
             yield error_at((*at, name), fault)
     strategy = settings.cache_strategy
     plan = (*at, "cache_strategy")
-    known = {name for feature in installed(CacheFeature) for name in feature.strategies}
+    known = {name for feature in settings_of_features() for name in feature.strategies}
     for name in strategy.enabled:
         if not settings.lmcache_endpoint:
             yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
@@ -261,18 +258,18 @@ CLUSTERS_ARE_FROM: tuple[Path, ...] = (("clusters",), ("endpoints",), ("discover
 
 
 def _policies(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
-    named: list[tuple[Path, PolicyName]] = [
-        *(((), name) for name in list_policies(cluster) if name not in (cluster.policy, *cluster.client_policies)),
-        (("policy",), cluster.policy),
-        *((("client_policies", place), name) for place, name in enumerate(cluster.client_policies)),
-    ]
-    if optional := [(path, name) for path, name in named if name in OPTIONAL_POLICIES]:
+    yield from find_missing_policy(cluster.policy, (*at, "policy"))
+    for place, name in enumerate(cluster.client_policies):
+        yield from find_missing_policy(name, (*at, "client_policies", place))
+
+
+def find_missing_policy(name: PolicyName, at: Path) -> Iterator[Finding]:
+    """Yield a fault if the policy is one of features, and none that is installed has it."""
+    if name in OPTIONAL_POLICIES:
         from kvproxy.cluster.routing.registry import policy_types  # few configurations have to load policies
 
-        known = policy_types()
-        for path, name in optional:
-            if name not in known:
-                yield error_at((*at, *path), f"no installed feature has the policy {name}")
+        if name not in policy_types():
+            yield error_at(at, f"no installed feature has the policy {name}")
 
 
 def find_cluster_faults(config: Config) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvproxy.base.errors import Problem
-from kvproxy.base.installed import installed
+from kvproxy.base.settings.feature_settings import settings_of_features
 from kvproxy.base.tls.files import read_expiry
 from kvproxy.base.tls.watch import describe_expiry
 from kvproxy.base.types import Clock
@@ -16,7 +16,6 @@ from kvproxy.cache.settings import MAX_CONNECTIONS
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.deployment import Deployment
 from kvproxy.operate.doctor.report import Finding, check, ok, problem, warning
-from kvproxy.operate.feature import Feature
 from kvproxy.proxy.filter_settings import RouterSettings
 from kvproxy.proxy.forward.public import DEFAULT_PATHS, PublicPaths
 
@@ -62,7 +61,7 @@ async def check_certificates(config: Config, wall_clock: Clock) -> Sequence[Find
 def _list_files(config: Config) -> Iterator[tuple[str, str]]:
     if config.listen.tls is not None:
         yield "listen.tls.certificate", config.listen.tls.certificate
-    for feature in installed(Feature):
+    for feature in settings_of_features():
         yield from feature.list_certificates(config)
     for cluster, settings in config.clusters.items():
         for endpoint in settings.endpoints:

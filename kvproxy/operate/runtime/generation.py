@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.feature_settings import settings_of_features
 from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.base.types import Clock
 from kvproxy.base.upstream.pool import UpstreamPool
@@ -352,5 +353,5 @@ class Generations:
 def _needs_restart(old: Config, new: Config) -> list[str]:
     """Return changed settings that take effect only at the next start of the process, by path."""
     names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
-    of_features = (name for feature in installed(Feature) for name in feature.read_at_start)
+    of_features = (name for feature in settings_of_features() for name in feature.read_at_start)
     return [name for name in (*names, *of_features) if getattr(old, name) != getattr(new, name)]

@@ -27,9 +27,9 @@ def list_filters() -> dict[str, FilterType]:
     """Return the filters of the core and of installed features, by name."""
     return {
         **{
-            name: FilterType(kind, partial(feature.build_filter, name))
+            name: FilterType(added.settings, partial(feature.build_filter, name))
             for feature in installed(ProxyFeature)
-            for name, kind in feature.filters.items()
+            for name, added in feature.added.filters.items()
         },
         **FILTERS,
     }

@@ -11,6 +11,7 @@ import pytest
 
 from kvproxy.base.settings import compose
 from kvproxy.base.settings.compose import composed, part_of, without_features
+from kvproxy.base.settings.feature_settings import FeatureSettings
 from kvproxy.base.settings.model import Duration, Model
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.operate.config.decode import decode_model
@@ -50,17 +51,10 @@ class HoldPlace(Model):
     """Keeping things."""
 
 
-class Holds(compose.BaseFeature):
-    """A feature with a section in `Inner`."""
-
-    name = "holds"
-    settings = {Inner: (HoldPlace,)}
-
-
 @pytest.fixture(autouse=True)
 def _with_the_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compose for these tests alone: what was composed before stays as it is for all others."""
-    monkeypatch.setattr(compose, "installed", lambda kind: [Holds()])
+    monkeypatch.setattr(compose, "settings_of_features", lambda: [FeatureSettings(fields={Inner: (HoldPlace,)})])
     monkeypatch.setattr(compose, "_compose", cache(compose._compose.__wrapped__))
 
 
