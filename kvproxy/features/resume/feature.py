@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.base.settings.model import Model
-from kvproxy.cluster.settings import RouteSettings
+from kvproxy.features.resume.note import NOTE, ResumeNote, describe_leg
+from kvproxy.features.resume.settings import Grade, ResumePlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
@@ -28,51 +27,11 @@ if TYPE_CHECKING:
     from kvproxy.proxy.filters.chain import FilterType
 
 
-class Grade(StrEnum):
-    """How a stream whose engine failed may go on."""
-
-    OFF = "off"
-    EXACT = "exact"  # by the token ids of prompt and answer
-    TEXT = "text"  # by these where they are known, else by the answer's text
-
-
-class ResumePlace(Model):
-    """Keys that each route gets."""
-
-    resume: Grade = Grade.OFF
-    """Streams whose engine fails go on with another one: `exact` only by token ids, which vLLM reports; `text` also by
-    the text so far, for models that `kvproxy doctor` finds fit for it; `off` ends them with an error event."""
-    resume_best_effort: bool = False
-    """Resume requests with penalties, a seed, or stop strings while sampling too, and by text those with a limit whose
-    tokens cannot be counted: the rest may differ from that of an undisturbed run, or exceed the limit."""
-
-
-NOTE = "resume"
-
-
-class ResumedLeg(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One break: where the stream broke, and how it went on."""
-
-    broke_at: str  # endpoint
-    error: str  # reason of the failure
-    tokens: int  # of the answer that had come
-    grade: str = ""  # exact, text, restart; "": it did not go on
-    refusal: str = ""  # why not
-    gap_s: float | None = None  # without a token; None: no further token came
-
-
-class ResumeNote(msgspec.Struct, frozen=True):
-    """All breaks of one stream, in order."""
-
-    legs: tuple[ResumedLeg, ...]
-
-
 class Resume(Feature):
     """Streams whose engine fails go on with another one."""
 
     name = "resume"
     metric_group = "ResumeMetrics"
-    settings = {RouteSettings: (ResumePlace,)}
 
     def observe_cluster(self, cluster: ObservedCluster, tools: ClusterTools) -> ClusterObserver:
         """Return the places where endpoints find their streams."""
@@ -132,23 +91,6 @@ def _list_grades(config: Config) -> list[str]:
     """Return the grades that routes ask for."""
     grades = {part_of(route, ResumePlace).resume for route in config.routes}
     return sorted(grade.value for grade in grades if grade is not Grade.OFF)
-
-
-def describe_leg(leg: ResumedLeg) -> str:
-    """Return a line about it."""
-    if leg.error == "moved":
-        return _describe_move(leg)
-    broke = f"the stream broke at {leg.broke_at} ({leg.error}) after {leg.tokens} tokens"
-    if leg.refusal:
-        return f"{broke} and could not go on: {leg.refusal}"
-    if leg.gap_s is None:
-        return f"{broke}; the rest was requested ({leg.grade}), and nothing more came"
-    return f"{broke} and went on elsewhere after {leg.gap_s:.3g} s ({leg.grade})"
-
-
-def _describe_move(leg: ResumedLeg) -> str:
-    moved = f"the stream was moved off {leg.broke_at} after {leg.tokens} tokens ({leg.grade})"
-    return f"{moved}; nothing more came" if leg.gap_s is None else f"{moved} and went on after {leg.gap_s:.3g} s"
 
 
 FEATURE = Resume()

@@ -14,11 +14,11 @@ from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.chat_form import ChatForms
 from kvproxy.features.resume.context import ContextLengths
 from kvproxy.features.resume.derendered import Derenderers
-from kvproxy.features.resume.feature import Grade, ResumePlace
 from kvproxy.features.resume.metrics import ResumeMetrics
 from kvproxy.features.resume.openai import OpenAiEvents
 from kvproxy.features.resume.plan import Wishes
 from kvproxy.features.resume.proof import Proofs
+from kvproxy.features.resume.settings import Grade, ResumePlace
 from kvproxy.features.resume.stream import ResumableStream, StreamEvents
 from kvproxy.features.resume.typed import MessagesEvents, ResponsesEvents
 from kvproxy.proxy.filters.chain import FilterContext, FilterType

@@ -12,8 +12,8 @@ from kvproxy.base.types import RequestKind
 from kvproxy.cache.clients.vllm import ChatForm
 from kvproxy.features.resume.counted import CountedLeg
 from kvproxy.features.resume.derendered import Came, DerenderedLeg
-from kvproxy.features.resume.feature import Grade
 from kvproxy.features.resume.progress import START, Mark, Progress
+from kvproxy.features.resume.settings import Grade
 from kvproxy.proxy.request.continuation import Leg
 
 #: Tokens that a greedy leg computes again, and characters where tokens are unknown: they must come out the same.

@@ -14,12 +14,13 @@ from kvproxy.cache.clients.vllm import ChatForm
 from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.chat_form import MessageOfChat
 from kvproxy.features.resume.events import DONE, read_data, split_events, strip_ids, with_data
-from kvproxy.features.resume.feature import NOTE, Grade, ResumedLeg, ResumeNote
 from kvproxy.features.resume.metrics import ResumeMetrics
 from kvproxy.features.resume.mismatch import Mismatch
+from kvproxy.features.resume.note import NOTE, ResumedLeg, ResumeNote
 from kvproxy.features.resume.plan import BrokenRequest, Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
 from kvproxy.features.resume.running import Moved, RunningStreams
+from kvproxy.features.resume.settings import Grade
 from kvproxy.features.resume.splice import Splice
 from kvproxy.proxy.request.continuation import Leg
 from kvproxy.proxy.request.exchange import Exchange

@@ -12,10 +12,10 @@ from kvproxy.cache.clients.vllm import ChatForm
 from kvproxy.features.other_apis.messages_chat import chat_of_messages
 from kvproxy.features.resume.chat_form import MessageOfChat
 from kvproxy.features.resume.events import read_data
-from kvproxy.features.resume.feature import Grade
 from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.features.resume.plan import Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
+from kvproxy.features.resume.settings import Grade
 from kvproxy.features.resume.splice import Splice
 from kvproxy.features.resume.typed import MessagesEvents
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvproxy.cli import main
-from kvproxy.features.resume.feature import ResumeNote, describe_leg
+from kvproxy.features.resume.note import ResumeNote, describe_leg
 from kvproxy.features.resume.running import Moved
 from kvproxy.proxy.listener.server import Server
 from tests.features.resume.gateway import (

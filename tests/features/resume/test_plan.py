@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvproxy.base.types import RequestKind
-from kvproxy.features.resume.feature import Grade
 from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.features.resume.plan import Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
+from kvproxy.features.resume.settings import Grade
 from kvproxy.features.resume.splice import Splice
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 100}

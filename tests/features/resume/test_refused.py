@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.features.resume.feature import ResumeNote, describe_leg
+from kvproxy.features.resume.note import ResumeNote, describe_leg
 from tests.features.resume.gateway import (
     CHAT,
     COMPLETION,
