@@ -21,8 +21,8 @@ from kvproxy.cluster.routing.costs import own_s, wait_s
 from kvproxy.cluster.routing.selector import PANIC, Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.screening import Refusal
-from kvproxy.features.hedging.feature import FAILED, LEFT, LOST, NOTE, REFUSED, WON, HedgeNote
 from kvproxy.features.hedging.metrics import HedgeMetrics
+from kvproxy.features.hedging.note import FAILED, LEFT, LOST, NOTE, REFUSED, WON, HedgeNote
 from kvproxy.proxy.forward.engine_request import Answer, EngineRequest
 
 #: Shortest time between two looks at the other endpoints, and least lateness: less is no sign of anything.

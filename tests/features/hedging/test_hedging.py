@@ -15,7 +15,7 @@ import pytest
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.work import features_of
-from kvproxy.features.hedging.feature import NOTE, HedgeNote
+from kvproxy.features.hedging.note import NOTE, HedgeNote
 from kvproxy.features.hedging.race import LEARNED
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.receipts.explain import explain_receipt
