@@ -22,8 +22,8 @@ from benchmarks.by_trace import Rows, measure_traces
 from benchmarks.markdown import table
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.features.leases.feature import LeaseSettings
 from kvproxy.features.leases.leases import IdleConversation, Lease, LeaseBook, choose_duration
+from kvproxy.features.leases.settings import LeaseSettings
 from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.lab.replay.pooled import measure_bound
 from kvproxy.lab.replay.results import summarize_outcomes

@@ -26,8 +26,9 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.work import prefill_s
-from kvproxy.features.leases.feature import LeasePlace, LeaseResult, LeaseSettings
 from kvproxy.features.leases.metrics import LeaseMetrics
+from kvproxy.features.leases.note import LeaseResult
+from kvproxy.features.leases.settings import LeasePlace, LeaseSettings
 from kvproxy.proxy.request.exchange import Exchange, Outcome
 from kvproxy.proxy.request.observer import RequestObserver
 

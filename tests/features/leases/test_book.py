@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.features.leases.feature import LeaseSettings
 from kvproxy.features.leases.leases import (
     HORIZON_S,
     MAX_RELEASED,
@@ -24,6 +23,7 @@ from kvproxy.features.leases.leases import (
     LeaseState,
     choose_duration,
 )
+from kvproxy.features.leases.settings import LeaseSettings
 from kvproxy.operate.config.load import check_config
 
 A = EndpointId("a")

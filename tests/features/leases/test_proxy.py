@@ -17,8 +17,8 @@ from kvproxy.cache.actions.hotness import common_tokens
 from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.providers import ActionKind
 from kvproxy.cache.service import KvCache
-from kvproxy.features.leases.feature import LeaseResult
 from kvproxy.features.leases.leases import LeaseBook, Leasing
+from kvproxy.features.leases.note import LeaseResult
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.receipts.receipt import Receipt, decode_receipt, note_of
