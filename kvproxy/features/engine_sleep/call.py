@@ -6,7 +6,7 @@ import httpx
 
 from kvproxy.base.errors import Refused
 from kvproxy.cache.clients.api import Api
-from kvproxy.features.engine_sleep.feature import WakeCallSettings
+from kvproxy.features.engine_sleep.settings import WakeCallSettings
 
 _CALL_S = 10.0
 

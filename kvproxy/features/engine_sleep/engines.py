@@ -19,8 +19,8 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.feature import list_wake_calls
-from kvproxy.features.engine_sleep.feature import SleepPlace
 from kvproxy.features.engine_sleep.metrics import SleepMetrics
+from kvproxy.features.engine_sleep.settings import SleepPlace
 from kvproxy.proxy.request.error_reply import LocalReply
 
 log = logging.getLogger("kvproxy.sleep")
