@@ -26,13 +26,13 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.claims import PeerClaims
 from kvproxy.features.exchange.datagrams import DatagramLink, Link
-from kvproxy.features.exchange.feature import SyncPlace
 from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peer_status import IdCollision, bind_gauges, describe
 from kvproxy.features.exchange.peers import Peers, SyncStatus
 from kvproxy.features.exchange.ray_link import RayLink
+from kvproxy.features.exchange.settings import SyncPlace
 from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.features.exchange.snapshot import SLICE_S, Handover
 from kvproxy.features.exchange.stores import NatsLink, RedisLink, StoreLink
