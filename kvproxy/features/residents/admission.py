@@ -21,8 +21,8 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Candidate, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.features.residents.feature import NOTE, SessionTurn
 from kvproxy.features.residents.habits import HORIZON_S, Habits
+from kvproxy.features.residents.note import NOTE, SessionTurn
 from kvproxy.features.residents.resident_set import ResidentSet, Session
 
 #: Share of an engine's memory up to which sessions are admitted, and at which the youngest gives way.

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from kvproxy.features.residents.admission import ADMIT_BELOW
-from kvproxy.features.residents.feature import NOTE, SessionTurn
 from kvproxy.features.residents.habits import HORIZON_S
+from kvproxy.features.residents.note import NOTE, SessionTurn
 from kvproxy.operate.receipts.receipt import Receipt, decode_prefixes, note_of
 
 #: Share of a prompt with which another one begins that is its session's next turn.

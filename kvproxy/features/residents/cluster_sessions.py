@@ -13,8 +13,8 @@ from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
 from kvproxy.features.residents.admission import SessionAdmission
-from kvproxy.features.residents.feature import SessionsPlace
 from kvproxy.features.residents.metrics import SessionMetrics
+from kvproxy.features.residents.settings import SessionsPlace
 from kvproxy.operate.commands.status import plain
 from kvproxy.operate.feature import StatusPart
 from kvproxy.operate.merge import at_most, each, fields, joined, largest, total

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.base.settings.model import Model
 from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.features.residents.note import NOTE, SessionTurn
+from kvproxy.features.residents.settings import SessionsPlace
 from kvproxy.operate.config.schema import find_kvcache_settings
 from kvproxy.operate.feature import OFF, ON, Capability, Feature
 
@@ -27,26 +28,6 @@ if TYPE_CHECKING:
     from kvproxy.operate.runtime.operated import AdminTarget
 
 
-class SessionsPlace(Model):
-    """A cluster."""
-
-    admit_sessions: bool = True
-    """Begin a session of many turns, such as an agent's, only where an engine's memory has room for it beside those
-    that run there; until then its first turn waits in the router queue. No effect while all of them fit, or where the
-    engines do not report their memory."""
-
-
-NOTE = "session_turn"
-
-
-class SessionTurn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Turn of a session, and how long it waited for room in the engines' memory."""
-
-    turn: int  # from 1
-    resident: bool  # its context is kept for the next turn
-    room_wait_s: float = 0.0
-
-
 _NAME = "sessions admitted by memory"
 
 
@@ -55,7 +36,6 @@ class Sessions(Feature):
 
     name = "residents"
     metric_group = "SessionMetrics"
-    settings = {ClusterSettings: (SessionsPlace,)}
     panel = "residents"
 
     def list_notes(self) -> Mapping[str, type[msgspec.Struct]]:

@@ -19,8 +19,8 @@ from kvproxy.cluster.routing.remote_load import RemoteLoad
 from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.features.residents import admission as rule
 from kvproxy.features.residents.admission import SessionAdmission, SessionStay, SessionWait
-from kvproxy.features.residents.feature import NOTE, SessionTurn
 from kvproxy.features.residents.habits import HORIZON_S, MAX_HEADS, Habits
+from kvproxy.features.residents.note import NOTE, SessionTurn
 
 CAPACITY = 100_000
 BLOCK = 100  # tokens

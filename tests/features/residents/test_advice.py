@@ -15,7 +15,8 @@ import pytest
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import parse_engine_metrics
 from kvproxy.features.residents import memory_check
-from kvproxy.features.residents.feature import FEATURE, SessionTurn
+from kvproxy.features.residents.feature import FEATURE
+from kvproxy.features.residents.note import SessionTurn
 from kvproxy.operate.receipts.receipt import (
     Attempt,
     Receipt,

@@ -17,7 +17,8 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.load import EngineState
 from kvproxy.features.residents import habits
 from kvproxy.features.residents.cluster_sessions import ClusterSessions, show_status
-from kvproxy.features.residents.feature import FEATURE, NOTE, SessionTurn, describe_capability
+from kvproxy.features.residents.feature import FEATURE, describe_capability
+from kvproxy.features.residents.note import NOTE, SessionTurn
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.receipts.receipt import decode_receipt, note_of
 from kvproxy.testing import simulated_engines
