@@ -15,9 +15,9 @@ from kvproxy.cluster.settings import EndpointRole
 from kvproxy.features.disaggregation.canary import Canary
 from kvproxy.features.disaggregation.connectors import CONNECTORS
 from kvproxy.features.disaggregation.connectors.sglang import MODES, ServerInfo
-from kvproxy.features.disaggregation.feature import Connector, DisaggregationPlace
 from kvproxy.features.disaggregation.findings import FIXES
 from kvproxy.features.disaggregation.pairs import PairState
+from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace
 from kvproxy.operate.doctor.deployment import ClusterFacts
 from kvproxy.operate.doctor.engine import EngineFacts
 from kvproxy.operate.doctor.report import Finding, check, ok, problem, warning

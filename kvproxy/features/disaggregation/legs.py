@@ -23,11 +23,12 @@ from kvproxy.cluster.routing.selector import PREFERRED, Decision
 from kvproxy.cluster.routing.work import PromptSplit
 from kvproxy.features.disaggregation.bodies import Names, encode, shorten
 from kvproxy.features.disaggregation.connectors.base import KvConnector, LegTerms, NoHandle
-from kvproxy.features.disaggregation.feature import ERROR, FAILED, LOCAL, PULLED, REFUSED, DisaggregationSettings, Legs
 from kvproxy.features.disaggregation.handle import Handle, HandleRefused
 from kvproxy.features.disaggregation.metrics import DisaggregationMetrics
+from kvproxy.features.disaggregation.note import ERROR, FAILED, LOCAL, PULLED, REFUSED, Legs
 from kvproxy.features.disaggregation.pairs import Pairs
 from kvproxy.features.disaggregation.plan import Plan, split_of_pulled
+from kvproxy.features.disaggregation.settings import DisaggregationSettings
 from kvproxy.proxy.forward.answer import read_short
 from kvproxy.proxy.forward.engine_request import Answer, EngineRequest
 

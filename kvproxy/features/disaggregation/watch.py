@@ -12,9 +12,9 @@ from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters,
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.features.disaggregation.connectors import CONNECTORS
 from kvproxy.features.disaggregation.connectors.base import KvConnector
-from kvproxy.features.disaggregation.feature import Connector, DisaggregationPlace, DisaggregationSettings
 from kvproxy.features.disaggregation.metrics import DisaggregationMetrics
 from kvproxy.features.disaggregation.pairs import Pairs
+from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace, DisaggregationSettings
 
 
 class Disaggregated(ClusterObserver):

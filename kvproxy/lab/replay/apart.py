@@ -42,7 +42,7 @@ class ApartTime(VirtualTime):
         **more: Any,
     ) -> None:
         from kvproxy.features.disaggregation import plan
-        from kvproxy.features.disaggregation.feature import DisaggregationSettings
+        from kvproxy.features.disaggregation.settings import DisaggregationSettings
 
         super().__init__(*args, **more)
         self.plan = plan

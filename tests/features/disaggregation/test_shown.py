@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvproxy.base.types import EndpointId
-from kvproxy.features.disaggregation.feature import FEATURE, NOTE, Legs
+from kvproxy.features.disaggregation.feature import FEATURE
+from kvproxy.features.disaggregation.note import NOTE, Legs
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.doctor.report import Severity
 from kvproxy.operate.receipts.explain import explain_decision, explain_receipt

@@ -12,7 +12,8 @@ from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import EndpointId
 from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.features.disaggregation import legs
-from kvproxy.features.disaggregation.feature import NOTE, Connector, DisaggregationPlace, Legs
+from kvproxy.features.disaggregation.note import NOTE, Legs
+from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace
 from kvproxy.lab.simulator.vllm_settings import NixlLinks
 from tests.features.disaggregation.support import Fleet, Separated, prompt, separated, text_of, until_freed, words
 from tests.support.proxy import ask_in_process

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.features.disaggregation.feature import NOTE
+from kvproxy.features.disaggregation.note import NOTE
 from kvproxy.features.disaggregation.pairs import PairState
 from kvproxy.features.disaggregation.watch import Disaggregated, find_all
 from tests.real.conftest import Saw

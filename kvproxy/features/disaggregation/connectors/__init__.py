@@ -11,7 +11,7 @@ from kvproxy.features.disaggregation.connectors.mooncake import MooncakeConnecto
 from kvproxy.features.disaggregation.connectors.nixl import NixlConnector
 from kvproxy.features.disaggregation.connectors.sglang import SglangConnector
 from kvproxy.features.disaggregation.connectors.sidecar import SidecarConnector
-from kvproxy.features.disaggregation.feature import Connector
+from kvproxy.features.disaggregation.settings import Connector
 
 CONNECTORS: Mapping[Connector, Callable[[int, Random], KvConnector]] = {
     Connector.NIXL: NixlConnector,
