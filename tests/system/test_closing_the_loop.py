@@ -103,7 +103,7 @@ async def test_events_that_prove_wrong_are_believed_less_about_that_endpoint() -
             for prompt in prompts:
                 await complete(stranger, prompt)
         await until(lambda: proxy.metric("kvproxy_kvcache_index_blocks", index="precise") == 24)
-        cache = place.fleet.engines["a"].state.runner.engine._scheduler.cache
+        cache = place.fleet.engines["a"].state.runner.engine.scheduler.cache
         cache._record = False  # no event tells of it
         assert cache.clear()
         cache._record = True

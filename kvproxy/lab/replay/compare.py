@@ -195,7 +195,7 @@ def _run(run: VirtualTime, engines: Sequence[Engine], token_gaps: TokenGaps | No
     outcomes = run.run()
     if token_gaps is not None:
         for engine in engines:
-            token_gaps.update(engine.counters.token_gaps)
+            token_gaps.update(engine.scheduler.counters.token_gaps)
     return outcomes
 
 

@@ -203,7 +203,7 @@ def play_on_pool(
     outcomes = VirtualTime(blocks, pace, router, pool, sharing=pool.endpoints).run()
     if token_gaps is not None:
         for endpoint in pool.endpoints:
-            token_gaps.update(endpoint.engine.counters.token_gaps)
+            token_gaps.update(endpoint.engine.scheduler.counters.token_gaps)
     return outcomes
 
 

@@ -79,8 +79,8 @@ class SimTransfers:
     ) -> tuple[float, Sequence[int]]:
         """Reserves both links; when it is over, and the blocks that are there then: what the source truly has."""
         wanted = blocks[: transfer.tokens // self.block_size]
-        held = source.match_prefix(wanted)
-        missing = max(0, held - target.match_prefix(wanted))
+        held = source.own_cache.match_prefix(wanted, len(wanted))
+        missing = max(0, held - target.own_cache.match_prefix(wanted, len(wanted)))
         self.counts.made += 1
         self.counts.tokens += missing * self.block_size
         self.counts.empty += not missing

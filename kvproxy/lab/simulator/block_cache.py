@@ -104,10 +104,6 @@ class BlockCache(PrefixCache):
         self._lower = lower
         self._ranking = ranking  # None: the free list's order
 
-    def __len__(self) -> int:
-        """Distinct hashes held."""
-        return len(self._block_of)
-
     def __contains__(self, block_hash: int) -> bool:
         return block_hash in self._block_of
 

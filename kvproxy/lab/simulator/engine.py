@@ -11,7 +11,6 @@ from collections.abc import Sequence as Hashes
 from kvproxy.lab.simulator.block_cache import BlockCache, PrefixCache
 from kvproxy.lab.simulator.engine_io import (
     CacheChanged,
-    EngineCounters,
     EngineLoad,
     EngineOutput,
     EngineSettings,
@@ -24,8 +23,8 @@ from kvproxy.lab.simulator.engine_io import (
 )
 from kvproxy.lab.simulator.lower_tiers import LowerTier, LowerTiers
 from kvproxy.lab.simulator.retention import Eviction, Future, Ranking
-from kvproxy.lab.simulator.scheduler import Batch, Scheduler
-from kvproxy.lab.simulator.sequence import LoraSlots, Sequence
+from kvproxy.lab.simulator.scheduler import Batch, Scheduler, SequenceMemory
+from kvproxy.lab.simulator.sequence import Sequence
 from kvproxy.lab.simulator.timing import Stretch
 
 
@@ -45,7 +44,7 @@ class Engine:
         store: LowerTier | None = None,
         future: Future | None = None,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._future = future
         own_tiers = [LowerTier(each, future=future) for each in settings.tiers]
         tiers = [*own_tiers, *(() if store is None else (store,))]
@@ -53,8 +52,8 @@ class Engine:
         ranked = settings.eviction is not Eviction.LRU
         ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
         own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events, lower=lower, ranking=ranking)
-        self._own = own
-        self._scheduler = Scheduler(settings, own if cache is None else cache, lower=lower)
+        self.own_cache = own  # not the one that it was given
+        self.scheduler = Scheduler(settings, SequenceMemory(settings, own if cache is None else cache, lower=lower))
         self._sequences: dict[str, Sequence] = {}
         self._batch: Batch | None = None
         self._stretch = Stretch(0.0, 0.0)
@@ -62,37 +61,23 @@ class Engine:
         self._paused: dict[str, float] = {}  # preempted in the middle of an answer: when
 
     @property
-    def settings(self) -> EngineSettings:
-        """Settings it was built with."""
-        return self._settings
-
-    @property
-    def counters(self) -> EngineCounters:
-        """Running totals (live, not a copy)."""
-        return self._scheduler.counters
-
-    @property
     def load(self) -> EngineLoad:
         """How busy it is right now."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return EngineLoad(len(scheduler.running), len(scheduler.waiting), scheduler.cache.usage)
-
-    @property
-    def loras(self) -> LoraSlots:
-        """Its slots for adapters."""
-        return self._scheduler.loras
 
     def submit(self, request: SimRequest, now: float) -> None:
         """Queues a request; an id in use is a ValueError."""
         if request.id in self._sequences:
             raise ValueError(f"request {request.id!r} is already here")
         self._run_to(now)
-        if not self._scheduler.fits(request.prompt_tokens + request.output_tokens - 1):
+        blocks = self.scheduler.memory.count_blocks(request.prompt_tokens + request.output_tokens - 1)
+        if blocks > self.settings.capacity_blocks:
             self._outputs.append(Rejected(request.id, now))
             return
         sequence = Sequence(request, now)
         self._sequences[request.id] = sequence
-        self._scheduler.waiting.add(sequence)
+        self.scheduler.waiting.add(sequence)
         self._join(now)
 
     def cancel(self, request_id: str, now: float) -> bool:
@@ -102,31 +87,23 @@ class Engine:
         if sequence is None:
             return False
         self._paused.pop(request_id, None)
-        self._scheduler.drop(sequence)
+        self.scheduler.drop(sequence)
         self._join(now)
         return True
 
     def wake(self, now: float) -> bool:
         """Plan again if requests wait and nothing runs, since another engine may have freed blocks of a shared cache.
         Returns True if a step begins."""
-        if self._batch is None and self._scheduler.waiting:
+        if self._batch is None and self.scheduler.waiting:
             self._begin(now)
             return self._batch is not None
         return False
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets the cached prefixes unless something runs; announced with the next step, as vLLM does."""
-        return self._scheduler.cache.clear()
-
-    def match_prefix(self, block_hashes: Hashes[int]) -> int:
-        """How many of a prompt's leading blocks are in its memory."""
-        return self._own.match_prefix(block_hashes, len(block_hashes))
 
     def receive(self, block_hashes: Hashes[int], now: float) -> int:
         """Take in copies of a prompt's leading blocks, as far as they are not here: how many. Announced with the next
         step."""
         self._run_to(now)
-        return self._own.receive(block_hashes)
+        return self.own_cache.receive(block_hashes)
 
     def next_event_at(self) -> float | None:
         """When `advance` has something to do; None when idle."""
@@ -154,36 +131,17 @@ class Engine:
             self._stretch.cut(now)
 
     def _begin(self, now: float) -> None:
-        batch = self._scheduler.plan(now)
+        batch = self.scheduler.plan(now)
         for sequence in batch.preempted:
             self._outputs.append(Preempted(sequence.request.id, now))
             if sequence.generated:
                 self._paused.setdefault(sequence.request.id, now)
         self._batch = batch if batch else None
         if batch:
-            self._stretch = self._time(batch, now)
-
-    def _time(self, batch: Batch, now: float) -> Stretch:
-        timing = self._settings.timing
-        factor = timing.factor_at(now)
-        step_s = 0.0
-        if batch.decodes:
-            step_s = timing.decode_s(batch.decodes, self._scheduler.count_resident_tokens())
-        if batch.chunks:
-            step_s += timing.prefill_step_s + batch.loads * self._settings.lora_load_s + batch.reads_s
-            step_s += sum(timing.prefill_s(tokens, sequence.computed) for sequence, tokens in batch.chunks)
-            step_s = step_s if batch.decodes else max(step_s, timing.prefill_floor_s)
-            return Stretch(now, step_s * factor)
-        if self._settings.token_outputs or batch.preempted:  # admission pauses for one step after a preemption
-            return Stretch(now, step_s * factor)
-        wanted = min(sequence.remaining for sequence in self._scheduler.decoding.values())
-        steps = self._scheduler.limit_decode_steps(wanted)
-        stretch = Stretch(now, step_s * factor, timing.decode_growth_s(batch.decodes) * factor, steps)
-        stretch.cut(timing.next_change_after(now))
-        return stretch
+            self._stretch = _time_step(batch, self.scheduler, self.settings, now)
 
     def _complete(self, batch: Batch, at: float) -> None:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         before = len(self._outputs)
         scheduler.counters.steps += self._stretch.steps
         if batch.decodes:
@@ -196,7 +154,7 @@ class Engine:
             self._outputs.insert(before, CacheChanged(at, tuple(events)))
 
     def _complete_decodes(self, at: float) -> None:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         stretch = self._stretch
         steps = stretch.steps
         tokens = stretch.steps * len(scheduler.decoding)
@@ -206,7 +164,7 @@ class Engine:
         finished = []
         for sequence in scheduler.decoding.values():
             scheduler.decode(sequence, steps)
-            if self._settings.token_outputs:
+            if self.settings.token_outputs:
                 self._outputs.append(Tokens(sequence.request.id, at, sequence.generated))
             if sequence.remaining <= 0:
                 finished.append(sequence)
@@ -215,14 +173,14 @@ class Engine:
 
     def _emit_token(self, sequence: Sequence, at: float) -> None:
         request_id = sequence.request.id
-        counters = self._scheduler.counters
+        counters = self.scheduler.counters
         counters.generation_tokens += 1
         if sequence.generated == 1:
             admitted_at = sequence.submitted_at if sequence.admitted_at is None else sequence.admitted_at
             self._outputs.append(FirstToken(request_id, at, sequence.cached_tokens, sequence.submitted_at, admitted_at))
         elif (paused_at := self._paused.pop(request_id, None)) is not None:
             counters.token_gaps.add(at - paused_at)
-        if self._settings.token_outputs:
+        if self.settings.token_outputs:
             self._outputs.append(Tokens(request_id, at, sequence.generated))
         if sequence.remaining <= 0:
             self._finish(sequence, at)
@@ -232,5 +190,26 @@ class Engine:
         del self._sequences[request.id]
         if self._future is not None:
             self._future.note_prompt(request.block_hashes)
-        self._scheduler.drop(sequence)
+        self.scheduler.drop(sequence)
         self._outputs.append(Finished(request.id, at, sequence.generated, request.finish_reason))
+
+
+def _time_step(batch: Batch, scheduler: Scheduler, settings: EngineSettings, now: float) -> Stretch:
+    """Return the time that a batch takes: one step, or as many as it stays the same for."""
+    timing = settings.timing
+    decoding = scheduler.decoding.values()
+    factor = timing.factor_at(now)
+    step_s = 0.0
+    if batch.decodes:
+        step_s = timing.decode_s(batch.decodes, sum([sequence.computed for sequence in decoding]))
+    if batch.chunks:
+        step_s += timing.prefill_step_s + batch.loads * settings.lora_load_s + batch.reads_s
+        step_s += sum(timing.prefill_s(tokens, sequence.computed) for sequence, tokens in batch.chunks)
+        step_s = step_s if batch.decodes else max(step_s, timing.prefill_floor_s)
+        return Stretch(now, step_s * factor)
+    if settings.token_outputs or batch.preempted:  # admission pauses for one step after a preemption
+        return Stretch(now, step_s * factor)
+    steps = scheduler.memory.limit_steps(decoding, min([sequence.remaining for sequence in decoding]))
+    stretch = Stretch(now, step_s * factor, timing.decode_growth_s(batch.decodes) * factor, steps)
+    stretch.cut(timing.next_change_after(now))
+    return stretch

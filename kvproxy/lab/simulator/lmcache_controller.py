@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +92,7 @@ class ControllerApp(JsonApp):
         body = await parse_body(request, _Lookup)
         if self.settings.lookup_s:
             await run_while_connected(request.receive, asyncio.sleep(self.settings.lookup_s))
-        layout = self._find_layout(body.tokens)
+        layout = _find_layout(body.tokens, self.workers)
         if self.settings.pixiu_shape:
             shaped: dict[str, Any] = {name: {"0": place, "1": end} for name, (place, end) in layout.items()}
         else:
@@ -119,7 +119,7 @@ class ControllerApp(JsonApp):
         body = await parse_body(request, _Codec)
         worker = self._worker(body.instance_id, "compressed")
         async with worker.run_control_call(request):
-            store, chunks = self._codec_chunks(worker, body, "Operation 'compress' is not supported.")
+            store, chunks = _find_codec_chunks(worker, body, "Operation 'compress' is not supported.")
             store.compressed.update(chunks)
         return self._done("Compress", len(chunks))
 
@@ -127,15 +127,15 @@ class ControllerApp(JsonApp):
         body = await parse_body(request, _Codec)
         worker = self._worker(body.instance_id, "")
         async with worker.run_control_call(request):
-            store, chunks = self._codec_chunks(worker, body, "")
+            store, chunks = _find_codec_chunks(worker, body, "")
             compressed = store.compressed.intersection(chunks)
             store.compressed -= compressed
         return self._done("Decompress", len(compressed))
 
     async def _move(self, request: Request) -> Any:
         body = await parse_body(request, _Move)
-        source_id, source_place = self._position(body.old_position, "old")
-        target_id, target_place = self._position(body.new_position, "new")
+        source_id, source_place = _check_position(body.old_position, "old")
+        target_id, target_place = _check_position(body.new_position, "new")
         source = self._worker(source_id, "moved")
         target = self._worker(target_id, "moved")
         if not (source.settings.p2p and target.settings.p2p):
@@ -179,23 +179,6 @@ class ControllerApp(JsonApp):
         }
         return {"calls": dict(self.calls), "workers": workers}
 
-    def _find_layout(self, tokens: Sequence[int]) -> dict[str, tuple[str, int]]:
-        """Per instance its last matched end, counting for each chunk only the first holder: replicas are invisible,
-        and the number is no contiguous prefix of that instance."""
-        found: dict[str, tuple[str, int]] = {}
-        for index, chunk in enumerate(hash_chunks(tokens)):
-            holders = ((name, place) for name, one in self.workers.items() if (place := one.location_of(chunk)))
-            name, place = next(holders, ("", ""))
-            if not name:
-                break
-            found[name] = place, (index + 1) * CHUNK_TOKENS
-        return found
-
-    def _position(self, position: Sequence[Any], which: str) -> tuple[str, str]:
-        if len(position) != 2 or position[1] not in (CPU, DISK):
-            raise detail_error(500, f"{which}_position must be [instance, location]")
-        return position[0], position[1]
-
     def _worker(self, instance_id: str, verb: str) -> LmcacheWorker:
         worker = self.workers.get(instance_id)
         if worker is None:
@@ -203,19 +186,38 @@ class ControllerApp(JsonApp):
             raise detail_error(500, text if verb else "")
         return worker
 
-    def _codec_chunks(self, worker: LmcacheWorker, body: _Codec, refusal: str) -> tuple[ChunkStore, list[int]]:
-        """Return the chunks that a codec works on, in place; any method but CacheGen does nothing and reports 0
-        tokens."""
-        store = worker.stores.get(body.location, worker.stores[CPU])
-        if body.method != "cachegen" or not body.tokens or body.location not in worker.stores:
-            return store, []
-        if not worker.settings.cachegen:
-            raise detail_error(500, refusal)
-        return store, store.held_prefix(hash_chunks(body.tokens))
-
     def _make_event_id(self, kind: str) -> str:
         """As the controller makes them: the kind and a UUID-like tail."""
         return f"{kind}{self._rng.getrandbits(128):032x}"
 
     def _done(self, kind: str, chunks: int) -> dict[str, Any]:
         return {"event_id": self._make_event_id(kind), "num_tokens": chunks * CHUNK_TOKENS}
+
+
+def _find_layout(tokens: Sequence[int], workers: Mapping[str, LmcacheWorker]) -> dict[str, tuple[str, int]]:
+    """Per instance its last matched end, counting for each chunk only the first holder: replicas are invisible, and the
+    number is no contiguous prefix of that instance."""
+    found: dict[str, tuple[str, int]] = {}
+    for index, chunk in enumerate(hash_chunks(tokens)):
+        holders = ((name, place) for name, one in workers.items() if (place := one.location_of(chunk)))
+        name, place = next(holders, ("", ""))
+        if not name:
+            break
+        found[name] = place, (index + 1) * CHUNK_TOKENS
+    return found
+
+
+def _check_position(position: Sequence[Any], which: str) -> tuple[str, str]:
+    if len(position) != 2 or position[1] not in (CPU, DISK):
+        raise detail_error(500, f"{which}_position must be [instance, location]")
+    return position[0], position[1]
+
+
+def _find_codec_chunks(worker: LmcacheWorker, body: _Codec, refusal: str) -> tuple[ChunkStore, list[int]]:
+    """Return the chunks that a codec works on, in place; any method but CacheGen does nothing and reports 0 tokens."""
+    store = worker.stores.get(body.location, worker.stores[CPU])
+    if body.method != "cachegen" or not body.tokens or body.location not in worker.stores:
+        return store, []
+    if not worker.settings.cachegen:
+        raise detail_error(500, refusal)
+    return store, store.held_prefix(hash_chunks(body.tokens))

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -205,12 +206,13 @@ class CoordinatorApp(JsonApp):
         self._settings = settings
         self._clock = clock
         self._rng = rng or random.Random()
-        pool = self._server("", capacity_chunks=settings.shared_chunks) if settings.shared_chunks else None
+        make_server = partial(MpServer, chunk_bytes=settings.chunk_bytes, clock=clock)
+        pool = make_server("", capacity_chunks=settings.shared_chunks) if settings.shared_chunks else None
         self.directory = Directory(pool)
         self._pins: Counter[ChunkKey] = Counter()
         self._prefetches: dict[tuple[str, str], tuple[float, int, int]] = {}  # end, keys found, keys requested
         for instance_id in settings.instances:
-            self.directory.add(self._server(instance_id))
+            self.directory.add(make_server(instance_id, capacity_chunks=settings.capacity_chunks))
         self.answer("POST", "/directory/lookup", self._lookup)
         self.answer("GET", "/directory/stats", self._stats)
         self.answer("GET", "/instances", self._list)
@@ -369,14 +371,6 @@ class CoordinatorApp(JsonApp):
             for chunk in hash_blocks(tokens, self._settings.chunk_tokens)
             for rank in range(world_size)
         ]
-
-    def _server(self, instance_id: str, *, capacity_chunks: int = 0) -> MpServer:
-        return MpServer(
-            instance_id,
-            capacity_chunks=capacity_chunks or self._settings.capacity_chunks,
-            chunk_bytes=self._settings.chunk_bytes,
-            clock=self._clock,
-        )
 
 
 def _described(server: MpServer) -> dict[str, Any]:

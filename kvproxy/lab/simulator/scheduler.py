@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvproxy.lab.simulator.block_cache import PrefixCache
-from kvproxy.lab.simulator.engine_io import EngineCounters, EngineSettings, Scheduling, SimRequest
+from kvproxy.lab.simulator.engine_io import EngineCounters, EngineSettings, Scheduling
 from kvproxy.lab.simulator.lower_tiers import LowerTiers
 from kvproxy.lab.simulator.sequence import LoraSlots, Sequence, WaitingLine
 
@@ -27,15 +27,73 @@ class Batch:
         return bool(self.chunks) or self.decodes > 0
 
 
+class SequenceMemory:
+    """The blocks of an engine's sequences: in its cache, and as its lower tiers give them."""
+
+    def __init__(self, settings: EngineSettings, cache: PrefixCache, *, lower: LowerTiers | None = None) -> None:
+        self._settings = settings
+        self.cache = cache
+        self.lower = lower or LowerTiers(())
+
+    def count_blocks(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self._settings.block_size)
+
+    def count_missing(self, sequences: Iterable[Sequence], steps: int) -> int:
+        """Blocks that the sequences lack for so many decode steps."""
+        size = self._settings.block_size
+        blocks = 0
+        for one in sequences:
+            missing = -(-(one.computed + steps) // size) - len(one.blocks)
+            if missing > 0:
+                blocks += missing
+        return blocks
+
+    def limit_steps(self, decoding: Collection[Sequence], wanted: int) -> int:
+        """Return the most steps, up to `wanted`, that every decoding sequence can take in the free blocks."""
+        steps = wanted
+        block_size = self._settings.block_size
+        while steps > 1 and len(decoding) * (steps // block_size + 1) > self.cache.free_blocks:
+            if self.count_missing(decoding, steps) <= self.cache.free_blocks:
+                break
+            steps //= 2
+        return steps
+
+    def begin(self, sequence: Sequence, hits: int, read: int) -> None:
+        """Give an admitted sequence the blocks of its prompt that are here, and those that were `read`."""
+        size = self._settings.block_size
+        sequence.blocks = self.cache.acquire(sequence.request.block_hashes, hits)
+        sequence.hashed = hits
+        if read:
+            self.grow(sequence, (hits + read) * size)
+        sequence.computed = (hits + read) * size
+
+    def grow(self, sequence: Sequence, tokens: int) -> None:
+        """Give the sequence blocks for `tokens` and make those that become full reusable."""
+        size = self._settings.block_size
+        missing = -(-tokens // size) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self.cache.allocate(missing)
+        first = sequence.hashed
+        hashes = sequence.request.block_hashes
+        last = min(tokens // size, len(hashes))
+        if last > first and self._settings.prefix_caching:
+            parent = hashes[first - 1] if first else None
+            lookahead = self._settings.lookahead_tokens
+            event = sequence.stored_event(first, last, size, parent=parent, lookahead_tokens=lookahead)
+            self.cache.store(sequence.blocks[first:last], event)
+            sequence.hashed = last
+
+
 class Scheduler:
     """Holds the sequences and their blocks. Running ones come first and decodes before chunks; the first of those that
     wait is admitted when a slot, tokens of the step and memory for its whole prompt are left. When memory runs out, a
     runner starts over: the newest, or under priority scheduling the least urgent."""
 
-    def __init__(self, settings: EngineSettings, cache: PrefixCache, *, lower: LowerTiers | None = None) -> None:
+    def __init__(self, settings: EngineSettings, memory: SequenceMemory) -> None:
         self._settings = settings
-        self.cache = cache
-        self._lower = lower
+        self.memory = memory
+        self.cache = memory.cache
         self.loras = LoraSlots(settings.max_loras)
         self.counters = EngineCounters()
         self.waiting = WaitingLine(settings.scheduling)
@@ -43,14 +101,11 @@ class Scheduler:
         self.decoding: dict[str, Sequence] = {}
         self.prefilling: dict[str, Sequence] = {}
 
-    def fits(self, tokens: int) -> bool:
-        """Return True if a sequence of this length can ever run."""
-        return self._blocks_for(tokens) <= self._settings.capacity_blocks
-
     def plan(self, now: float) -> Batch:
         """Reserve the memory of the next step and return its work; an empty batch when there is nothing."""
-        batch = Batch()
-        self._make_room_to_decode(batch)
+        batch = Batch(reserved_blocks=self.memory.count_missing(self.decoding.values(), 1))
+        while batch.reserved_blocks > self.cache.free_blocks:
+            self._preempt(self._victim(), batch)
         for sequence in list(self.prefilling.values()):
             self._continue_prefill(sequence, batch)
         if not batch.preempted:
@@ -59,29 +114,10 @@ class Scheduler:
         self.loras.note_step(self._adapters(), (one.request.lora_name for one in self.waiting), now)
         return batch
 
-    def limit_decode_steps(self, wanted: int) -> int:
-        """Return the most steps, up to `wanted`, that every decoding sequence can take in the free blocks."""
-        steps = wanted
-        block_size = self._settings.block_size
-        while steps > 1 and len(self.decoding) * (steps // block_size + 1) > self.cache.free_blocks:
-            if self._blocks_to_decode(steps) <= self.cache.free_blocks:
-                break
-            steps //= 2
-        return steps
-
-    def count_reusable(self, request: SimRequest) -> int:
-        """Leading blocks of a prompt that would be reused if it were admitted now."""
-        limit = (request.prompt_tokens - 1) // self._settings.block_size
-        return self.cache.match_prefix(request.block_hashes, limit)
-
-    def count_resident_tokens(self) -> int:
-        """Tokens of which the decoding sequences hold the KV."""
-        return sum(sequence.computed for sequence in self.decoding.values())
-
     def decode(self, sequence: Sequence, steps: int) -> None:
         """Take `steps` decode steps of one sequence; the caller made sure of the blocks."""
         sequence.generated += steps
-        self._grow(sequence, sequence.computed + steps)
+        self.memory.grow(sequence, sequence.computed + steps)
         sequence.computed += steps
 
     def finish_chunk(self, sequence: Sequence, tokens: int) -> bool:
@@ -98,27 +134,8 @@ class Scheduler:
         """Take a sequence out wherever it is; its blocks are free at once."""
         sequence.gone = True
         self.waiting.remove(sequence)
-        for place in (self.running, self.decoding, self.prefilling):
-            place.pop(sequence.request.id, None)
-        self.cache.release(sequence.blocks)
+        self._stop(sequence)
         sequence.blocks = []
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._settings.block_size)
-
-    def _blocks_to_decode(self, steps: int) -> int:
-        size = self._settings.block_size
-        blocks = 0
-        for one in self.decoding.values():
-            missing = -(-(one.computed + steps) // size) - len(one.blocks)
-            if missing > 0:
-                blocks += missing
-        return blocks
-
-    def _make_room_to_decode(self, batch: Batch) -> None:
-        batch.reserved_blocks = self._blocks_to_decode(1)
-        while batch.reserved_blocks > self.cache.free_blocks:
-            self._preempt(self._victim(), batch)
 
     def _victim(self) -> Sequence:
         """Return the runner that vLLM gives up for another's memory."""
@@ -127,16 +144,19 @@ class Scheduler:
         return next(reversed(self.running.values()))
 
     def _preempt(self, sequence: Sequence, batch: Batch) -> None:
-        self.cache.release(sequence.blocks)
-        for place in (self.running, self.decoding, self.prefilling):
-            place.pop(sequence.request.id, None)
+        self._stop(sequence)
         sequence.restart()
         self.waiting.put_back(sequence)
         self.counters.preemptions += 1
         batch.preempted.append(sequence)
         batch.chunks = [chunk for chunk in batch.chunks if chunk[0] is not sequence]
         batch.chunk_tokens = sum(tokens for _, tokens in batch.chunks)
-        batch.reserved_blocks = self._blocks_to_decode(1)
+        batch.reserved_blocks = self.memory.count_missing(self.decoding.values(), 1)
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.cache.release(sequence.blocks)
+        for place in (self.running, self.decoding, self.prefilling):
+            place.pop(sequence.request.id, None)
 
     def _tokens_left(self, batch: Batch) -> int:
         return self._settings.max_batched_tokens - len(self.decoding) - batch.chunk_tokens
@@ -151,14 +171,14 @@ class Scheduler:
         """Schedules the next chunk; without room for it runners start over, itself among them."""
         while sequence.request.id in self.prefilling and self._tokens_left(batch) > 0:
             chunk = self._next_chunk(sequence, batch)
-            missing = self._blocks_for(sequence.computed + chunk) - len(sequence.blocks)
+            missing = self.memory.count_blocks(sequence.computed + chunk) - len(sequence.blocks)
             if missing <= self.cache.free_blocks - batch.reserved_blocks:
                 self._schedule_chunk(sequence, chunk, batch)
                 return
             self._preempt(self._victim(), batch)
 
     def _schedule_chunk(self, sequence: Sequence, chunk: int, batch: Batch) -> None:
-        self._grow(sequence, sequence.computed + chunk)
+        self.memory.grow(sequence, sequence.computed + chunk)
         batch.chunks.append((sequence, chunk))
         batch.chunk_tokens += chunk
 
@@ -170,35 +190,25 @@ class Scheduler:
             hashes = sequence.request.block_hashes
             limit = (sequence.target - 1) // self._settings.block_size if self._settings.prefix_caching else 0
             hits = self.cache.match_prefix(hashes, limit)
-            wanted = self._blocks_for(sequence.target) - hits + self.cache.count_idle(hashes, hits)
+            wanted = self.memory.count_blocks(sequence.target) - hits + self.cache.count_idle(hashes, hits)
             if wanted > self.cache.free_blocks - batch.reserved_blocks:
                 return
             batch.loads += self.loras.take_slot(sequence.request.lora_name, self._adapters())
-            self._start(sequence, hits, self._read(sequence, hits, limit, batch), now)
+            reads = self.memory.lower.read(hashes, hits, min(limit, len(hashes)))
+            batch.reads_s += reads.seconds
+            self._start(sequence, hits, reads.blocks, now)
             self._schedule_chunk(sequence, self._next_chunk(sequence, batch), batch)
 
     def _adapters(self) -> Iterator[str | None]:
         """Of what runs."""
         return (one.request.lora_name for one in self.running.values())
 
-    def _read(self, sequence: Sequence, hits: int, limit: int, batch: Batch) -> int:
-        """Blocks that lower tiers give it behind its `hits`."""
-        if self._lower is None:
-            return 0
-        reads = self._lower.read(sequence.request.block_hashes, hits, min(limit, len(sequence.request.block_hashes)))
-        batch.reads_s += reads.seconds
-        return reads.blocks
-
     def _start(self, sequence: Sequence, hits: int, read: int, now: float) -> None:
         request = sequence.request
         block_size = self._settings.block_size
         self.waiting.remove(sequence)
-        sequence.blocks = self.cache.acquire(request.block_hashes, hits)
-        sequence.hashed = hits
-        if read:
-            self._grow(sequence, (hits + read) * block_size)
-            self.counters.external_prefix_cache_hits += read * block_size
-        sequence.computed = (hits + read) * block_size
+        self.memory.begin(sequence, hits, read)
+        self.counters.external_prefix_cache_hits += read * block_size
         if sequence.admitted_at is None:
             sequence.admitted_at = now
             sequence.cached_tokens = sequence.computed
@@ -209,19 +219,3 @@ class Scheduler:
             self.counters.external_prefix_cache_hits += pulled
         self.running[request.id] = sequence
         self.prefilling[request.id] = sequence
-
-    def _grow(self, sequence: Sequence, tokens: int) -> None:
-        """Give the sequence blocks for `tokens` and makes those that become full reusable."""
-        size = self._settings.block_size
-        missing = -(-tokens // size) - len(sequence.blocks)
-        if missing > 0:
-            sequence.blocks += self.cache.allocate(missing)
-        first = sequence.hashed
-        hashes = sequence.request.block_hashes
-        last = min(tokens // size, len(hashes))
-        if last > first and self._settings.prefix_caching:
-            parent = hashes[first - 1] if first else None
-            settings = self._settings
-            event = sequence.stored_event(first, last, size, parent=parent, lookahead_tokens=settings.lookahead_tokens)
-            self.cache.store(sequence.blocks[first:last], event)
-            sequence.hashed = last

@@ -94,7 +94,7 @@ class SglangMetrics:
 
     def _values(self, engine: Engine) -> dict[str, float]:
         load = engine.load
-        totals = engine.counters
+        totals = engine.scheduler.counters
         settings = self._settings
         return {
             "num_running_reqs": load.running,
@@ -158,7 +158,7 @@ class SglangEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Reset the prefix cache; returns False while anything runs."""
-        return self.engine.reset_prefix_cache()
+        return self.engine.scheduler.cache.clear()
 
 
 def _publisher(

@@ -102,7 +102,7 @@ def describe_event_source(state: VllmState) -> dict[str, Any] | None:
 
 async def answer_reset_prefix_cache(state: VllmState, request: Request) -> Any:
     """Forgets the prefixes unless something runs."""
-    return {"success": state.runner.engine.reset_prefix_cache()}
+    return {"success": state.runner.engine.scheduler.cache.clear()}
 
 
 async def answer_sleep(state: VllmState, request: Request) -> Any:
@@ -113,7 +113,7 @@ async def answer_sleep(state: VllmState, request: Request) -> Any:
         state.ended.clear()
         await state.ended.wait()
     if level:
-        state.runner.engine.reset_prefix_cache()
+        state.runner.engine.scheduler.cache.clear()
     state.metrics.sleep_level = level
     return {"status": "sleeping", "level": level}
 

@@ -122,7 +122,7 @@ class VllmMetrics:
     def render_exposition(self) -> bytes:
         """Return the text of a scrape."""
         load = self._engine.load
-        totals = self._engine.counters
+        totals = self._engine.scheduler.counters
         self._set("num_requests_running", load.running)
         self._set("num_requests_waiting", load.waiting)
         self._set("num_requests_waiting_by_reason", load.waiting, "capacity")
@@ -152,7 +152,7 @@ class VllmMetrics:
         lines = [
             f'vllm:lora_requests_info{{max_lora="{slots}",running_lora_adapters="{running}",'
             f'waiting_lora_adapters="{waiting}"}} {self.started_at + at!r}\n'
-            for (running, waiting), at in self._engine.loras.seen.items()
+            for (running, waiting), at in self._engine.scheduler.loras.seen.items()
         ]
         head = "# HELP vllm:lora_requests_info Running stats on lora requests.\n# TYPE vllm:lora_requests_info gauge\n"
         return (head + "".join(lines)).encode() if self._has_adapters else b""

@@ -141,7 +141,7 @@ def test_a_copy_that_is_over_in_time_costs_the_link_alone() -> None:
 
 def compute(engine: Engine, blocks: list[int]) -> None:
     """Store the blocks in the engine."""
-    cache: BlockCache = engine._own
+    cache: BlockCache = engine.own_cache
     taken = cache.allocate(len(blocks))
     cache.store(taken, BlockStored(tuple(blocks), None))
     cache.release(taken)

@@ -41,7 +41,7 @@ def test_usage_counts_running_blocks_only() -> None:
     assert cache.usage == 0.5
     cache.release(blocks)
     assert cache.usage == 0.0
-    assert len(cache) == 2
+    assert cache.match_prefix([1, 2], 2) == 2
 
 
 def test_tail_of_the_oldest_request_goes_first() -> None:

@@ -64,9 +64,10 @@ def test_a_state_goes_with_its_block() -> None:
 def test_a_cleared_cache_has_no_states() -> None:
     engine = HybridEngine(ROOMY, EVERY)
     reused(engine, 300)
-    assert engine._scheduler.count_reusable(request("x", 300)) == 16
-    assert engine.reset_prefix_cache()
-    assert (engine._scheduler.count_reusable(request("x", 300)), reused(engine, 300, at=10.0)) == (0, 0)
+    hashes = request("x", 300).block_hashes
+    assert engine.own_cache.match_prefix(hashes, 18) == 16
+    assert engine.scheduler.cache.clear()
+    assert (engine.own_cache.match_prefix(hashes, 18), reused(engine, 300, at=10.0)) == (0, 0)
 
 
 def test_states_stand_at_the_ends_of_blocks() -> None:

@@ -169,7 +169,7 @@ def test_reset_is_announced_with_the_next_step() -> None:
     engine = Engine(SMALL)
     engine.submit(request("a", 40, 1), 0.0)
     run(engine)
-    assert engine.reset_prefix_cache()
+    assert engine.scheduler.cache.clear()
     assert engine.next_event_at() is None
     engine.submit(request("b", 40, 1), 1.0)
     outputs = run(engine)
@@ -187,7 +187,7 @@ def test_decodes_and_a_prompt_share_each_step() -> None:
     first = first_token(outputs, "long").at
     before = [o for o in of(outputs, Tokens, "stream") if isinstance(o, Tokens) and o.at <= first]
     assert len(before) >= 3
-    assert engine.counters.generation_tokens == 21
+    assert engine.scheduler.counters.generation_tokens == 21
 
 
 def test_an_arrival_joins_at_the_end_of_the_step_under_way() -> None:
@@ -226,7 +226,9 @@ def test_jumping_and_stepping_tell_the_same_story(seed: int) -> None:
         outputs += run(engine)
         ends = {o.request_id: o.at for o in outputs if isinstance(o, Finished)}
         firsts = {o.request_id: (o.cached_tokens, o.at) for o in outputs if isinstance(o, FirstToken)}
-        stories.append((ends, firsts, engine.counters.preemptions, events_of(outputs), engine.counters.steps))
+        stories.append(
+            (ends, firsts, engine.scheduler.counters.preemptions, events_of(outputs), engine.scheduler.counters.steps)
+        )
     jumped, stepped = stories
     assert jumped[0] == pytest.approx(stepped[0])
     assert {k: v[0] for k, v in jumped[1].items()} == {k: v[0] for k, v in stepped[1].items()}
@@ -280,7 +282,7 @@ def test_the_newest_runner_starts_over_when_memory_runs_out() -> None:
     preempted = [output.request_id for output in outputs if isinstance(output, Preempted)]
     assert preempted
     assert set(preempted) == {"young"}
-    assert engine.counters.preemptions == len(preempted)
+    assert engine.scheduler.counters.preemptions == len(preempted)
     assert finished(outputs, "young").output_tokens == 60
     assert len(of(outputs, FirstToken, "young")) == 1
     assert engine.load.kv_usage == 0.0
@@ -365,22 +367,13 @@ def test_an_id_in_use_is_refused() -> None:
     engine.submit(request("a"), 9.0)
 
 
-def test_cached_prefix_is_visible_for_studies() -> None:
-    """The true state, for measuring what a router's index misses."""
-    engine = Engine(SMALL)
-    engine.submit(request("a", 64, 1), 0.0)
-    run(engine)
-    assert engine._scheduler.count_reusable(request("b", 64)) == 3
-    assert engine._scheduler.count_reusable(request("b", 64, chain=1)) == 0
-
-
 def test_counters_follow_vllms_meaning() -> None:
     """Queries and hits count tokens of admitted prompts."""
     engine = Engine(SMALL)
     for number in range(2):
         engine.submit(request(str(number), 40, 2), float(number))
         run(engine)
-    counters = engine.counters
+    counters = engine.scheduler.counters
     assert (counters.prompt_tokens, counters.generation_tokens) == (80, 4)
     assert (counters.prefix_cache_queries, counters.prefix_cache_hits) == (80, 32)
 
@@ -407,7 +400,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     second = run(engine)
     assert [one.cached_tokens for one in (*first, *second) if isinstance(one, FirstToken)] == [0, 0]
     assert events_of([*first, *second]) == []
-    counters = engine.counters
+    counters = engine.scheduler.counters
     assert (counters.prompt_tokens, counters.prefix_cache_queries, counters.prefix_cache_hits) == (80, 0, 0)
 
 
@@ -418,12 +411,13 @@ def test_times_between_tokens_are_counted_once_a_token() -> None:
     engine.submit(request("b", output_tokens=5, chain=1), 0.0)
     outputs = run(engine)
     step_s = engine.settings.timing.decode_s(2, 90)
-    assert engine.counters.token_gaps.total == engine.counters.generation_tokens - len(of(outputs, FirstToken)) == 8
-    assert engine.counters.token_gaps.percentile(0.0) == pytest.approx(step_s, rel=0.02)
+    counters = engine.scheduler.counters
+    assert counters.token_gaps.total == counters.generation_tokens - len(of(outputs, FirstToken)) == 8
+    assert counters.token_gaps.percentile(0.0) == pytest.approx(step_s, rel=0.02)
     tight = Engine(replace(SMALL, capacity_blocks=8))
     for name, chain in (("a", 0), ("b", 1)):
         tight.submit(request(name, prompt_tokens=40, output_tokens=40, chain=chain), 0.0)
     preempted = of(run(tight), Preempted)
     assert preempted
-    assert tight.counters.token_gaps.total == 78
-    assert tight.counters.token_gaps.percentile(1.0) > 10 * step_s
+    assert tight.scheduler.counters.token_gaps.total == 78
+    assert tight.scheduler.counters.token_gaps.percentile(1.0) > 10 * step_s

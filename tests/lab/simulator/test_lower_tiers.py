@@ -46,7 +46,7 @@ def test_blocks_evicted_from_engine_memory_are_read_back() -> None:
     ask(subject, 11, 12, 13, 14, 15, 16, now=200.0)
     again, _ = ask(subject, 1, 2, 3, 4, 5, now=400.0)
     assert again.cached_tokens == 5 * SIZE
-    blocks_read = subject.counters.external_prefix_cache_hits // SIZE
+    blocks_read = subject.scheduler.counters.external_prefix_cache_hits // SIZE
     assert blocks_read == 3  # the beginning was still in memory
     assert again.at - 400.0 == pytest.approx(blocks_read * READ_S + 1 / 1000)
     once_more, _ = ask(subject, 1, 2, 3, 4, 5, now=600.0)

@@ -20,7 +20,7 @@ from kvproxy.lab.simulator.engine_io import (
     Scheduling,
     SimRequest,
 )
-from kvproxy.lab.simulator.scheduler import Batch, Scheduler
+from kvproxy.lab.simulator.scheduler import Batch, Scheduler, SequenceMemory
 from kvproxy.lab.simulator.sequence import Sequence, WaitingLine
 from tests.support.examples import examples
 
@@ -138,7 +138,7 @@ def test_a_long_prompt_leaves_room_for_others_only_where_there_are_any() -> None
     shared.submit(work("short", 32), 0.0)
     plain.submit(work("short", 32), 0.0)
     run(alone)
-    assert alone.counters.steps == 10
+    assert alone.scheduler.counters.steps == 10
     order = [output.request_id for output in run(shared) if isinstance(output, FirstToken)]
     assert order == ["short", "long"]
     assert [output.request_id for output in run(plain) if isinstance(output, FirstToken)] == ["long", "short"]
@@ -197,7 +197,8 @@ class WatchedEngine(Engine):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self._scheduler = WatchedScheduler(settings, BlockCache(settings.capacity_blocks))
+        memory = SequenceMemory(settings, BlockCache(settings.capacity_blocks))
+        self.scheduler = WatchedScheduler(settings, memory)
 
 
 @settings(max_examples=examples(150))

@@ -44,8 +44,8 @@ async def test_only_small_requests_are_sent() -> None:
             paths = [request["path"] for request in engine.state.requests]
             assert sorted({*paths}) == ["/v1/chat/completions", "/v1/responses"]
             assert paths.count("/v1/responses") == 1
-            assert engine.state.runner.engine.counters.generation_tokens in (3, 4)
-            assert len(engine.state.requests) == engine.state.runner.engine.counters.generation_tokens
+            assert engine.state.runner.engine.scheduler.counters.generation_tokens in (3, 4)
+            assert len(engine.state.requests) == engine.state.runner.engine.scheduler.counters.generation_tokens
 
 
 async def test_an_engine_that_refuses_the_priority_it_is_to_be_told() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from kvproxy.lab.simulator.block_cache import BlockCache
 from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import BlockRemoved, BlockStored, EngineSettings
-from kvproxy.lab.simulator.scheduler import Scheduler
+from kvproxy.lab.simulator.scheduler import Scheduler, SequenceMemory
 from kvproxy.lab.simulator.sequence import Sequence as Running
 from kvproxy.lab.simulator.vllm_server import VllmApp
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
@@ -80,7 +80,7 @@ class HybridCache(BlockCache):
         super()._forget(block, block_hash)
 
 
-class HybridScheduler(Scheduler):
+class HybridMemory(SequenceMemory):
     """Keeps states of what is computed."""
 
     cache: HybridCache
@@ -90,15 +90,16 @@ class HybridScheduler(Scheduler):
         self._checkpoints = checkpoints
         self._parted: dict[str, int] = {}  # blocks that were held when a request was admitted
 
-    def _start(self, sequence: Running, hits: int, read: int, now: float) -> None:
-        hashes = sequence.request.block_hashes
+    def begin(self, sequence: Running, hits: int, read: int) -> None:
+        """Note first how many of its blocks are held."""
         limit = (sequence.target - 1) // self._settings.block_size
-        self._parted[sequence.request.id] = self.cache.match_held(hashes, limit)
-        super()._start(sequence, hits, read, now)
+        self._parted[sequence.request.id] = self.cache.match_held(sequence.request.block_hashes, limit)
+        super().begin(sequence, hits, read)
 
-    def _grow(self, sequence: Running, tokens: int) -> None:
+    def grow(self, sequence: Running, tokens: int) -> None:
+        """Keep the states of blocks that become full."""
         first = sequence.hashed
-        super()._grow(sequence, tokens)
+        super().grow(sequence, tokens)
         if sequence.hashed > first:
             self._keep_states(sequence, first, sequence.hashed)
 
@@ -124,8 +125,8 @@ class HybridEngine(Engine):
         if checkpoints.interval_tokens % settings.block_size:
             raise ValueError("states are kept at the ends of blocks")
         super().__init__(settings)
-        self._own = HybridCache(settings, checkpoints)
-        self._scheduler = HybridScheduler(settings, self._own, checkpoints)
+        self.own_cache = HybridCache(settings, checkpoints)
+        self.scheduler = Scheduler(settings, HybridMemory(settings, self.own_cache, checkpoints))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
