@@ -149,12 +149,13 @@ class LeasedTime(VirtualTime):
 
     def _goes_on(self, session: int, number: int) -> bool:
         """Return True if the turn's prompt begins with the one before it, but for its last block."""
-        turns = self._trace.sessions[session].turns
+        turns = self._blocks.trace.sessions[session].turns
         before = turns[number - 1].blocks[:-1] if number else turns[number].blocks
         return bool(number) and turns[number].blocks[: len(before)] == before
 
-    def _end(self, request: LiveRequest, now: float) -> None:
-        super()._end(request, now)
+    def _finish(self, placement: Placement, now: float) -> None:
+        super()._finish(placement, now)
+        request = placement.request
         outcome, session = request.outcome, request.session
         if self._known:
             self._know_next(request, now)
@@ -166,7 +167,7 @@ class LeasedTime(VirtualTime):
             there = "broken" if str(outcome.endpoint) == lease.instance else "elsewhere"
             self.counts["kept" if outcome.cached_tokens >= lease.reusable_tokens else there] += 1
             self._unpin(lease)
-        if request.number + 1 < len(self._trace.sessions[session].turns):
+        if request.number + 1 < len(self._blocks.trace.sessions[session].turns):
             self._hold(request, endpoint, now)
 
     def _submit(self, placement: Placement, now: float) -> None:
@@ -177,7 +178,7 @@ class LeasedTime(VirtualTime):
 
     def _know_next(self, request: LiveRequest, now: float) -> None:
         session, following = request.session, request.number + 1
-        turns = self._trace.sessions[session].turns
+        turns = self._blocks.trace.sessions[session].turns
         for each in self._known:
             each.forget_turn(session, request.turn.blocks)
         if following < len(turns):

@@ -89,7 +89,7 @@ class ApartTime(VirtualTime):
         self._waiting[leg.name] = placement, facts
         self._count_as_pulled(placement, facts, now)
         prefill.engine.submit(SimRequest(leg.name, request.turn.blocks, request.turn.prompt_tokens, 1), now)
-        self._wake(prefill)
+        self._engines.wake(prefill)
 
     def _facts_of(self, placement: Placement, now: float) -> OverlapFacts:
         """Return the facts before the placement, by which its endpoint counts as a holder."""
@@ -112,7 +112,7 @@ class ApartTime(VirtualTime):
         self._router.finished(placement, now)
         decode, facts = waiting
         self._prefills[decode.request.name] = placement.request.outcome
-        self._push(now + self._find_pull_s(decode, facts), self._pulled, (decode, facts))
+        self._timeline.push(now + self._find_pull_s(decode, facts), self._pulled, (decode, facts))
 
     def _pulled(self, pulled: tuple[Placement, OverlapFacts], now: float) -> None:
         placement, facts = pulled

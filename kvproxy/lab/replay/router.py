@@ -18,6 +18,7 @@ from kvproxy.cluster.routing.fair_queue import ADMIT_BELOW_S, FairQueue, QueueSe
 from kvproxy.cluster.routing.load import EndpointLoad, EngineState, Reservation, count_live_blocks
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.settings import EndpointRole
 from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.trace import Turn
@@ -26,7 +27,6 @@ from kvproxy.lab.replay.view import CacheView, Settle
 from kvproxy.lab.simulator.engine import Engine
 
 if TYPE_CHECKING:
-    from kvproxy.features.priority.urgency import UrgencyScale
     from kvproxy.features.transfers.copy_planner import Transfer
 
 
@@ -93,6 +93,26 @@ class Placement:
     stay: Stay | None = None  # in the engine's memory, by the rule of admission
 
 
+class EngineOrder:
+    """The numbers by which engines admit requests, as the proxy forwards them."""
+
+    def __init__(self, policy: Policy) -> None:
+        from kvproxy.features.priority.urgency import EPOCH_S, UrgencyScale  # others need none of it
+
+        self._now = 0.0
+        self._scale = UrgencyScale(speeds=lambda: policy.speeds, wall_clock=lambda: EPOCH_S + self._now)
+
+    def find_priority(
+        self, outcome: ReplayOutcome, facts: OverlapFacts, endpoint: EndpointId, now: float, *, endpoints: int
+    ) -> int:
+        """Return the number of a request for one of so many endpoints."""
+        self._now = now
+        urgency_s = self._scale.urgency_s(
+            facts, endpoint, received_at=outcome.arrived_at, now=now, tenant=outcome.tenant, endpoints=endpoints
+        )
+        return self._scale.engine_priority(urgency_s)
+
+
 class VirtualRouter:
     """Decides and counts as the proxy does, and learns from the same signals."""
 
@@ -113,8 +133,7 @@ class VirtualRouter:
         self._view = view
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None else None
-        self._now = 0.0
-        self._priority = self._make_scale() if priority else None
+        self._order = EngineOrder(policy) if priority else None
         self._reports_cached = reports_cached
         self._transfers = transfers
         #: Rule by which sessions wait for room; None: there is none.
@@ -124,29 +143,18 @@ class VirtualRouter:
         for endpoint in endpoints:
             self._connect(endpoint)
 
-    def _make_scale(self) -> UrgencyScale:
-        from kvproxy.features.priority.urgency import (  # a replay without priority needs none of it
-            EPOCH_S,
-            UrgencyScale,
-        )
-
-        return UrgencyScale(speeds=lambda: self._policy.speeds, wall_clock=lambda: EPOCH_S + self._now)
-
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
         refuses it: figures of policies that refuse different requests could not be compared."""
         decision = self._decide(request, now)
-        if self._speeds is not None and self._waits(decision, now) and self._offer(request, decision, now):
+        waits = self._speeds is not None and (
+            decision.request.waits_for_room
+            or self._queue.waiting > self._queue.waiting_for_room
+            or least_wait_s(self.endpoints, self._speeds, now) >= ADMIT_BELOW_S
+        )
+        if waits and self._offer(request, decision, now):
             return None
         return self._place(request, decision, now)
-
-    def _waits(self, decision: Decision[SimEndpoint], now: float) -> bool:
-        queue = self._queue
-        return (
-            decision.request.waits_for_room
-            or queue.waiting > queue.waiting_for_room
-            or self._least_wait_s(now) >= ADMIT_BELOW_S
-        )
 
     def _offer(self, request: LiveRequest, decision: Decision[SimEndpoint], now: float) -> bool:
         """Queue a request; False: the queue is full."""
@@ -163,7 +171,7 @@ class VirtualRouter:
     def release(self, now: float) -> Placement | None:
         """Places the next queued request whose time has come; call until None."""
         while len(self._queue):
-            ticket = self._queue.poll(lambda model: self._least_wait_s(now), now)
+            ticket = self._queue.poll(lambda model: least_wait_s(self.endpoints, self._speeds, now), now)
             if ticket is None:
                 return None
             request = ticket.item
@@ -194,7 +202,9 @@ class VirtualRouter:
         if not len(self._queue):
             return None
         room_at = math.inf if self.admission is None else self.admission.next_change_at(now)
-        return self._queue.next_poll_at(lambda model: self._least_wait_s(now), now, room_at=room_at)
+        return self._queue.next_poll_at(
+            lambda model: least_wait_s(self.endpoints, self._speeds, now), now, room_at=room_at
+        )
 
     def copied(self, placement: Placement, blocks: int, now: float) -> None:
         """Handle the end of the copy that the request waited for, with `blocks` leading blocks."""
@@ -294,26 +304,15 @@ class VirtualRouter:
         reservation = reserve(endpoint, pick, self._policy.speeds, now)
         settle = self._view.routed(endpoint.index, turn)
         transfer = None if self._transfers is None else self._transfers.find_transfer(decision)
-        priority = self._priority_of(request, facts, endpoint.id, now)
+        priority = 0
+        if self._order is not None:
+            priority = self._order.find_priority(
+                request.outcome, facts, endpoint.id, now, endpoints=len(self.endpoints)
+            )
         stay = None if self.admission is None else self.admission.place(pick, endpoint.id, now)
         return Placement(request, endpoint, reservation, settle, priority, transfer, stay=stay)
 
-    def _priority_of(self, request: LiveRequest, facts: OverlapFacts, endpoint: EndpointId, now: float) -> int:
-        """Return what the proxy forwards, by its own reckoning; 0 without."""
-        if self._priority is None:
-            return 0
-        self._now = now
-        outcome = request.outcome
-        urgency = self._priority.urgency_s(
-            facts,
-            endpoint,
-            received_at=outcome.arrived_at,
-            now=now,
-            tenant=outcome.tenant,
-            endpoints=len(self.endpoints),
-        )
-        return self._priority.engine_priority(urgency)
 
-    def _least_wait_s(self, now: float) -> float:
-        speeds = self._speeds
-        return 0.0 if speeds is None else min((wait_s(one, speeds, now) for one in self.endpoints), default=0.0)
+def least_wait_s(endpoints: Iterable[SimEndpoint], speeds: SpeedModel | None, now: float) -> float:
+    """Return the wait of a request at the endpoint where it is shortest; 0 where speeds are not learned."""
+    return 0.0 if speeds is None else min((wait_s(one, speeds, now) for one in endpoints), default=0.0)
