@@ -131,6 +131,7 @@ class EngineFacts:
         data_parallel: DataParallelSettings = DataParallelSettings(),
     ) -> None:
         self.endpoint = endpoint
+        self.instance_id = endpoint.instance_id or endpoint.id  # its name at LMCache
         self.cluster = cluster
         self.tools = tools
         self.plan = plan
@@ -157,11 +158,6 @@ class EngineFacts:
         find_form = partial(find_chat_form, installed(CacheFeature))
         self.vllm = VllmClient(http, url, authorization, timeout_s=timeout_s, find_form=find_form)
         self.api = Api(http, url, service="vllm", authorization=authorization)
-
-    @property
-    def instance_id(self) -> str:
-        """Its name at LMCache."""
-        return self.endpoint.instance_id or self.endpoint.id
 
     async def list_models(self) -> tuple[ModelInfo, ...]:
         """Return what it serves."""
@@ -205,7 +201,11 @@ class EngineFacts:
 
     async def tokenize_sample(self) -> tuple[int, ...]:
         """Tokens of a sample text by `/tokenize`."""
-        return await self.link.ask_once("sample", self._tokenize_sample)
+
+        async def tokenize() -> tuple[int, ...]:
+            return tuple(await self.vllm.tokenize_prompt((await self.choose_model()).id, SAMPLE_TEXT))
+
+        return await self.link.ask_once("sample", tokenize)
 
     async def fetch_exposition(self) -> bytes:
         """`/metrics` as it was before the doctor's own requests."""
@@ -253,9 +253,6 @@ class EngineFacts:
             return parse_engine_metrics(await self.fetch_exposition()).asleep
         except ClientError:
             return False
-
-    async def _tokenize_sample(self) -> tuple[int, ...]:
-        return tuple(await self.vllm.tokenize_prompt((await self.choose_model()).id, SAMPLE_TEXT))
 
 
 class EngineTrials:
