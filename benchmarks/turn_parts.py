@@ -251,7 +251,7 @@ class Loop(uvloop.Loop):
 class Clients:
     """Connections of clients to a proxy; each sends its next request when it has the answer to the last."""
 
-    def __init__(self, proxy: Proxy, load: Load) -> None:
+    def __init__(self, proxy: Proxy, load: Load, count: int = CLIENTS) -> None:
         self._loop = asyncio.get_running_loop()
         self._load = load
         self._numbers = itertools.count()
@@ -260,7 +260,7 @@ class Clients:
         self._done = asyncio.Event()
         self._config = uvicorn.Config(proxy, log_config=None, lifespan="off", loop="none", proxy_headers=False)
         self._config.load()
-        self._all = [self._connected() for _ in range(CLIENTS)]
+        self._all = [self._connected() for _ in range(count)]
 
     def _connected(self) -> ClientProtocol:
         protocol = ClientProtocol(self._config, ServerState(), {}, limits=ListenerLimits(), on_refused=_nothing)

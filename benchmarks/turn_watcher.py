@@ -51,7 +51,7 @@ class Watcher:
             maker = ""
             if code.co_filename.startswith("<") and code.co_argcount:  # written by dataclasses, namedtuple
                 maker = type(frame.f_locals.get(code.co_varnames[0])).__qualname__
-            call = [len(self._open), code, frame.f_globals.get("__name__", ""), maker, _is_resumed(frame), 0]
+            call = [len(self._open), code, frame.f_globals.get("__name__", ""), maker, is_resumed(frame), 0]
             self._calls.append(call)
             self._open.append(call)
         elif event == "return":
@@ -61,7 +61,7 @@ class Watcher:
             self._open[-1][-1] += 1
 
 
-def _is_resumed(frame: FrameType) -> bool:
+def is_resumed(frame: FrameType) -> bool:
     """Return True for a coroutine or generator that goes on, not one that starts."""
     code = frame.f_code
     if not code.co_flags & _COROUTINE or frame.f_lasti < 0:

@@ -123,15 +123,10 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
             if (note := pick.stay.note) is not None:
                 outcome.notes[note[0]] = note[1]
             if self.exchange.inference is not None and self.exchange.inference.session_ends:
-                pick.stay.is_last()
+                pick.stay.last = True
         if len(decision.candidates) <= MAX_REMEMBERED:
             outcome.candidates = decision.candidates
             outcome.costs = () if decision.choice is None else decision.choice.costs
-
-    def note_answer(self, pick: Pick) -> None:
-        """Record, before the pick is settled, what the answer tells of its session."""
-        if pick.stay is not None and not self.exchange.outcome.calls_tool:
-            pick.stay.calls_no_tool()
 
     def _decide_again(self, now: float) -> Decision[Endpoint] | Refusal:
         """Decide by fresh facts: during a wait, others with the same prompt may have been placed."""

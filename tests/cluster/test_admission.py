@@ -31,10 +31,8 @@ class FakeStay:
 
     served: list[bool]
     note: tuple[str, object] | None = ("fake", "left")
-
-    def is_last(self) -> None: ...
-
-    def calls_no_tool(self) -> None: ...
+    last: bool = False
+    calls_tool: bool = True
 
     def end(self, now: float, *, served: bool) -> None:
         self.served.append(served)

@@ -13,17 +13,14 @@ from kvproxy.cluster.routing.speeds import SpeedModel
 class Stay(Protocol):
     """One placed request, as the rule counts it until its end."""
 
+    #: The client ends its session with this request.
+    last: bool
+    #: The answer calls a tool, or that is not known: agents stop with one that calls none.
+    calls_tool: bool
+
     @property
     def note(self) -> tuple[str, object] | None:
         """Return its note for the outcome of the request, by name; None: it has none."""
-        ...
-
-    def is_last(self) -> None:
-        """Note that the client ends its session with this request."""
-        ...
-
-    def calls_no_tool(self) -> None:
-        """Note, before its end, that the answer calls no tool: agents stop so."""
         ...
 
     def end(self, now: float, *, served: bool) -> None:

@@ -46,19 +46,13 @@ class SessionStay(msgspec.Struct, eq=False):
     _session: Session
     #: As of Stay; none of a single request.
     note: tuple[str, SessionTurn] | None
-    _last: bool = False
-
-    def is_last(self) -> None:
-        """As of Stay."""
-        self._last = True
-
-    def calls_no_tool(self) -> None:
-        """As of Stay."""
-        self._session.calls_tool = False
+    last: bool = False
+    calls_tool: bool = True
 
     def end(self, now: float, *, served: bool) -> None:
         """As of Stay."""
-        self._admission.turn_ended(self._session, now, goes_on=served and not self._last)
+        self._session.calls_tool = self.calls_tool
+        self._admission.turn_ended(self._session, now, goes_on=served and not self.last)
 
 
 class SessionWait:
@@ -123,14 +117,13 @@ class SessionAdmission:
         """Sessions known."""
         return len(self._by_tail)
 
-    def limit_tokens(self, capacity_tokens: int) -> float:
-        """Return the tokens of contexts up to which sessions are admitted. There is no limit where an engine has the
-        time to compute all that its memory holds while they pause."""
-        return ADMIT_BELOW * capacity_tokens if self._recomputed_tokens() < capacity_tokens else math.inf
-
-    def _recomputed_tokens(self) -> float:
-        """Return the tokens that an engine computes in a pause."""
-        return 0.0 if self.speeds is None else self.habits.pause_s / self.speeds.seconds[1]
+    def find_limits(self, capacity_tokens: int) -> tuple[float, float]:
+        """Return the tokens of contexts up to which sessions are admitted, and beyond which the youngest gives way.
+        There are no limits where an engine has the time to compute all that its memory holds while they pause."""
+        recomputed_tokens = 0.0 if self.speeds is None else self.habits.pause_s / self.speeds.seconds[1]
+        if recomputed_tokens >= capacity_tokens:
+            return math.inf, math.inf
+        return ADMIT_BELOW * capacity_tokens, GIVE_WAY_AT * capacity_tokens + RECOMPUTED * recomputed_tokens
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         """As of Admission."""
@@ -144,7 +137,7 @@ class SessionAdmission:
         self._found = blocks, session
         if blocks[0] not in self.habits.returning:
             return request
-        if not self._is_crowded():
+        if not (self.waits or self.kept_elsewhere):
             # All sessions fit: the policy's choice among all endpoints costs less than another one.
             for one in candidates:
                 if self._missing_tokens(one, session, request) <= 0.0:
@@ -245,7 +238,7 @@ class SessionAdmission:
     def wait(self, request: PickRequest, now: float) -> SessionWait:
         """As of Admission."""
         session = self._find_again(request.facts) if request.facts.blocks else None
-        tokens = request.facts.prompt_tokens + self._growth_of(request)
+        tokens = request.facts.prompt_tokens + max(self.habits.growth_tokens, request.output_tokens)
         wait = SessionWait(self, request, session, tokens, now)
         if request.waits_for_room:
             if not self.waits:
@@ -330,7 +323,7 @@ class SessionAdmission:
         """As of Admission."""
         self.kept_elsewhere.discard(endpoint)
         residents = self.sets.pop(endpoint, None)
-        for session in list(residents or ()):
+        for session in [] if residents is None else list(residents.sessions):
             assert residents is not None
             residents.leave(session)
             self._idle.pop(session, None)
@@ -345,13 +338,9 @@ class SessionAdmission:
             if first.endpoint is not None:
                 self.sets[first.endpoint].leave(first)
         while (first := next(iter(self._known), None)) is not None and now - first.ended_at > HORIZON_S:
-            if not (self._shares and self._is_crowded()):  # else it may wait at another router
+            if not (self._shares and (self.waits or self.kept_elsewhere)):  # else it may wait at another router
                 self.habits.note_last(first.head, calls_tool=first.calls_tool)
             self._forget(first)
-
-    def _is_crowded(self) -> bool:
-        """Return whether sessions wait for room, here or at another router."""
-        return bool(self.waits or self.kept_elsewhere)
 
     def _release_passed(self, wait: SessionWait) -> None:
         """Keep no room any more for those that were not asked while this one was twice: another went ahead of them."""
@@ -417,25 +406,23 @@ class SessionAdmission:
         load = cast("EndpointLoad", one.load)
         engine = load.engine
         residents = self.sets.get(one.id)
-        if engine is None or not engine.capacity_tokens or not residents:
+        if engine is None or not engine.capacity_tokens or residents is None or not residents.sessions:
             return 0.0
         residents.capacity_tokens = engine.capacity_tokens
-        limit = self.limit_tokens(engine.capacity_tokens)
-        if limit == math.inf or (session is not None and session.endpoint == one.id):
+        if session is not None and session.endpoint == one.id:
+            return 0.0
+        limit, _ = self.find_limits(engine.capacity_tokens)
+        if limit == math.inf:
             return 0.0
         if (self._reserved or load.remote_load is not None) and self._is_kept(one, holder):
             return engine.capacity_tokens
         tokens = request.facts.prompt_tokens
         single_tokens = max(0, load.resident_tokens - residents.running_tokens)
         taken = residents.tokens(self.habits.growth_tokens) + single_tokens
-        missing = taken + tokens + self._growth_of(request) - limit
+        missing = taken + tokens + max(self.habits.growth_tokens, request.output_tokens) - limit
         if missing <= 0.0:
             return missing
         return missing - residents.count_shared(cast("array[int]", request.facts.blocks)) * tokens
-
-    def _growth_of(self, request: PickRequest) -> float:
-        """Return the tokens that the turn will add: as learned, unless a longer answer is expected."""
-        return max(self.habits.growth_tokens, request.output_tokens)
 
     def _return(self, session: Session, tokens: int, now: float) -> None:
         if session.running:
@@ -453,9 +440,7 @@ class SessionAdmission:
 
     def _make_room(self, residents: ResidentSet) -> None:
         """Have the youngest sessions between turns give way, where contexts have outgrown the memory."""
-        if self.limit_tokens(residents.capacity_tokens) == math.inf:
-            return
-        limit = GIVE_WAY_AT * residents.capacity_tokens + RECOMPUTED * self._recomputed_tokens()
+        _, limit = self.find_limits(residents.capacity_tokens)
         while residents.tokens(self.habits.growth_tokens) > limit:
             youngest = residents.youngest_idle()
             if youngest is None:

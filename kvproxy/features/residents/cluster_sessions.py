@@ -53,7 +53,7 @@ class ClusterSessions(ClusterObserver):
         wait_s = self.rule.expected_wait_s(now)
         return {
             "known": self.rule.sessions,
-            "residents": sum(map(len, self.rule.sets.values())),
+            "residents": sum(len(one.sessions) for one in self.rule.sets.values()),
             "waiting": len(self.rule.waits),
             "waits": [one.describe(now) for one in islice(self.rule.waits, WAITS_SHOWN)],
             "expected_wait_s": None if wait_s is None else round(wait_s, 1),
@@ -70,13 +70,13 @@ class ClusterSessions(ClusterObserver):
     def _describe_residents(self, endpoint: EndpointId) -> dict[str, object]:
         residents = self.rule.sets[endpoint]
         tokens = round(residents.tokens(self.rule.habits.growth_tokens))
-        return {"residents": len(residents), "context_tokens": tokens}
+        return {"residents": len(residents.sessions), "context_tokens": tokens}
 
     def list_limits(self) -> Mapping[EndpointId, int | None]:
         """Return the tokens up to which sessions are admitted to each endpoint that has or had residents; None: there
         is no limit."""
         shown = (one for one in self._cluster.endpoints if one.id in self.rule.sets)
-        limits = {one.id: self.rule.limit_tokens(memory_of(one)) for one in shown}
+        limits = {one.id: self.rule.find_limits(memory_of(one))[0] for one in shown}
         return {name: None if limit == math.inf else round(limit) for name, limit in limits.items()}
 
 
@@ -134,7 +134,7 @@ def show_sessions(metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> 
                 yield (one.cluster_name,), wait_s
 
     group = metrics.group(SessionMetrics)
-    group.residents.set_source(lambda: by_endpoint(lambda _, residents: float(len(residents))))
+    group.residents.set_source(lambda: by_endpoint(lambda _, residents: float(len(residents.sessions))))
     group.context_tokens.set_source(
         lambda: by_endpoint(lambda rule, residents: float(residents.tokens(rule.habits.growth_tokens)))
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 
 import msgspec
 
@@ -46,22 +45,16 @@ class ResidentSet:
 
     def __init__(self) -> None:
         self._tree: RadixTree[ContextNode] = RadixTree(ContextNode)
-        self._residents: dict[Session, None] = {}
+        self.sessions: dict[Session, None] = {}
         self._tokens = 0  # of all contexts, shared prefixes several times
         self._blocks = 0  # likewise
         self.running_tokens = 0  # of those whose turn is running
         self.capacity_tokens = 0  # of the engine's memory; 0: unknown
 
-    def __len__(self) -> int:
-        return len(self._residents)
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(self._residents)
-
     def tokens(self, growth_tokens: float) -> float:
         """Tokens of the contexts, with `growth_tokens` more for each."""
         shared = self._tokens / self._blocks if self._blocks else 0.0
-        return self._tree.blocks * shared + len(self._residents) * growth_tokens
+        return self._tree.blocks * shared + len(self.sessions) * growth_tokens
 
     def count_shared(self, blocks: array[int]) -> float:
         """Share of a context that some resident has."""
@@ -73,7 +66,7 @@ class ResidentSet:
         leaf = session.leaf
         if leaf is None:
             leaf = self._add(blocks)
-            self._residents[session] = None
+            self.sessions[session] = None
         else:
             self._tokens -= session.tokens
             self._blocks -= session.blocks
@@ -93,7 +86,7 @@ class ResidentSet:
     def leave(self, session: Session) -> None:
         """Remove a session."""
         assert session.leaf is not None
-        del self._residents[session]
+        del self.sessions[session]
         self._drop(session.leaf)
         self._tokens -= session.tokens
         self._blocks -= session.blocks
@@ -101,7 +94,7 @@ class ResidentSet:
 
     def youngest_idle(self) -> Session | None:
         """Return the session between turns that began last."""
-        idle = (one for one in self._residents if not one.running)
+        idle = (one for one in self.sessions if not one.running)
         return max(idle, key=lambda one: one.began_at, default=None)
 
     def _add(self, blocks: array[int]) -> ContextNode:

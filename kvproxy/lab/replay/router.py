@@ -233,8 +233,7 @@ class VirtualRouter:
             endpoint.load.first_token(placement.reservation, now)
         endpoint.load.release(placement.reservation, now)
         if placement.stay is not None:
-            if not placement.request.turn.calls_tool:
-                placement.stay.calls_no_tool()
+            placement.stay.calls_tool = placement.request.turn.calls_tool
             placement.stay.end(now, served=True)
         if outcome.first_token_at is not None:
             endpoint.ended.add_request(placement.reservation)

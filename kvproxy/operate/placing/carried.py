@@ -286,8 +286,8 @@ class CarriedRequest:
                 self.first_byte(now)
             verdict = self._verdict(held, error, now)
             held.pick.endpoint.metrics.count_request(outcome.status)
-            if self._placement is not None:
-                self._placement.note_answer(held.pick)
+            if held.pick.stay is not None:
+                held.pick.stay.calls_tool = outcome.calls_tool
             self.settle(verdict, prompt_tokens=outcome.prompt_tokens, cached_tokens=outcome.cached_tokens)
         self.finish(now)
 

@@ -544,7 +544,8 @@ class Forwarding(Placement, kw_only=True):
         if error is not None and verdict is not AttemptOutcome.CLIENT_ERROR:
             pick.endpoint.metrics.attempt_failure(error.reason)
         pick.endpoint.metrics.count_request(response.status)
-        self.note_answer(pick)
+        if pick.stay is not None:
+            pick.stay.calls_tool = self.exchange.outcome.calls_tool
         pick.settle(verdict, now=now)
         if error is not None and relay.broken:
             return await self._resume(pick, relay, headers, error)

@@ -151,22 +151,22 @@ def test_an_answer_without_a_tool_call_gives_up_room_where_sessions_end_so(admis
     """As learned for each beginning; one that goes on all the same is still the session that it was."""
     head = prompt(1, 1).facts.blocks[0]
     last = begin(admission, prompt(1, 10), A)
-    last.calls_no_tool()
+    last.calls_tool = False
     last.end(0.0, served=True)
     assert not admission.habits.ends_without_call(head)  # not before one has ended so
     admission.expire(HORIZON_S + 1.0)
     assert admission.habits.ends_without_call(head)
     knows(admission, 1, 1, 1, 2)
     turn(admission, prompt(1, 800), A)
-    assert len(admission.sets[A.id]) == 1
+    assert len(admission.sets[A.id].sessions) == 1
     last = begin(admission, prompt(1, 810), A)
-    last.calls_no_tool()
+    last.calls_tool = False
     assert waits(admission, prompt(2, 200), A)
     last.end(0.0, served=True)
     assert not waits(admission, prompt(2, 200), A)
-    assert len(admission.sets[A.id]) == 0
+    assert len(admission.sets[A.id].sessions) == 0
     turn(admission, prompt(1, 820), A)
-    assert [(one.turns, one.calls_tool) for one in admission.sets[A.id]] == [(3, True)]
+    assert [(one.turns, one.calls_tool) for one in admission.sets[A.id].sessions] == [(3, True)]
     admission.habits.note_return(head, 0.5, 1, 0, calls_tool=False)
     assert not admission.habits.ends_without_call(head)  # more went on than ended
 
@@ -188,7 +188,7 @@ def test_single_requests_never_wait_and_count_as_long_as_they_run(admission: Ses
     assert not waits(admission, prompt(9, 500), engine)
     assert not waits(admission, prompt(2, 400), engine)
     single = engine.load.reserve(100 * BLOCK, 0, 0.0)
-    assert len(admission.sets[engine.id]) == 1
+    assert len(admission.sets[engine.id].sessions) == 1
     assert waits(admission, prompt(2, 400), engine)
     engine.load.release(single, 0.0)
     assert not waits(admission, prompt(2, 400), engine)
@@ -254,7 +254,7 @@ def test_a_session_that_its_client_ends_gives_up_its_room_with_its_answer(admiss
     """By the header or field that names its last request."""
     knows(admission, 1, 2)
     last = begin(admission, prompt(1, 800), A)
-    last.is_last()
+    last.last = True
     assert waits(admission, prompt(2, 200), A)
     last.end(0.0, served=True)
     assert not waits(admission, prompt(2, 200), A)
@@ -350,7 +350,7 @@ def test_a_session_that_moves_takes_its_context_along(admission: SessionAdmissio
     knows(admission, 1)
     turn(admission, prompt(1, 500), A)
     turn(admission, prompt(1, 600), B)
-    assert not admission.sets[A.id]
+    assert not admission.sets[A.id].sessions
     assert admission.sets[B.id].tokens(0.0) == pytest.approx(600 * BLOCK)
 
 
@@ -360,7 +360,7 @@ def test_a_fork_is_a_session_of_its_own(admission: SessionAdmission) -> None:
     begin(admission, prompt(1, 300), A)
     child = prompt(1, 300).facts.blocks + array("Q", [77, 78])
     begin(admission, PickRequest(facts=OverlapFacts(302 * BLOCK, blocks=child)), A)
-    assert len(admission.sets[A.id]) == 2
+    assert len(admission.sets[A.id].sessions) == 2
     assert admission.sets[A.id].tokens(0.0) == pytest.approx(302 * BLOCK)
 
 
@@ -439,7 +439,7 @@ def test_a_turn_that_waited_for_too_long_takes_nobodys_room(admission: SessionAd
     late = admission.restrict(prompt(2, 150), [A], 1.0)
     assert late.waits_for_room
     begin(admission, late, A, now=1.0).end(2.0, served=True)
-    assert len(admission.sets[A.id]) == 1
+    assert len(admission.sets[A.id].sessions) == 1
     assert not admission.given_way
     assert admission.restrict(prompt(2, 200), [A], 2.0).waits_for_room
 
@@ -452,7 +452,7 @@ def test_a_resident_that_was_forced_elsewhere_leaves(admission: SessionAdmission
     late = admission.restrict(prompt(1, 850), [B], 0.0)
     assert late.waits_for_room
     turn(admission, late, B)
-    assert not admission.sets[A.id]
+    assert not admission.sets[A.id].sessions
 
 
 def test_waiting_is_no_part_of_the_gap_between_turns(admission: SessionAdmission) -> None:
@@ -492,9 +492,9 @@ def test_one_that_left_the_queue_is_idle_from_then_on(admission: SessionAdmissio
     wait.over(100.0)
     limit_s = admission.habits.idle_limit_s
     admission.expire(99.0 + limit_s)
-    assert len(admission.sets[A.id]) == 1
+    assert len(admission.sets[A.id].sessions) == 1
     admission.expire(99.1 + limit_s)
-    assert not admission.sets[A.id]
+    assert not admission.sets[A.id].sessions
 
 
 def test_new_sessions_are_refused_where_they_could_not_begin_in_time(admission: SessionAdmission) -> None:
@@ -653,10 +653,10 @@ def test_a_session_that_its_client_names_goes_on_with_a_context_written_anew(adm
     anew = named(prompt(2, 300, shared=2), 11)
     assert not waits(admission, anew, A)
     running = begin(admission, anew, A)
-    assert admission.sessions == len(admission.sets[A.id]) == 1
+    assert admission.sessions == len(admission.sets[A.id].sessions) == 1
     assert admission.sets[A.id].tokens(0.0) == pytest.approx(300 * BLOCK)
     begin(admission, named(prompt(3, 20, shared=2), 11), A)
-    assert len(admission.sets[A.id]) == 2
+    assert len(admission.sets[A.id].sessions) == 2
     running.end(0.0, served=True)
     begin(admission, named(prompt(4, 20), 11), A)
     assert admission.sessions == 3
@@ -668,7 +668,7 @@ def test_a_fork_that_its_client_names_is_a_session_of_its_own(admission: Session
     turn(admission, named(prompt(1, 300), 11), A)
     turn(admission, named(prompt(1, 310), 12, parent=11), A)
     turn(admission, named(prompt(1, 320), 11), A)
-    assert sorted(one.turns for one in admission.sets[A.id]) == [1, 2]
+    assert sorted(one.turns for one in admission.sets[A.id].sessions) == [1, 2]
 
 
 def test_a_parent_keeps_its_place_while_its_children_work(admission: SessionAdmission) -> None:
@@ -715,7 +715,7 @@ class TwoRouters:
     ) -> None:
         """End a turn of one router; the other is told."""
         if not calls_tool:
-            turn[0].calls_no_tool()
+            turn[0].calls_tool = False
         turn[0].end(now, served=served)
         self.rules[1 - router].ended_elsewhere(turn[1], now, served=served, calls_tool=calls_tool)
 
@@ -751,7 +751,7 @@ def test_an_end_that_the_answer_shows_frees_the_place_at_every_router() -> None:
     last = both.begin(0, prompt(1, 800), HORIZON_S + 1.0)
     assert waits(both.rules[1], prompt(2, 200), both.engines[1])
     both.end(0, last, HORIZON_S + 1.0, calls_tool=False)
-    assert [len(rule_.sets[A.id]) for rule_ in both.rules] == [0, 0]
+    assert [len(rule_.sets[A.id].sessions) for rule_ in both.rules] == [0, 0]
 
 
 def test_a_session_goes_on_at_another_router() -> None:
@@ -764,7 +764,7 @@ def test_a_session_goes_on_at_another_router() -> None:
     both.rules[1].ended_elsewhere(turn, 0.1, served=False, calls_tool=True)
     both.rules[1].ended_elsewhere("unknown", 0.1, served=False, calls_tool=True)
     for rule_ in both.rules:
-        assert [one.turns for one in rule_.sets[A.id]] == [2]
+        assert [one.turns for one in rule_.sets[A.id].sessions] == [2]
         assert rule_.sets[A.id].running_tokens == 850 * BLOCK
     both.end(1, second)
     assert [rule_.sets[A.id].running_tokens for rule_ in both.rules] == [0, 0]
@@ -858,12 +858,12 @@ def test_thousands_of_sessions_leave_nothing_behind(seed: int) -> None:
         stay.end(now, served=True)
     for wait, _ in waiting:
         wait.over(now)
-    assert sum(map(len, admission.sets.values())) > 10
+    assert sum(len(one.sessions) for one in admission.sets.values()) > 10
     admission.expire(now + HORIZON_S + 1.0)
     assert admission.sessions == len(admission._known) == len(admission._idle) == 0
     assert not admission.waits
     assert not admission._reserved
     for residents in admission.sets.values():
-        assert not residents
+        assert not residents.sessions
         assert residents.running_tokens == 0
         assert residents.tokens(admission.habits.growth_tokens) == 0

@@ -121,10 +121,10 @@ async def test_the_last_request_of_a_session_leaves_no_resident(tmp_path: Path) 
     async with proxied(tmp_path) as (_, client, sessions):
         for turn in (1, 2):
             await client.post("/v1/chat/completions", json=chat(1, turn))
-        assert len(sessions.rule.sets[EndpointId("only")]) == 1
+        assert len(sessions.rule.sets[EndpointId("only")].sessions) == 1
         final = {"x-dynamo-session-id": "s", "x-dynamo-session-final": "true"}
         assert (await client.post("/v1/chat/completions", json=chat(1, 3), headers=final)).status_code == 200
-        assert not sessions.rule.sets[EndpointId("only")]
+        assert not sessions.rule.sets[EndpointId("only")].sessions
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -149,7 +149,7 @@ async def test_sessions_are_those_that_clients_name(tmp_path: Path) -> None:
             await client.post("/v1/chat/completions", json=chat(1, turn), headers=first)
         await client.post("/v1/chat/completions", json=chat(1, 3), headers=child)
         await client.post("/v1/chat/completions", json=chat(2, 2), headers=first)
-        residents = list(sessions.rule.sets[EndpointId("only")])
+        residents = list(sessions.rule.sets[EndpointId("only")].sessions)
         assert sorted(one.turns for one in residents) == [1, 3]
         names = {one.name for one in residents}
         assert {one.parent for one in residents} - {0} < names
