@@ -86,7 +86,7 @@ class KvCache:
         self.gather = self.overlap.gather
         self.placed = self.overlap.placed
         self.move_prompt = self.overlap.move_prompt
-        self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
+        self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock, rng=rng)
         self.scraper = self._make_scraper(sample_host, clock)
         self.actions = self._make_actions(needs, clock, rng)
         parts = CacheParts(
@@ -192,7 +192,11 @@ class KvCache:
         self.feedback.finished(facts, result)
         if facts.request.session_ends:
             self._end_session(facts)
-        elif result.prefilled and (self._acts or facts.indexes.followed.any):
+        elif result.prefilled and (
+            self._acts
+            or facts.indexes.followed.any
+            or (result.prompt_tokens is None and self.feedback.uncounted.choose(facts))
+        ):
             self._act_on(facts, result)
 
     def _act_on(self, facts: RequestFacts, result: Result) -> None:

@@ -65,6 +65,12 @@ class CacheState:
             known = self.indexes[cluster] = IndexState(endpoints=endpoints)
         return known
 
+    def learn_count(self, model: str, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
+        """Note a count that came to this proxy, and pass it on."""
+        if self.on_counted is not None:
+            self.on_counted(model, keys, prompt_bytes, prompt_tokens)
+        self.note_count(model, keys, prompt_bytes, prompt_tokens)
+
     def note_count(self, model: str, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
         """Note an engine's count of the tokens in a prompt of `model` with these keys."""
         self.bytes_per_token.observe_prompt(model, prompt_bytes, prompt_tokens)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Collection
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, RequestKind
 from kvproxy.cache.feedback.trust import LossReason
+from kvproxy.cache.feedback.uncounted import UncountedPrompts
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.overlap.facts import RequestFacts, Result
@@ -38,8 +40,10 @@ class PredictionFeedback:
         state: CacheState,
         lookups: LookupClient,
         clock: Clock,
+        rng: random.Random,
     ) -> None:
         self._state = state
+        self.uncounted = UncountedPrompts(state.bytes_per_token, rng=rng)
         self._bytes_per_token = state.bytes_per_token
         self._lookups = lookups
         self._clock = clock
@@ -104,9 +108,7 @@ class PredictionFeedback:
                 return
             counts.observe_count(facts.model, facts.media, media_tokens)
             prompt_tokens -= media_tokens
-        if self._state.on_counted is not None:
-            self._state.on_counted(facts.model, facts.keys, facts.text_bytes, prompt_tokens)
-        self._state.note_count(facts.model, facts.keys, facts.text_bytes, prompt_tokens)
+        self._state.learn_count(facts.model, facts.keys, facts.text_bytes, prompt_tokens)
 
     def _compare(
         self, facts: RequestFacts, entry: SpeculativeEntry | None, endpoint: EndpointId, result: Result

@@ -38,6 +38,10 @@ class BytesPerToken:
         """Bytes a token of `model`."""
         return self._ratios.get(model, DEFAULT_BYTES_PER_TOKEN)
 
+    def knows(self, model: str) -> bool:
+        """Return whether some prompt of `model` was counted."""
+        return model in self._ratios
+
     @property
     def typical(self) -> float:
         """Bytes a token over the models known."""

@@ -68,7 +68,13 @@ class OverlapSources:
         }
         memory = state.token_memory(settings.token_cache, clock)
         self.tokens = TokenSource(
-            settings, memory=memory, engines=engines, breakers=breakers, metrics=metrics, clock=clock
+            settings,
+            memory=memory,
+            learn_count=state.learn_count,
+            engines=engines,
+            breakers=breakers,
+            metrics=metrics,
+            clock=clock,
         )
         self.lookups = LookupClient(breakers=breakers, metrics=metrics, clock=clock)
         self._lookup_task = LookupTask(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -45,6 +46,8 @@ _MAX_GIVEN_BYTES = 512 * 1024
 _MAX_OBJECTS = 16_384
 _given_ids = msgspec.json.Decoder(list[int])
 _given_prompts = msgspec.json.Decoder(list[list[int]])
+#: Model, keys, bytes and tokens of a prompt.
+LearnCount = Callable[[str, Sequence[int], int, int], None]
 #: Errors of prompts that no engine can tokenize: a refused body, one that no chat can express, an unknown encoding.
 _UNUSABLE = (ValueError, OverflowError, msgspec.DecodeError)
 
@@ -65,12 +68,14 @@ class TokenSource:
         settings: KvCacheSettings,
         *,
         memory: TokenMemory,
+        learn_count: LearnCount,
         engines: Engines,
         breakers: OperationBreakers,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
         self.memory = memory
+        self._learn_count = learn_count
         self._enabled = settings.token_cache.enabled
         self._settings = settings
         self._engines = engines
@@ -186,6 +191,8 @@ class TokenSource:
             self._outcomes.labels("unusable").inc()
             return None
         self._outcomes.labels("ok").inc()
+        if facts.counted_tokens is None:
+            self._learn_count(facts.model, facts.keys[:parts], _bytes_of(facts, parts), len(tokens))
         self.remember_tokens(facts, tokens, parts=parts)
         if whole:
             return AskedTokens(tokens, facts.prompt_bytes, True)
@@ -193,12 +200,12 @@ class TokenSource:
 
     def _beginning(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> AskedTokens:
         """Return what these tokens of its leading messages are to a prompt."""
-        rest = sum(map(len, facts.request.prompt.parts[parts:]))
-        return AskedTokens(self.memory.beginning(tokens), facts.prompt_bytes - rest, False)
+        return AskedTokens(self.memory.beginning(tokens), _bytes_of(facts, parts), False)
 
     def remember_tokens(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> None:
-        """Keep the tokens of the first messages of this prompt, hashed for the chat's next turn."""
-        if self._enabled:
+        """Keep the tokens of the first messages of this prompt, hashed for the chat's next turn, if it recalls
+        them."""
+        if self._enabled and (self._settings.lmcache_endpoint or facts.indexes.followed.any):
             hashed = self.memory.remember(facts.keys[:parts], tokens)
             facts.indexes.hash_ahead(hashed, model=facts.model, cache_salt=facts.request.cache_salt)
 
@@ -217,6 +224,11 @@ class TokenSource:
         if parts < len(messages):
             body = await run_in_turns(with_leading_parts(request.kind, body, messages[:parts]), self._pace)
         return parts, body
+
+
+def _bytes_of(facts: RequestFacts, parts: int) -> int:
+    """Return the bytes of the first messages of a prompt."""
+    return facts.prompt_bytes - sum(map(len, facts.request.prompt.parts[parts:]))
 
 
 async def _call(client: VllmClient, facts: RequestFacts, body: bytes, *, counted: int | None) -> TokenIds:
