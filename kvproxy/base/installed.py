@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from kvproxy.base.settings.feature_settings import GROUP, PACKAGE, FeatureSettings, load_settings
 
@@ -22,17 +22,16 @@ if TYPE_CHECKING:
 class BaseFeature:
     """One optional capability. Every member has a default that adds nothing.
 
-    A feature object is light: its module has its settings, and what runs is imported inside methods, since every
-    command loads every feature.
+    A feature object is light: what runs is imported inside methods, since a running proxy loads every feature,
+    whether it is on or off.
     """
 
     name: ClassVar[str]
-    settings: ClassVar[Mapping[Any, Sequence[Any]]] = {}
     #: Name of its metric group in the module `metrics` beside it; "": it has none.
     metric_group: ClassVar[str] = ""
 
     @cached_property
-    def added(self) -> FeatureSettings:
+    def settings(self) -> FeatureSettings:
         """Its contributions to the configuration, of the module `settings` beside it."""
         return load_settings(self._package)
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from kvproxy.base.installed import BaseFeature
 
@@ -96,9 +96,6 @@ Observer = TypeVar("Observer", bound=CacheObserver)
 
 class CacheFeature(BaseFeature):
     """Contributions of a feature to the cache service."""
-
-    #: Switches of `cache_strategy` whose strategies it has.
-    strategies: ClassVar[Sequence[str]] = ()
 
     def needs(self, settings: KvCacheSettings) -> CacheNeeds:
         """Return the feature's needs under these settings."""

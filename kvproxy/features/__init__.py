@@ -1,4 +1,5 @@
-"""The list of what ships: a name and a folder each, whose `feature.py` has the feature as `FEATURE`.
+"""The list of what ships: a name and a folder each, whose `feature.py` has the feature as `FEATURE`, and whose
+`settings.py`, if there is one, has its settings as `SETTINGS`.
 
 Delete a line and its folder, and everything else works as before. The order is that of the list in documents.
 """

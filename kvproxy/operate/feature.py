@@ -13,9 +13,6 @@ from kvproxy.proxy.feature import ProxyFeature
 if TYPE_CHECKING:
     from starlette.routing import Route
 
-    from kvproxy.base.errors import Problem
-    from kvproxy.base.settings.model import Model
-    from kvproxy.base.settings.paths import Finding
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.endpoint import Endpoint
     from kvproxy.cluster.routing.selector import Decision
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from kvproxy.operate.receipts.receipt import Receipt
     from kvproxy.operate.receipts.writer import WritingObserver
     from kvproxy.operate.runtime.operated import AdminTarget, OperatorFinding
-    from kvproxy.proxy.filters.chain import FilterType
 
     #: Serves until a signal, as `serve_until_signal` of operate/commands/serve.py does, whose arguments it takes.
     Run = Callable[..., Coroutine[Any, Any, int]]
@@ -59,32 +55,11 @@ class Capability:
 class Feature(ClusterFeature, CacheFeature, ProxyFeature):
     """One optional capability: a folder, its line in `kvproxy/features/__init__.py`, and nothing anywhere else."""
 
-    #: Its keys of the top level that are read at the start only: a reload names those that changed.
-    read_at_start: ClassVar[Sequence[str]] = ()
     #: Name of its panel of the live page: NAME.html beside its module, and NAME.js, which exports `show(live)`.
     panel: ClassVar[str] = ""
 
     #: Paths of the admin listener whose changes take long: seconds until a process counts as giving no answer.
     slow_changes: ClassVar[Mapping[str, float]] = {}
-
-    def recognizes(self, raw: Mapping[str, Any]) -> bool:
-        """Return whether a file is in its dialect; then `decode` reads it. Files that are in none are native."""
-        return False
-
-    def decode(
-        self,
-        raw: Mapping[str, Any],
-        *,
-        extra_filters: Mapping[str, type[Model] | None],
-        lenient: bool,
-        known: Sequence[Problem],
-    ) -> tuple[Config | None, list[Problem]]:
-        """Return the configuration of a file that it recognizes, and every problem, `known` ones among them."""
-        raise NotImplementedError(self.name)
-
-    def verify(self, config: Config) -> Iterable[Finding]:
-        """Faults and doubts about its settings beside the rest of the configuration."""
-        return ()
 
     def observe_requests(self, proxy: AdminTarget, config: Config) -> Sequence[WritingObserver[Any]]:
         """Observers of all requests, made once for a process: entered before the first, left after the last."""
@@ -105,15 +80,6 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
     def describe_pick(self, decision: Decision[Endpoint], cluster: Cluster) -> Mapping[str, object]:
         """Keys that it adds to an answer of `/pick`, before the request is counted in."""
         return {}
-
-    def share_settings(self, config: Config, index: int, part: Callable[[int], int]) -> Mapping[str, object]:
-        """Keys of the top level as process `index` of several gets them: bounds in parts, files of its own."""
-        return {}
-
-    def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
-        """Return filters that stand right before the router in every chain, by name; they have no settings of their
-        own."""
-        return ()
 
     def find_troubles(self, operated: AdminTarget) -> Iterable[OperatorFinding]:
         """Return the current findings for the live page. A `Trouble` has its own rank and patience."""
@@ -143,10 +109,6 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
     def advise(self, receipts: Sequence[Receipt], memory_tokens: Sequence[int]) -> Iterable[str]:
         """Sentences of `kvproxy doctor --advise` that follow from the receipts of one pool, in order of their ends, and
         the KV memory of each of its engines that reports it."""
-        return ()
-
-    def list_certificates(self, config: Config) -> Iterable[tuple[str, str]]:
-        """Certificate files that it shows, by their places, for `kvproxy doctor`."""
         return ()
 
     def list_lmcache_checks(self, lmcache: LmcacheFacts) -> Sequence[Check]:

@@ -10,7 +10,7 @@ import yaml
 
 from kvproxy import __version__
 from kvproxy.base.settings.compose import part_of
-from kvproxy.features.kubernetes.feature import KubernetesPlace
+from kvproxy.features.kubernetes.settings import KubernetesPlace
 from kvproxy.operate.config.load import load_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvproxy.base.installed import BaseFeature, all_features, installed, load_features
+from kvproxy.base.settings import feature_settings
+from kvproxy.base.settings.feature_settings import FeatureSettings, list_packages, load_settings
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.features import SHIPPED
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.feature import ProxyFeature
@@ -37,6 +42,25 @@ def test_everything_on_the_list_loads() -> None:
     assert all_features().failed == {}
     assert {feature.name for feature in all_features().loaded} >= set(SHIPPED)
     assert all(isinstance(feature, Feature) for feature in all_features().loaded)
+
+
+def test_every_feature_finds_its_settings() -> None:
+    """Those of the module beside it; without one it adds nothing."""
+    found = {feature.name: feature.settings for feature in all_features().loaded}
+    assert set(found["leases"].fields) == {KvCacheSettings}
+    assert found["hygiene"] == FeatureSettings()
+    assert [found[name] for name in list_packages()] == list(map(load_settings, list_packages().values()))
+
+
+def test_broken_settings_are_named_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of all other features are read."""
+    packages = {"broken": "kvproxy.features.no_such_feature", "leases": "kvproxy.features.leases"}
+    monkeypatch.setattr(feature_settings, "list_packages", lambda: packages)
+    (leases,) = feature_settings.settings_of_features.__wrapped__()
+    assert set(leases.fields) == {KvCacheSettings}
+    assert "settings of feature broken are left out" in caplog.text
 
 
 def test_a_room_gets_the_features_with_its_members() -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.cli import main
-from kvproxy.features.kubernetes.feature import KubernetesPlace
+from kvproxy.features.kubernetes.settings import KubernetesPlace
 from kvproxy.operate.config.load import load_config
 from tests.deploy import test_kubernetes as plain
 from tests.deploy.promql import SERIES

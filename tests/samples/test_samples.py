@@ -10,7 +10,7 @@ import httpx
 import pytest
 import yaml
 
-from kvproxy.features.picker.feature import PickerSettings
+from kvproxy.features.picker.settings import PickerSettings
 from tests.cache.fleet import simulated
 from tests.cache.support import long_text
 from tests.support.loopback import serve

@@ -92,28 +92,9 @@ def list_packages() -> Mapping[str, str]:
 def load_settings(package: str) -> FeatureSettings:
     """Return the contributions of a package, which may have none."""
     if find_spec(module := f"{package}.settings") is None:
-        return _of_feature(package)
+        return FeatureSettings()
     found: FeatureSettings = import_module(module).SETTINGS
     return found
-
-
-def _of_feature(package: str) -> FeatureSettings:
-    feature: Any = import_module(f"{package}.feature").FEATURE
-    places = {place.name: place for place in feature.filter_places}
-    return FeatureSettings(
-        fields=feature.settings,
-        filters={
-            name: AddedFilter(kind, *((places[name].before, places[name].default) if name in places else ()))
-            for name, kind in feature.filters.items()
-        },
-        filter_order=feature.filter_order,
-        strategies=feature.strategies,
-        read_at_start=feature.read_at_start,
-        verify=feature.verify,
-        list_certificates=feature.list_certificates,
-        share=feature.share_settings,
-        dialect=Dialect(feature.recognizes, feature.decode),
-    )
 
 
 @cache

@@ -16,8 +16,8 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.model import Name
 from kvproxy.base.types import Clock, Headers
-from kvproxy.features.access_control.feature import ApiKey, AuthSettings
 from kvproxy.features.access_control.metrics import AccessMetrics
+from kvproxy.features.access_control.settings import ApiKey, AuthSettings
 from kvproxy.proxy.filter_settings import RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Send
 
 from kvproxy.base.errors import ConfigError, Problem
-from kvproxy.features.access_control.feature import CorsSettings
+from kvproxy.features.access_control.settings import CorsSettings
 from kvproxy.proxy.filters.chain import FilterContext
 
 

@@ -17,8 +17,8 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
-from kvproxy.features.access_control.feature import RateLimitSettings
 from kvproxy.features.access_control.metrics import AccessMetrics
+from kvproxy.features.access_control.settings import RateLimitSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.downstream import Downstream

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from kvproxy.base.log_lines import MAX_TEXT, format_console_line, format_time, printable
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
-from kvproxy.features.access_log.feature import AccessLogSettings
+from kvproxy.features.access_log.settings import AccessLogSettings
 from kvproxy.proxy.filters.chain import FilterContext, WallClock
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.downstream import Downstream

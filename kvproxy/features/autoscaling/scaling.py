@@ -20,8 +20,8 @@ from kvproxy.cluster.feature import ClusterObserver, ListClusters, ObservedClust
 from kvproxy.cluster.routing.load import Reservation
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import seconds_of
-from kvproxy.features.autoscaling.feature import AutoscalingPlace, AutoscalingSettings
 from kvproxy.features.autoscaling.metrics import ScalingMetrics
+from kvproxy.features.autoscaling.settings import AutoscalingPlace, AutoscalingSettings
 
 #: Time constant of past demand and of a vanished backlog; a growing one counts sooner.
 _FALL_S = 60.0

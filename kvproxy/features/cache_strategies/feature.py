@@ -15,7 +15,6 @@ class CacheStrategies(Feature):
     """Pins hot prefixes at LMCache, compresses cold ones under load, and evicts them while memory is short."""
 
     name = "cache_strategies"
-    strategies = ("enable_pinning", "enable_compression", "enable_eviction")
 
     def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
         """Return the strategies, where one is enabled."""

@@ -13,8 +13,8 @@ from kvproxy.operate.feature import Feature
 if TYPE_CHECKING:
     from kvproxy.cache.feature import CacheObserver, CacheParts
     from kvproxy.cluster.feature import WakeCall
-    from kvproxy.operate.config.schema import Config
     from kvproxy.proxy.filters.chain import FilterType
+    from kvproxy.proxy.settings import ServingSettings
 
 
 class EngineSleepFeature(Feature):
@@ -42,7 +42,7 @@ class EngineSleepFeature(Feature):
 
         return EngineSleep(parts) if any(self.wakes_engines(one.settings) for one in parts.clusters.values()) else None
 
-    def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
+    def list_guards(self, config: ServingSettings) -> Sequence[tuple[str, FilterType]]:
         """Return the filter that holds requests, where a cluster asks for it."""
         from kvproxy.features.engine_sleep.filter import FILTER
 

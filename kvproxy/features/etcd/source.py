@@ -15,7 +15,7 @@ from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.entries import Answer, LeftOut, read_entry
 from kvproxy.cluster.sources.mirror import Mirror
 from kvproxy.features.etcd.client import EtcdPrefix
-from kvproxy.features.etcd.feature import EtcdDiscoverySettings
+from kvproxy.features.etcd.settings import EtcdDiscoverySettings
 
 #: Files that its endpoints name are read away from the event loop.
 _FILES_S = 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from pydantic import Field
 
@@ -45,8 +45,11 @@ class SyncPlace(Model):
 _STORES = {"redis": ("redis", "rediss", "unix"), "nats": ("nats", "tls", "ws", "wss")}
 
 
-def find_faults(sync: SyncSettings) -> Iterator[Finding]:
-    """Yield errors and doubts about a section with any setting."""
+def verify(config: Config) -> Iterator[Finding]:
+    """Refuse places where replicas cannot meet."""
+    sync = part_of(config, SyncPlace).sync
+    if sync == SyncSettings():
+        return
     given = [name for name in (*_STORES, "ray") if getattr(sync, name) is not None]
     if len(given) > 1:
         yield error_at(("sync", given[1]), "replicas meet at one place: redis, nats or ray", "leave one of them out")
@@ -60,12 +63,6 @@ def find_faults(sync: SyncSettings) -> Iterator[Finding]:
     if not given:
         hint = "replicas meet at sync.redis or sync.nats"
         yield warning_at(("sync",), "tells nobody but the workers of this machine, if there are several", hint)
-
-
-def verify(config: Config) -> Iterable[Finding]:
-    """Refuse places where replicas cannot meet."""
-    settings = part_of(config, SyncPlace).sync
-    return () if settings == SyncSettings() else find_faults(settings)
 
 
 SETTINGS = FeatureSettings(fields={Config: (SyncPlace,)}, read_at_start=("sync",), verify=verify)

@@ -13,7 +13,7 @@ import httpx
 
 from kvproxy.base.log_lines import printable
 from kvproxy.features.hygiene.comparison import ADVICE, Cause
-from kvproxy.features.hygiene.feature import NOTE, PrefixBreak
+from kvproxy.features.hygiene.note import NOTE, PrefixBreak
 from kvproxy.operate.commands.doctor import print_report
 from kvproxy.operate.commands.operate import AdminAddress, AdminRefused, ask_admin
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity

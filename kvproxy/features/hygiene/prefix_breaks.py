@@ -18,8 +18,8 @@ from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.prefix.session_hashes import PromptText
 from kvproxy.cluster.endpoint_metrics import OTHER
 from kvproxy.features.hygiene.comparison import ADVICE, Cause, Change, find_change
-from kvproxy.features.hygiene.feature import NOTE, PrefixBreak
 from kvproxy.features.hygiene.metrics import PrefixBreakMetrics
+from kvproxy.features.hygiene.note import NOTE, PrefixBreak
 from kvproxy.features.hygiene.parts import digest_part
 from kvproxy.features.hygiene.threads import Session, SessionKey, Sessions, Thread
 from kvproxy.operate.admin.replies import reply_json

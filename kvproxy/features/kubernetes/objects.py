@@ -11,7 +11,7 @@ from kvproxy.base.settings.addresses import is_address, url_fault
 from kvproxy.cluster.settings import EndpointRole, EndpointSettings
 from kvproxy.cluster.sources.entries import LeftOut, read_entry
 from kvproxy.features.kubernetes.client import KubernetesObject, Metadata
-from kvproxy.features.kubernetes.feature import KubernetesDiscoverySettings
+from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 
 #: Label with the service of a slice.
 SERVICE_LABEL = "kubernetes.io/service-name"

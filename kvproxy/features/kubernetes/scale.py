@@ -10,7 +10,7 @@ import msgspec
 
 from kvproxy.base.errors import Refused
 from kvproxy.base.timed_thread import TimedThread
-from kvproxy.features.kubernetes.feature import KubernetesDiscoverySettings
+from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 from kvproxy.features.kubernetes.source import find_access, find_namespace
 
 _CALL_S = 5.0

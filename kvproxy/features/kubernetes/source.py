@@ -15,7 +15,6 @@ from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.entries import Answer, LeftOut
 from kvproxy.cluster.sources.mirror import Mirror
 from kvproxy.features.kubernetes.client import FILES_S, SERVICE_ACCOUNT, Collection, KubernetesAccess, ObjectT
-from kvproxy.features.kubernetes.feature import KubernetesDiscoverySettings
 from kvproxy.features.kubernetes.objects import (
     SERVICE_LABEL,
     EndpointSlice,
@@ -25,6 +24,7 @@ from kvproxy.features.kubernetes.objects import (
     endpoints_of_pods,
     endpoints_of_slices,
 )
+from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 
 _SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
 _PODS = "/api/v1/pods"

@@ -12,8 +12,8 @@ import msgspec
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
-from kvproxy.features.ledger.feature import LedgerPrice, LedgerSettings
 from kvproxy.features.ledger.metrics import LedgerMetrics
+from kvproxy.features.ledger.settings import LedgerPrice, LedgerSettings
 from kvproxy.operate.receipts.files import RotatingFile, list_files, list_workers
 from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.proxy.filters.chain import WallClock

@@ -14,8 +14,8 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, InferenceRequest, Prompt
 from kvproxy.cache.prefix.shape_identity import fields_of, is_system
 from kvproxy.cluster.routes import RouteTarget
-from kvproxy.features.normalize.feature import NormalizeRule, NormalizeSettings
 from kvproxy.features.normalize.metrics import NormalizeMetrics
+from kvproxy.features.normalize.settings import NormalizeRule, NormalizeSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.downstream import Downstream

@@ -14,7 +14,7 @@ from kvproxy import __version__
 from kvproxy.app import Proxy
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.compose import part_of
-from kvproxy.features.picker.feature import PickerPlace, PickerSettings
+from kvproxy.features.picker.settings import PickerPlace, PickerSettings
 from kvproxy.operate.commands.configuration import ConfigSource, named_engines, named_file
 from kvproxy.operate.commands.garbage import GarbageCollections
 from kvproxy.operate.commands.last_resort import LastResort

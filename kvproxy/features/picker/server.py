@@ -11,7 +11,6 @@ from google.protobuf.message import DecodeError
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.features.picker.conversation import Conversations
-from kvproxy.features.picker.feature import PickerSettings
 from kvproxy.features.picker.grpc import GrpcServer, Method, Replies, Status
 from kvproxy.features.picker.messages import (
     CHECK,
@@ -25,6 +24,7 @@ from kvproxy.features.picker.messages import (
     HealthCheckResponse,
 )
 from kvproxy.features.picker.metrics import PickerMetrics
+from kvproxy.features.picker.settings import PickerSettings
 from kvproxy.operate.placing.carried import Placer
 from kvproxy.operate.placing.external import PlacerTarget
 from kvproxy.proxy.request.body import HeldBodies

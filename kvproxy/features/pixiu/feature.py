@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
 from kvproxy.operate.feature import Feature
-
-if TYPE_CHECKING:
-    from kvproxy.base.errors import Problem
-    from kvproxy.base.settings.model import Model
-    from kvproxy.operate.config.schema import Config
 
 
 class PixiuFeature(Feature):
     """Loads configurations of Dubbo-go-Pixiu as they are."""
 
     name = "pixiu"
-
-    def recognizes(self, raw: Mapping[str, Any]) -> bool:
-        """Return whether the file has Pixiu's shape: `static_resources`, or listeners with filter chains."""
-        listeners = raw.get("listeners")
-        return "static_resources" in raw or (
-            isinstance(listeners, list)
-            and any(isinstance(item, dict) and "filter_chains" in item for item in listeners)
-        )
-
-    def decode(
-        self,
-        raw: Mapping[str, Any],
-        *,
-        extra_filters: Mapping[str, type[Model] | None],
-        lenient: bool,
-        known: Sequence[Problem],
-    ) -> tuple[Config | None, list[Problem]]:
-        """Translate the file; what of it has no counterpart is a problem, with `lenient` a warning."""
-        from kvproxy.features.pixiu.load import decode_pixiu
-
-        return decode_pixiu(raw, extra_filters=extra_filters, lenient=lenient, known=known)
 
 
 FEATURE = PixiuFeature()

@@ -20,7 +20,7 @@ from kvproxy.base.timed_thread import TimedThread, read_file
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.entries import Answer, LeftOut, Source, read_entry
 from kvproxy.cluster.sources.watched import MAX_ITEMS, check_count
-from kvproxy.features.polled_discovery.feature import DnsDiscoverySettings, PolledPlace
+from kvproxy.features.polled_discovery.settings import DnsDiscoverySettings, PolledPlace
 from kvproxy.operate.config.yaml_text import parse_yaml, substitute_variables
 
 #: Interval of looks at a file.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.receipts.receipt import Receipt
     from kvproxy.operate.runtime.operated import AdminTarget
     from kvproxy.proxy.filters.chain import FilterType
+    from kvproxy.proxy.settings import ServingSettings
 
 
 class Resume(Feature):
@@ -51,7 +52,7 @@ class Resume(Feature):
 
         return {"/endpoints/*/move": {"moved": total, "staying": each(total)}}
 
-    def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
+    def list_guards(self, config: ServingSettings) -> Sequence[tuple[str, FilterType]]:
         """Return the filter, if a route wants it."""
         from kvproxy.features.resume.filter import FILTER
 
@@ -87,7 +88,7 @@ class Resume(Feature):
         return (Capability("resumed streams", ON, f"routes with `resume`: {', '.join(grades)}"),)
 
 
-def _list_grades(config: Config) -> list[str]:
+def _list_grades(config: ServingSettings) -> list[str]:
     """Return the grades that routes ask for."""
     grades = {part_of(route, ResumePlace).resume for route in config.routes}
     return sorted(grade.value for grade in grades if grade is not Grade.OFF)

@@ -19,7 +19,7 @@ from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.engine import Engine
-from kvproxy.features.rollouts.feature import CALL_S, MAX_CALL_S
+from kvproxy.features.rollouts.times import CALL_S, MAX_CALL_S
 from kvproxy.operate.admin.clusters import find_cluster
 from kvproxy.operate.admin.replies import REPEATED, Audit, RequestRefused, read_json_object, read_number, reply_json
 from kvproxy.operate.runtime.operated import AdminTarget

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvproxy.features.rollouts.times import ANSWER_S, CALL_S
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
@@ -12,14 +13,6 @@ if TYPE_CHECKING:
 
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.runtime.operated import AdminTarget
-
-
-#: Time of each engine for a call, unless the request states another.
-CALL_S = 60
-#: Weights of many gigabytes take minutes to load.
-MAX_CALL_S = 3600
-#: Until an answer has come back from the process that called.
-ANSWER_S = 5
 
 
 class Rollouts(Feature):

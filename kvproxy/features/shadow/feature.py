@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.features.shadow.settings import ShadowPlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
@@ -14,22 +15,11 @@ if TYPE_CHECKING:
     from kvproxy.cluster.routing.policy import Policy
 
 
-from kvproxy.base.settings.model import Model
-
-
-class ShadowPlace(Model):
-    """The key that each cluster gets."""
-
-    shadow_policy: PolicyName | None = None
-    """A second policy that decides on the same traffic without effect; how it differs is counted. Empty: none."""
-
-
 class ShadowFeature(Feature):
     """Lets a second policy decide on live traffic without effect."""
 
     name = "shadow"
     metric_group = "ShadowMetrics"
-    settings = {ClusterSettings: (ShadowPlace,)}
 
     def find_silent_policy(self, settings: ClusterSettings) -> PolicyName | None:
         """Return the shadow policy of a cluster."""

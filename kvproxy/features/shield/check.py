@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.features.shield.feature import ShieldPlace
 from kvproxy.features.shield.findings import ASK, UNKNOWN, describe_faults, list_first, list_unknown
+from kvproxy.features.shield.settings import ShieldPlace
 from kvproxy.features.shield.versions import fetch_software
 from kvproxy.operate.doctor.deployment import ClusterFacts, gather_facts
 from kvproxy.operate.doctor.report import Finding, check, ok, warning

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.base.settings.model import Model
-from kvproxy.operate.config.schema import Config
+from kvproxy.features.shield.settings import ShieldMode, ShieldPlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
@@ -16,22 +14,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.runtime.operated import AdminTarget, OperatorFinding
     from kvproxy.proxy.filters.chain import FilterType
-
-
-class ShieldMode(StrEnum):
-    """Requests that would harm an engine, by the advisories for its version."""
-
-    OFF = "off"  # engines' versions are not queried
-    WARN = "warn"  # counted and logged
-    REFUSE = "refuse"  # sent to an engine without the fault, else refused
-
-
-class ShieldPlace(Model):
-    """The top level."""
-
-    shield: ShieldMode = ShieldMode.WARN
-    """Requests that would harm an engine by a known fault of its version: `refuse` sends them to
-    an engine without the fault, or answers 400 where there is none; `warn` counts and logs them; `off` does nothing."""
+    from kvproxy.proxy.settings import ServingSettings
 
 
 class Shield(Feature):
@@ -39,9 +22,8 @@ class Shield(Feature):
 
     name = "shield"
     metric_group = "ShieldMetrics"
-    settings = {Config: (ShieldPlace,)}
 
-    def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
+    def list_guards(self, config: ServingSettings) -> Sequence[tuple[str, FilterType]]:
         """Return the filter, unless it is off."""
         from kvproxy.features.shield.filter import make_filter_type
 
@@ -62,7 +44,7 @@ class Shield(Feature):
         return () if _mode(cluster.deployment.config) == "off" else (check_faults(cluster),)
 
 
-def _mode(config: Config) -> ShieldMode:
+def _mode(config: ServingSettings) -> ShieldMode:
     return part_of(config, ShieldPlace).shield
 
 

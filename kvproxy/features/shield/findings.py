@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.features.shield.feature import ShieldMode
 from kvproxy.features.shield.rules import ADVISORIES, VLLM, open_rules, parse_version
+from kvproxy.features.shield.settings import ShieldMode
 from kvproxy.operate.runtime.operated import ConfigFinding
 
 _DONE = {

@@ -22,8 +22,8 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache.feature import CacheObserver, CacheParts
-from kvproxy.features.snapshot.feature import MAX_AGE_S, SnapshotSettings
 from kvproxy.features.snapshot.metrics import SnapshotMetrics
+from kvproxy.features.snapshot.settings import MAX_AGE_S, SnapshotSettings
 from kvproxy.operate.runtime.saved_state import Contents, Outcome, Returned, Saved, Unusable, decode, pack_checksum
 
 _READ_BYTES = 4 << 20

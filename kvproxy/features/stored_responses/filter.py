@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
-from kvproxy.features.stored_responses.feature import StoredResponsesSettings
 from kvproxy.features.stored_responses.metrics import StoredResponsesMetrics
+from kvproxy.features.stored_responses.settings import StoredResponsesSettings
 from kvproxy.features.stored_responses.store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse, key_of
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.forward.body_guard import is_examined

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp
 
 from kvproxy.base.errors import ConfigError, Problem
-from kvproxy.features.tracing.feature import TracingSettings
+from kvproxy.features.tracing.settings import TracingSettings
 from kvproxy.proxy.filters.chain import FilterContext
 
 _PROTOCOLS = frozenset({"", "http/protobuf"})

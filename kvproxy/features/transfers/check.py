@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.features.transfers.feature import TransferPlace
+from kvproxy.features.transfers.settings import TransferPlace
 from kvproxy.operate.doctor.lmcache import LmcacheFacts
 from kvproxy.operate.doctor.report import Finding, check, ok, warning
 

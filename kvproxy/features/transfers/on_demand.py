@@ -37,7 +37,7 @@ from kvproxy.features.transfers.copy_planner import (
     landed,
     near_tokens,
 )
-from kvproxy.features.transfers.feature import NOTE, UNDER_WAY, TransferResult
+from kvproxy.features.transfers.note import NOTE, UNDER_WAY, TransferResult
 from kvproxy.features.transfers.transfers import STEP_TOKENS, Transfers
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver

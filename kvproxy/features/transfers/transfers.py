@@ -18,9 +18,9 @@ from kvproxy.cache.providers import ActionKind, Prefix
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import prefill_s
-from kvproxy.features.transfers.feature import TransferPlace, TransferSettings
 from kvproxy.features.transfers.metrics import TransferMetrics
 from kvproxy.features.transfers.recent_copies import RecentCopies
+from kvproxy.features.transfers.settings import TransferPlace, TransferSettings
 
 #: Weight of a new transfer's speed against earlier ones, and how long speeds are valid.
 _NEW = 0.3

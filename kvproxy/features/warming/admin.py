@@ -19,7 +19,7 @@ from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import RouteTarget
-from kvproxy.features.warming.feature import PrefixExport, WarmingPlace
+from kvproxy.features.warming.settings import PrefixExport, WarmingPlace
 from kvproxy.features.warming.warming import Warmed, Warmer
 from kvproxy.operate.admin.pick import parse_question
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_number, reply_json

@@ -20,7 +20,7 @@ from kvproxy.app import Proxy
 from kvproxy.base.errors import KvproxyError
 from kvproxy.base.settings.compose import without_features
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.features.warming.feature import WarmingPlace
+from kvproxy.features.warming.settings import WarmingPlace
 from kvproxy.operate.commands.configuration import ConfigSource, find_usual_file
 from kvproxy.operate.commands.operate import AdminAddress
 from kvproxy.operate.commands.progress import ProgressBar

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from kvproxy.base.settings.compose import part_of
-from kvproxy.base.settings.model import Duration, Model
+from kvproxy.features.workers.settings import WorkersPlace
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature, StatusPart
 
@@ -16,26 +14,11 @@ if TYPE_CHECKING:
     from kvproxy.operate.feature import Run
 
 
-class WorkersPlace(Model):
-    """Keys that a configuration gets."""
-
-    workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
-    """Processes that serve behind the one listening socket, decide as one, and share bounds; `auto`: one less than
-    there are cores, at most 8. With 1 there is no supervisor and no exchange. Also `serve --workers`."""
-    worker_timeout: Duration = Field(default=30, ge=0, le=3600)
-    """A worker whose event loop stands still for so long (at least 2 s) is killed and started again; 0: never."""
-    worker_start_timeout: Duration = Field(default=120, ge=0, le=3600)
-    """So is one that does not serve so long after its start (at least 2 s; twice as long after each failed start in a
-    row); 0: never."""
-
-
 class WorkersFeature(Feature):
     """Serves by several processes behind one socket."""
 
     name = "workers"
     metric_group = "WorkerMetrics"
-    settings = {Config: (WorkersPlace,)}
-    read_at_start = ("workers",)
 
     def find_runner(self, config: Config) -> Run | None:
         """Return the supervisor, unless one process is enough."""

@@ -13,8 +13,8 @@ from kvproxy.base.errors import Problem
 from kvproxy.base.settings.compose import part_of
 from kvproxy.features.workers.admin import WorkersAdmin
 from kvproxy.features.workers.assignment import begins_alone, count_workers, shared_folder
-from kvproxy.features.workers.feature import WorkersPlace
 from kvproxy.features.workers.metrics import WorkerMetrics
+from kvproxy.features.workers.settings import WorkersPlace
 from kvproxy.features.workers.supervisor import ServedConfig, Supervisor, WorkersFailed
 from kvproxy.features.workers.workers import Workers
 from kvproxy.operate.commands.configuration import ConfigSource

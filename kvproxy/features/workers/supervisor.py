@@ -19,8 +19,8 @@ from kvproxy.base.errors import KvproxyError
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
 from kvproxy.features.workers.assignment import Assignment, Change
-from kvproxy.features.workers.feature import WorkersPlace
 from kvproxy.features.workers.process import COMMAND, WorkerProcess
+from kvproxy.features.workers.settings import WorkersPlace
 from kvproxy.operate.commands.last_resort import END_GRACE_S
 from kvproxy.operate.config.schema import Config
 

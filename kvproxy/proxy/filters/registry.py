@@ -29,7 +29,7 @@ def list_filters() -> dict[str, FilterType]:
         **{
             name: FilterType(added.settings, partial(feature.build_filter, name))
             for feature in installed(ProxyFeature)
-            for name, added in feature.added.filters.items()
+            for name, added in feature.settings.filters.items()
         },
         **FILTERS,
     }

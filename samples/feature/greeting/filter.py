@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp
 
-from greeting.feature import GreetingPlace, GreetingSettings
 from greeting.metrics import GreetingMetrics
+from greeting.settings import GreetingPlace, GreetingSettings
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Headers
 from kvproxy.proxy.filters.chain import FilterContext

@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.base.errors import ConfigError
 from kvproxy.features.access_control.auth import KeyRing, Owner, load_keys
-from kvproxy.features.access_control.feature import ApiKey
+from kvproxy.features.access_control.settings import ApiKey
 
 
 def key(name: str, value: str) -> ApiKey:

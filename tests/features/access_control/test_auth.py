@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from kvproxy.base.errors import ConfigError
 from kvproxy.features.access_control.auth import build
-from kvproxy.features.access_control.feature import AuthSettings
+from kvproxy.features.access_control.settings import AuthSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from tests.support.asgi import Inner, Pairs, Reply, call, http_scope
 from tests.support.filter_context import counted, filter_context

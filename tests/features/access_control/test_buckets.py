@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.features.access_control.feature import RateLimitSettings
 from kvproxy.features.access_control.rate_limit import Buckets, BucketTable, Limit, TokenBucket, build
+from kvproxy.features.access_control.settings import RateLimitSettings
 from kvproxy.operate.runtime.generation import StateStore
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock

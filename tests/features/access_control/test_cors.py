@@ -6,7 +6,7 @@ import pytest
 
 from kvproxy.base.errors import ConfigError
 from kvproxy.features.access_control.cors import build
-from kvproxy.features.access_control.feature import CorsSettings
+from kvproxy.features.access_control.settings import CorsSettings
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import filter_context
 

@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.base.errors import ConfigError
 from kvproxy.base.types import InferenceRequest, Prompt, RequestKind
-from kvproxy.features.access_control.feature import RateLimitSettings
 from kvproxy.features.access_control.rate_limit import MAX_KEYS, bucket_key, build, tokens_used
+from kvproxy.features.access_control.settings import RateLimitSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify

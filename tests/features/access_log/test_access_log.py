@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.features.access_log.access_log import LOGGER, AccessLogFilter, build, fields, printable
-from kvproxy.features.access_log.feature import AccessLogSettings
+from kvproxy.features.access_log.settings import AccessLogSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.settings import LogSettings

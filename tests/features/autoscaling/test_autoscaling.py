@@ -7,8 +7,8 @@ import pytest
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.work import features_of, seconds_of
 from kvproxy.cluster.settings import PolicyName
-from kvproxy.features.autoscaling.feature import AutoscalingSettings
 from kvproxy.features.autoscaling.scaling import Autoscaling
+from kvproxy.features.autoscaling.settings import AutoscalingSettings
 from tests.cluster.conftest import Bench, MakeCluster
 
 

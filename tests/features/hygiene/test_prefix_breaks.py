@@ -17,7 +17,7 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.hygiene import prefix_breaks
 from kvproxy.features.hygiene.comparison import Cause
-from kvproxy.features.hygiene.feature import NOTE, PrefixBreak
+from kvproxy.features.hygiene.note import NOTE, PrefixBreak
 from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
 from kvproxy.proxy.request.parse import parse_body
 from tests.cache.support import NOWHERE, A, B, cluster_of, settings

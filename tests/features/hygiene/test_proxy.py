@@ -15,7 +15,7 @@ from starlette.types import Send
 from kvproxy.cli import main
 from kvproxy.features.hygiene.command import TrafficOptions, print_traffic, rows_of, rows_of_receipts, traffic_report
 from kvproxy.features.hygiene.comparison import Cause
-from kvproxy.features.hygiene.feature import NOTE, PrefixBreak
+from kvproxy.features.hygiene.note import NOTE, PrefixBreak
 from kvproxy.operate.commands.operate import AdminAddress
 from kvproxy.operate.receipts.explain import explain_receipt
 from kvproxy.operate.receipts.files import ReceiptReader

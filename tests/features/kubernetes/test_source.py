@@ -18,7 +18,7 @@ from kvproxy.base.errors import ClientError, DiscoveryError
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.features.kubernetes.client import KubernetesAccess
-from kvproxy.features.kubernetes.feature import KubernetesDiscoverySettings
+from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 from kvproxy.features.kubernetes.source import KubernetesDiscovery
 from kvproxy.proxy.settings import ListenerTls
 from tests.cluster.followed import Follow

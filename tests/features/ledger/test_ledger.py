@@ -15,8 +15,8 @@ from kvproxy.app import Proxy
 from kvproxy.base.settings.compose import part_of
 from kvproxy.cli import main
 from kvproxy.features.ledger import command
-from kvproxy.features.ledger.feature import LedgerPlace, LedgerPrice
 from kvproxy.features.ledger.ledger import Ledger, LedgerReader, price_of
+from kvproxy.features.ledger.settings import LedgerPlace, LedgerPrice
 from kvproxy.features.workers.assignment import take_share
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.receipts.files import RotatingFile, list_files

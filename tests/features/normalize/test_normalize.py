@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from starlette.types import Message, Send
 
 from kvproxy.base.types import RequestKind
-from kvproxy.features.normalize.feature import NormalizeRule
 from kvproxy.features.normalize.normalize import Piece, pieces_of, put_all, put_into, rewrite
+from kvproxy.features.normalize.settings import NormalizeRule
 from kvproxy.operate.config.load import check_config
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange

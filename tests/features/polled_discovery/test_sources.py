@@ -30,7 +30,7 @@ from kvproxy.cluster.settings import (
 from kvproxy.cluster.sources import entries
 from kvproxy.cluster.sources.entries import Answer, LeftOut, Source, split_answer
 from kvproxy.features.polled_discovery import sources as polled
-from kvproxy.features.polled_discovery.feature import DnsDiscoverySettings
+from kvproxy.features.polled_discovery.settings import DnsDiscoverySettings
 from kvproxy.features.polled_discovery.sources import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
 from kvproxy.operate.config.yaml_text import parse_yaml
 from tests.cluster.conftest import MakeCluster, configs

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.features.shield.feature import ShieldMode
 from kvproxy.features.shield.findings import find_open_faults
 from kvproxy.features.shield.rules import ADVISORIES, Rule
+from kvproxy.features.shield.settings import ShieldMode
 from kvproxy.operate.doctor.report import Severity
 from tests.docs.blocks import ROOT, block
 from tests.operate.admin.support import admin_of, proxy_of

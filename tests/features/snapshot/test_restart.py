@@ -19,8 +19,8 @@ from kvproxy.cache.overlap.last_served import LastServed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.embed.middleware import KVCacheMiddleware
-from kvproxy.features.snapshot.feature import SnapshotSettings
 from kvproxy.features.snapshot.restart import SnapshotFile, Store, WarmRestart
+from kvproxy.features.snapshot.settings import SnapshotSettings
 from kvproxy.operate.runtime import saved_state as contents
 from kvproxy.operate.runtime.saved_state import Contents, Outcome, Saved, TablesKept
 from tests.cache.overlap.test_last_served import held, request_of, served

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.features.snapshot.feature import FEATURE
+from kvproxy.features.snapshot.settings import SETTINGS
 from kvproxy.operate.capabilities import list_capabilities
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.config.schema import Config
@@ -34,8 +35,8 @@ def test_doubtful_settings(settings: dict[str, str], problem: str) -> None:
 def test_the_first_worker_keeps_the_file() -> None:
     """A file that all replace would hold the last one's."""
     config = keeping(path="/tmp/s")
-    assert FEATURE.share_settings(config, 0, lambda whole: whole) == {}
-    filters = FEATURE.share_settings(config, 1, lambda whole: whole)["filters"]
+    assert SETTINGS.share(config, 0, lambda whole: whole) == {}
+    filters = SETTINGS.share(config, 1, lambda whole: whole)["filters"]
     assert isinstance(filters, tuple)
     assert [filters[1].settings.snapshot.path, filters[2]] == ["", config.filters[2]]
 

@@ -27,7 +27,7 @@ from kvproxy.app import Proxy
 from kvproxy.base.errors import ConfigError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.features.tracing import tracing
-from kvproxy.features.tracing.feature import TracingSettings
+from kvproxy.features.tracing.settings import TracingSettings
 from kvproxy.features.tracing.trace_attributes import TraceExport, server_attributes
 from kvproxy.features.tracing.trace_spans import TracingFilter
 from kvproxy.operate.config.load import load_config

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.features.transfers.feature import NOTE, TransferResult
+from kvproxy.features.transfers.note import NOTE, TransferResult
 from kvproxy.features.transfers.on_demand import CopyObserver, OnDemand
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.receipts.explain import explain_receipt

@@ -15,8 +15,8 @@ import pytest
 from kvproxy.base.types import InferenceRequest
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.features.transfers.copy_planner import draw_source, find_holders
-from kvproxy.features.transfers.feature import TransferSettings
 from kvproxy.features.transfers.on_demand import CopyObserver
+from kvproxy.features.transfers.settings import TransferSettings
 from kvproxy.features.transfers.transfers import SPEED_AGE_S, Link, Transfers
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings

@@ -13,8 +13,8 @@ from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.settings import PolicyName
-from kvproxy.features.access_control.feature import RateLimitSettings
-from kvproxy.features.access_log.feature import AccessLogSettings
+from kvproxy.features.access_control.settings import RateLimitSettings
+from kvproxy.features.access_log.settings import AccessLogSettings
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filter_settings import RouterSettings
