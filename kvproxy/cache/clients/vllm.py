@@ -168,7 +168,7 @@ class VllmClient:
             except NotSupported:
                 pass  # the engine answered without work, and is tried only once
         if kind is not RequestKind.CHAT:
-            sglang = kind is RequestKind.MESSAGES and await self._ask_sglang()
+            sglang = kind is RequestKind.MESSAGES and await self.is_sglang()
             form = None if self._find_form is None else self._find_form(kind, sglang)
             if form is None:
                 raise ValueError(f"no feature makes chats of {kind} requests")
@@ -243,7 +243,8 @@ class VllmClient:
         """Return the answer to an operator's own call."""
         return await self._api.call(method, path, timeout_s=timeout_s, body=body)
 
-    async def _ask_sglang(self) -> bool:
+    async def is_sglang(self) -> bool:
+        """Return whether the engine is SGLang; it is asked once."""
         if self._is_sglang is None:
             with contextlib.suppress(NotSupported):
                 await self.sglang_info()

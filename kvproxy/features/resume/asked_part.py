@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvproxy.base.errors import UpstreamDisconnected
+from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.mismatch import Mismatch
 from kvproxy.proxy.request.continuation import AsksEngines
@@ -29,3 +32,12 @@ async def fetch_part(request: AsksEngines, pick: Pick, target: bytes, body: byte
     if status != 200 or not response.complete:
         raise Mismatch(f"{target.decode()} answers {status}", refusal=refusal)
     return bytes(answer)
+
+
+def fail_at_once(error: Mismatch) -> tuple[UpstreamResponse, int, bytes]:
+    """Return the beginning of a stream that breaks there: the engine is not to blame, and none is tried instead."""
+    response = UpstreamResponse(
+        None, asyncio.get_running_loop(), status=200, headers=[(b"content-type", b"text/event-stream")]
+    )
+    response.fail(error, rest=b"")
+    return response, 200, b""

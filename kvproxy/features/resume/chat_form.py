@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import msgspec
 
-from kvproxy.base.errors import UpstreamError
 from kvproxy.base.installed import installed
 from kvproxy.base.types import RequestKind
+from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.clients.vllm import ChatForm
+from kvproxy.cache.engines import Engines
 from kvproxy.cache.feature import CacheFeature, find_chat_form
-from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.features.resume.asked_once import AskedOnce
+from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.events import DONE, read_data
 from kvproxy.features.resume.mismatch import Mismatch
 
-#: Answered by one kind of engine each; whether that is SGLang.
-_KINDS = ((b"/version", False), (b"/server_info", True))
+#: Bound on the question for an engine's kind, asked once: SGLang answers between two steps of its engine.
+_TIMEOUT_S = 10.0
 _REASONING = ("reasoning", "reasoning_content")
 #: How messages name it. Other ends, such as `abort` and `error`, are those of answers that are not whole.
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
-class ChatForms(AskedOnce[bool]):
-    """Entered, it asks an engine for its kind at the first message on a route with `text`."""
+class ChatForms:
+    """Makes of a message the chat that SGLang (`forms[True]`) and other engines make of it. Entered, it finds out which
+    one an engine is."""
 
-    def find(self, endpoint: Endpoint) -> ChatForm | None:
-        """Return the conversion of the engine's messages to chats; None while it is unknown."""
-        sglang = self.look_up(str(endpoint.engine.id), self._ask(endpoint))
-        return None if sglang is None else find_chat_form(installed(CacheFeature), RequestKind.MESSAGES, sglang)
+    def __init__(self, pool: UpstreamPool) -> None:
+        forms = {of: find_chat_form(installed(CacheFeature), RequestKind.MESSAGES, of) for of in (False, True)}
+        self.forms: Mapping[bool, ChatForm] = {of: form for of, form in forms.items() if form is not None}
+        self._engines = Engines(pool, timeout_s=_TIMEOUT_S)
 
-    async def _ask(self, endpoint: Endpoint) -> bool | None:
-        for path, sglang in _KINDS:
-            try:
-                await self.fetch(endpoint, b"GET", path, b"")
-            except UpstreamError:
-                continue
-            return sglang
-        return None
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._engines.__aexit__()
+
+    async def is_sglang(self, pick: Pick) -> bool:
+        """Return whether the engine is SGLang. Raises ClientError."""
+        return await self._engines.client(pick.endpoint.engine).is_sglang()
 
 
 class MessageOfChat:

@@ -17,9 +17,10 @@ from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.asked_once import AskedOnce
-from kvproxy.features.resume.asked_part import fetch_part
+from kvproxy.features.resume.asked_part import fail_at_once, fetch_part
 from kvproxy.features.resume.events import DONE, read_data, split_events
 from kvproxy.features.resume.mismatch import Mismatch
+from kvproxy.features.resume.text_leg import less_kept
 from kvproxy.proxy.request.continuation import AsksEngines
 
 Answer = tuple[UpstreamResponse, int, bytes]
@@ -30,7 +31,6 @@ _CHAT = b"/v1/chat/completions"
 _GENERATE = b"/inference/v1/generate"
 _RENDER = b"/render"
 _DERENDER = b"/derender"
-_STREAM = ((b"content-type", b"text/event-stream"),)
 
 
 class Came(NamedTuple):
@@ -115,19 +115,12 @@ class DerenderedLeg:
             rendered = await fetch_part(request, pick, self._path + _RENDER, self._chat, refusal="derender")
             body = _continue(rendered, self._came)
         except Mismatch as error:
-            return _fail_at_once(error)
+            return fail_at_once(error)
         response, status, first = await request.ask(pick, self._path.replace(_CHAT, _GENERATE), body)
         if status != 200:
             return response, status, first
         derender = partial(fetch_part, request, pick, self._path + _DERENDER, refusal="derender")
         return Derendering(derender, response, first, came=self._came, chat=self._chat).response, status, b""
-
-
-def _fail_at_once(error: Mismatch) -> Answer:
-    """Return the beginning of a stream that breaks there: the engine is not to blame, and none is tried instead."""
-    response = UpstreamResponse(None, asyncio.get_running_loop(), status=200, headers=[*_STREAM])
-    response.fail(error, rest=b"")
-    return response, 200, b""
 
 
 def _continue(rendered: bytes, came: Came) -> bytes:
@@ -142,10 +135,9 @@ def _continue(rendered: bytes, came: Came) -> bytes:
     sampling = known.sampling_params
     if sampling.get("structured_outputs"):
         raise Mismatch("a grammar would begin again", refusal="guided")
-    for limit, least in (("max_tokens", 1), ("min_tokens", 0)):
-        if isinstance(count := sampling.get(limit), int):
-            sampling[limit] = max(least, count - came.kept)
-    made = {"token_ids": [*known.token_ids, *came.ids[: came.kept]], "sampling_params": sampling, "stream": True}
+    counts = {name: count for name in ("max_tokens", "min_tokens") if isinstance(count := sampling.get(name), int)}
+    left = {**sampling, **less_kept(counts, came.kept)}
+    made = {"token_ids": [*known.token_ids, *came.ids[: came.kept]], "sampling_params": left, "stream": True}
     return _encode({**members, **made})
 
 

@@ -64,13 +64,17 @@ class ResumeFilter(Step):
             exchange,
             _EVENTS[inference.kind](),
             kind=inference.kind,
-            wishes=Wishes(wanted.resume, wanted.resume_best_effort),
+            wishes=Wishes(
+                wanted.resume,
+                wanted.resume_best_effort,
+                chat_forms=self._forms.forms,
+                is_sglang=self._forms.is_sglang,
+            ),
             metrics=self._counts,
             clock=self.clock,
             context_tokens=self._find_length if inference.max_tokens is None else _unneeded,
             is_proven=partial(self._is_proven, target.upstream_model or inference.model),
             derenders=partial(self._derenders, target.upstream_model or inference.model),
-            chat_form=lambda pick: self._forms.find(pick.endpoint),
             others_serve=partial(self._others_serve, target.cluster, target.upstream_model or inference.model),
         )
 

@@ -137,7 +137,8 @@ class OpenAiEvents:
     def _join_chat(
         self, choice: dict[str, Any], ids: list[int] | None, progress: Progress, splice: Splice, *, ended: bool
     ) -> dict[str, Any] | None:
-        delta = {name: value for name, value in (choice.get("delta") or {}).items() if value not in (None, [])}
+        given = {} if splice.plan.spent else choice.get("delta") or {}
+        delta = {name: value for name, value in given.items() if value not in (None, [])}
         reasons = any(delta.get(name) for name in _REASONING)
         if reasons and not (splice.plan.parsed or splice.plan.grade == "restart"):
             raise Mismatch("the engine takes the rest for reasoning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,10 +11,10 @@ import msgspec
 
 from kvproxy.base.types import RequestKind
 from kvproxy.cache.clients.vllm import ChatForm
-from kvproxy.features.resume.counted import CountedLeg
 from kvproxy.features.resume.derendered import Came, DerenderedLeg
 from kvproxy.features.resume.progress import START, Mark, Progress
 from kvproxy.features.resume.settings import Grade
+from kvproxy.features.resume.text_leg import LEAST, IsSglang, TextLeg, less_kept
 from kvproxy.proxy.request.continuation import Leg
 
 #: Tokens that a greedy leg computes again, and characters where tokens are unknown: they must come out the same.
@@ -110,6 +111,15 @@ class BrokenRequest(NamedTuple):
         limits = (self.value(name) for name in _LIMITS)
         return next((limit for limit in limits if isinstance(limit, int)), None)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Members that bound the length of the answer."""
+        if self.kind is RequestKind.COMPLETION:
+            bounds = {"max_tokens": self.max_tokens, LEAST: self.value(LEAST)}
+        else:
+            bounds = {name: self.value(name) for name in (*_LIMITS, LEAST)}
+        return {name: count for name, count in bounds.items() if isinstance(count, int)}
+
 
 class Plan(NamedTuple):
     """How the rest is requested: `grade` is exact, text or restart. The leg begins at `place` in the answer, so what is
@@ -122,12 +132,18 @@ class Plan(NamedTuple):
     by_ids: bool = False
     parsed: bool = False
     as_chat: bool = False  # of a message: the events are those of a chat
-    counted: CountedLeg | None = None  # None: the tokens before `place` are known, or have no limit
+    limit: int | None = None  # of the whole answer
 
     @property
     def kept_tokens(self) -> int:
         """Tokens before `place`."""
-        return self.place.tokens if self.counted is None else self.counted.kept
+        parts = self.leg.parts
+        return parts.kept if isinstance(parts, TextLeg) else self.place.tokens
+
+    @property
+    def spent(self) -> bool:
+        """True if no token is left behind `place`: the leg is for the end of the answer alone."""
+        return self.limit is not None and self.kept_tokens >= self.limit
 
 
 class Wishes(NamedTuple):
@@ -138,7 +154,9 @@ class Wishes(NamedTuple):
     context_tokens: int | None = None  # longest prompt and answer of the model together
     proven: bool = False  # the model was seen to continue half an answer of its own
     derenders: bool = False  # the engines make chunks of token ids, with tool calls and reasoning
-    chat_form: ChatForm | None = None  # makes of a message the chat that the engines make of it
+    #: Make of a message the chat that SGLang (True) and other engines make of it.
+    chat_forms: Mapping[bool, ChatForm] = {}
+    is_sglang: IsSglang | None = None
 
 
 def read_request(kind: RequestKind, target: bytes, body: bytes | None) -> BrokenRequest | None:
@@ -159,18 +177,16 @@ def plan_leg(request: BrokenRequest, progress: Progress, wishes: Wishes) -> Plan
     if obstacle:
         return obstacle
     exact = _why_not_exact(request, progress, wishes)
-    if not request.greedy and request.max_tokens is not None and progress.tokens >= request.max_tokens:
-        return "finished"
     if not exact:
         place = _place_by_tokens(request, progress)
         if place is not START or not progress.reasoned:
-            return Plan("exact", _continue_ids(request, progress, place, wishes), place, by_ids=True)
+            return _plan_ids(request, progress, place, wishes)
         exact = "reasoning"
     if wishes.derenders and exact in _PARSED and request.kind is RequestKind.CHAT and not request.value("stop"):
         return _plan_parsed(request, progress)
     if wishes.grade is not Grade.TEXT:
         return exact
-    return _why_not_text(request, progress, wishes) or _plan_text(request, progress, wishes.chat_form)
+    return _why_not_text(request, progress, wishes) or _plan_text(request, progress, wishes)
 
 
 def _find_obstacle(request: BrokenRequest, *, best_effort: bool) -> str:
@@ -245,9 +261,12 @@ def count_ids(array: bytes) -> int:
 
 
 def _place_by_tokens(request: BrokenRequest, progress: Progress) -> Mark:
-    """Return where a leg begins: what is behind is computed again. A sampled answer goes on behind its last text."""
+    """Return where a leg begins: what is behind is computed again. A sampled answer goes on behind its last text, and
+    behind all its tokens if no more may come."""
     marks = progress.marks
     if not request.greedy:
+        if request.max_tokens is not None and progress.tokens >= request.max_tokens:
+            return Mark(progress.tokens, progress.chars)
         return marks[-1] if marks else START
     held = request.stop_chars
     for mark in reversed(marks):
@@ -257,21 +276,23 @@ def _place_by_tokens(request: BrokenRequest, progress: Progress) -> Mark:
     return START
 
 
-def _continue_ids(request: BrokenRequest, progress: Progress, place: Mark, wishes: Wishes) -> Leg:
+def _plan_ids(request: BrokenRequest, progress: Progress, place: Mark, wishes: Wishes) -> Plan | str:
     kept = msgspec.json.encode(progress.ids[: place.tokens])
     joined = progress.prompt_ids[:-1] + b"," + kept[1:] if place.tokens else progress.prompt_ids
     limit = _find_limit(request, progress, wishes)
     assert limit is not None
+    if request.max_tokens is None and place.tokens >= limit:
+        return "finished"  # the context is full: no engine takes another token
     target = request.target
     if request.kind is RequestKind.CHAT:
         target = target.replace(_CHAT_COMPLETION, _COMPLETION, 1)
         members = {name: raw for name, raw in request.members.items() if name in _SAMPLING}
     else:
         members = dict(request.members)
-    members |= _raw(max_tokens=max(1, limit - place.tokens), stream=True, return_token_ids=True)
-    members["prompt"] = msgspec.Raw(joined)
-    _less_min_tokens(members, request, place)
-    return Leg(target, msgspec.json.encode(members))
+    bounds = {name: count for name, count in request.counts.items() if name == LEAST}
+    members |= less_kept({"max_tokens": limit, **bounds}, place.tokens)
+    members |= _raw(prompt=msgspec.Raw(joined), stream=True, return_token_ids=True)
+    return Plan("exact", Leg(target, msgspec.json.encode(members)), place, by_ids=True, limit=limit)
 
 
 def _plan_parsed(request: BrokenRequest, progress: Progress) -> Plan:
@@ -281,7 +302,8 @@ def _plan_parsed(request: BrokenRequest, progress: Progress) -> Plan:
     came = Came(progress.prompt_ids, ids, tuple(progress.ends), tuple(progress.call_ids), kept)
     body = msgspec.json.encode(request.members)
     leg = Leg(request.target, body, parts=DerenderedLeg(came, request.target, body))
-    return Plan("exact", leg, Mark(kept, progress.chars), by_ids=True, parsed=True)
+    place = Mark(kept, progress.chars)
+    return Plan("exact", leg, place, by_ids=True, parsed=True, limit=request.max_tokens)
 
 
 def _repeat(request: BrokenRequest) -> Leg:
@@ -292,22 +314,28 @@ def _repeat(request: BrokenRequest) -> Leg:
     return Leg(request.target, msgspec.json.encode(members))
 
 
-def _plan_text(request: BrokenRequest, progress: Progress, form: ChatForm | None) -> Plan | str:
+def _plan_text(request: BrokenRequest, progress: Progress, wishes: Wishes) -> Plan | str:
     place = _place_by_text(request, progress)
     if place is START:
         return Plan("text", _repeat(request), place)
-    as_chat = request.kind is RequestKind.MESSAGES
-    if as_chat:
-        chat = _make_chat(request, form)
-        if chat is None:
-            return "api"
-        request = chat
     begun = progress.text[: place.chars]
-    members = dict(request.members)
-    limit = request.max_tokens
-    limits = [name for name in _LIMITS if request.value(name) is not None] or ["max_tokens"]
-    if limit is not None:
-        members |= _raw(**dict.fromkeys(limits, max(1, limit - place.tokens)))
+    as_chat = request.kind is RequestKind.MESSAGES
+    wholes = _make_chats(request, wishes.chat_forms) if as_chat else {False: request}
+    bodies = {of: _continue_text(whole, begun, kept=place.tokens) for of, whole in wholes.items()}
+    if not bodies:
+        return "api"
+    target = request.target.replace(_MESSAGES, _CHAT_COMPLETION, 1) if as_chat else request.target
+    leg = Leg(target, next(iter(bodies.values())))
+    counts = {} if progress.ids_known else next(iter(wholes.values())).counts
+    if counts or as_chat:
+        is_sglang = wishes.is_sglang if as_chat else None
+        parts = TextLeg(target, bodies, begun, kept=place.tokens, counts=counts, is_sglang=is_sglang)
+        leg = leg._replace(parts=parts)
+    return Plan("text", leg, place, as_chat=as_chat, limit=request.max_tokens)
+
+
+def _continue_text(request: BrokenRequest, begun: str, *, kept: int) -> bytes:
+    members = {**request.members, **less_kept(request.counts, kept)}
     if request.kind is RequestKind.COMPLETION:
         members |= _raw(prompt=request.value("prompt") + begun)
     elif request.kind is RequestKind.RESPONSES:
@@ -316,31 +344,28 @@ def _plan_text(request: BrokenRequest, progress: Progress, form: ChatForm | None
         members["messages"] = _append(members["messages"], {"role": "assistant", "content": begun})
     if request.kind is RequestKind.CHAT:
         members |= _raw(continue_final_message=True, add_generation_prompt=False)
-    _less_min_tokens(members, request, place)
-    leg = Leg(request.target, msgspec.json.encode(members))
-    counted = None
-    if limit is not None and not progress.ids_known:
-        counted = CountedLeg(leg, begun, kept=place.tokens, limits=limits, limit=limit)
-    return Plan("text", leg._replace(parts=counted), place, as_chat=as_chat, counted=counted)
+    return msgspec.json.encode(members)
 
 
-def _make_chat(request: BrokenRequest, form: ChatForm | None) -> BrokenRequest | None:
-    """Return the chat that an engine makes of a message, none of which continues half a message; None if no chat is
+def _make_chats(request: BrokenRequest, forms: Mapping[bool, ChatForm]) -> dict[bool, BrokenRequest]:
+    """Return the chats that engines make of a message, none of which continues half a message, as far as chats are
     known to have the same prompt."""
     thinking = request.value("thinking")
-    if form is None or (isinstance(thinking, dict) and thinking.get("type") == "disabled"):  # by the template
-        return None
-    try:
-        members = _members.decode(form(msgspec.json.encode(request.members)))
-    except ValueError:
-        return None
-    members |= {name: request.members[given] for given, name in _OF_MESSAGES.items() if given in request.members}
+    if isinstance(thinking, dict) and thinking.get("type") == "disabled":  # by the template
+        return {}
+    whole = msgspec.json.encode(request.members)
+    members = {name: request.members[given] for given, name in _OF_MESSAGES.items() if given in request.members}
     if isinstance(choice := request.value("tool_choice"), dict):
         members |= _raw(tool_choice=choice.get("type"))
         if choice.get("disable_parallel_tool_use"):
             members |= _raw(parallel_tool_calls=False)
     members |= _raw(stream=True, stream_options={"include_usage": True})
-    return BrokenRequest(RequestKind.CHAT, request.target.replace(_MESSAGES, _CHAT_COMPLETION, 1), members)
+    chats = {}
+    for of, form in forms.items():
+        with contextlib.suppress(ValueError):
+            chat = _members.decode(form(whole)) | members
+            chats[of] = request._replace(kind=RequestKind.CHAT, members=chat)
+    return chats
 
 
 def _append(array: msgspec.Raw, value: object) -> msgspec.Raw:
@@ -371,12 +396,6 @@ def _place_by_text(request: BrokenRequest, progress: Progress) -> Mark:
         if at <= enough and text[at : at + 1].isspace() and text[at - 1 : at].strip():
             return mark
     return START
-
-
-def _less_min_tokens(members: dict[str, msgspec.Raw], request: BrokenRequest, place: Mark) -> None:
-    least = request.value("min_tokens")
-    if isinstance(least, int) and least:
-        members |= _raw(min_tokens=max(0, least - place.tokens))
 
 
 def _raw(**values: object) -> dict[str, msgspec.Raw]:

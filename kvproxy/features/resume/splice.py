@@ -26,6 +26,9 @@ class Splice:
 
     def take(self, text: str, ids: Sequence[int] | None, *, last: bool = False) -> str:
         """Return the new part of a chunk's text. Raises Mismatch."""
+        if self.plan.spent:  # what an engine adds to a whole answer is no part of it
+            self.began = self.began or last
+            return ""
         self.new_ids = self._check_ids(ids or ())
         delivered = self._delivered
         start = self._at
@@ -72,4 +75,5 @@ class Splice:
 
     def count_output(self, leg_tokens: object) -> int:
         """Return the tokens of the whole answer."""
-        return self.plan.kept_tokens + (leg_tokens if isinstance(leg_tokens, int) else 0)
+        kept = self.plan.kept_tokens
+        return kept + leg_tokens if isinstance(leg_tokens, int) and not self.plan.spent else kept

@@ -10,7 +10,6 @@ import msgspec
 from kvproxy.base.errors import EndpointUnhealthy, EngineReportedError, UpstreamDisconnected, UpstreamError
 from kvproxy.base.types import Clock, RequestKind
 from kvproxy.base.upstream.response import UpstreamResponse
-from kvproxy.cache.clients.vllm import ChatForm
 from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.chat_form import MessageOfChat
 from kvproxy.features.resume.events import DONE, read_data, split_events, strip_ids, with_data
@@ -72,7 +71,6 @@ class ResumableStream:
         context_tokens: Callable[[Pick], int | None],
         is_proven: Callable[[Pick], bool],
         derenders: Callable[[Pick], bool],
-        chat_form: Callable[[Pick], ChatForm | None],
         others_serve: Callable[[], bool],
     ) -> None:
         body = exchange.body or b""
@@ -89,7 +87,6 @@ class ResumableStream:
         self._context_tokens = context_tokens
         self._is_proven = is_proven
         self._derenders = derenders
-        self._chat_form = chat_form
         self._others_serve = others_serve
         self._progress = Progress()
         self._strips = own
@@ -288,8 +285,6 @@ class ResumableStream:
             self._wishes = self._wishes._replace(proven=self._is_proven(self._pick))
         if self._kind is RequestKind.CHAT:
             self._wishes = self._wishes._replace(derenders=self._derenders(self._pick))
-        if self._wishes.grade is Grade.TEXT and self._kind is RequestKind.MESSAGES:
-            self._wishes = self._wishes._replace(chat_form=self._chat_form(self._pick))
 
     def _plan(self) -> Plan | str:
         """Return how the stream can go on from here, or why it cannot."""

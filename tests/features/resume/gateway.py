@@ -55,14 +55,13 @@ async def gateway(
         yield Gateway(await stack.enter_async_context(running_proxy(urls, **config)), running)
 
 
-async def know_engines(proxy: RunningProxy, *engines: Running) -> None:
-    """Have the proxy ask engines for their kind and try the model, which it does at their first message."""
+async def try_model(proxy: RunningProxy, *engines: Running) -> None:
+    """Have the proxy try the model, which it does at its first message."""
     messages = [{"role": "user", "content": "Hello."}]
     for _ in engines:
         body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": 2}
         await proxy.client.post("/v1/messages", json=body)
-    calls = [one.app.state.calls for one in engines]
-    await until(lambda: all(one["GET /version"] for one in calls) and sum(one[f"POST {CHAT}"] for one in calls) == 2)
+    await until(lambda: sum(one.app.state.calls[f"POST {CHAT}"] for one in engines) == 2)
 
 
 def read_events(text: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvproxy.base.types import RequestKind
 from kvproxy.cache.clients.vllm import ChatForm
 from kvproxy.features.other_apis.messages_chat import chat_of_messages
+from kvproxy.features.other_apis.sglang_messages import sglang_chat_of_messages
 from kvproxy.features.resume.chat_form import MessageOfChat
 from kvproxy.features.resume.events import read_data
 from kvproxy.features.resume.mismatch import Mismatch
@@ -27,6 +29,7 @@ MESSAGE: dict[str, Any] = {
     "stream": True,
     "temperature": 0,
 }
+FORMS = {False: chat_of_messages, True: sglang_chat_of_messages}
 TOOL = {"name": "look", "input_schema": {"type": "object"}}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 
@@ -39,11 +42,11 @@ def come() -> Progress:
     return progress
 
 
-def plan(form: ChatForm | None = chat_of_messages, **fields: Any) -> Plan | str:
+def plan(forms: Mapping[bool, ChatForm] = FORMS, **fields: Any) -> Plan | str:
     """Return the plan for a message that broke behind 20 words."""
     request = read_request(RequestKind.MESSAGES, b"/v1/messages?beta=true", json.dumps({**MESSAGE, **fields}).encode())
     assert request is not None
-    return plan_leg(request, come(), Wishes(Grade.TEXT, best_effort=True, chat_form=form))
+    return plan_leg(request, come(), Wishes(Grade.TEXT, best_effort=True, chat_forms=forms))
 
 
 def chunk(finish: str | None = None, **delta: Any) -> bytes:
@@ -88,13 +91,13 @@ def test_the_rest_is_requested_as_the_chat_that_the_engine_makes() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"form": None},
+        {"forms": {}},
         {"thinking": {"type": "disabled"}},
         {"messages": [{"role": "user", "content": [IMAGE]}]},
     ],
 )
 def test_without_a_chat_of_the_same_prompt_there_is_no_rest(fields: dict[str, Any]) -> None:
-    """The engine's kind is unknown, the template decides, or there is a picture."""
+    """No feature makes chats, the template decides, or there is a picture."""
     assert plan(**fields) == "api"
 
 

@@ -10,14 +10,13 @@ import pytest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tests.features.resume.gateway import BEST_EFFORT, FILTERS, know_engines
+from tests.features.resume.gateway import BEST_EFFORT, FILTERS, try_model
 from tests.features.resume.test_moving import SINGLY
 from tests.features.resume.test_typed import (
     MESSAGES,
     MESSAGES_BODY,
     RESPONSES,
     RESPONSES_BODY,
-    STREAMED,
     typed_events,
     words_of,
 )
@@ -25,19 +24,17 @@ from tests.lab.simulator.support import engine
 from tests.support.loopback import serve
 from tests.support.proxy import running_proxy
 
-#: Events of text that come before the stream breaks, with two tokens each.
-CAME = 20
 DELTAS = ("response.output_text.delta", "content_block_delta")
 
 
-def join_pairs(stream: str) -> str:
-    """Return the beginning of a stream, with two tokens an event."""
+def join_pairs(stream: str, came: int) -> str:
+    """Return the beginning of a stream up to so many events of text, with two tokens each."""
     made: list[str] = []
     waiting = ""
     joined = 0
     for event in stream.removesuffix("\n\n").split("\n\n"):
         name, _, data = event.partition("\ndata: ")
-        if name.removeprefix("event: ") in DELTAS and joined < CAME:
+        if name.removeprefix("event: ") in DELTAS and joined < came:
             found: dict[str, Any] = json.loads(data)
             text = found["delta"] if isinstance(found["delta"], str) else found["delta"]["text"]
             if not waiting:
@@ -49,7 +46,7 @@ def join_pairs(stream: str) -> str:
             found["delta"] = text if isinstance(found["delta"], str) else {"type": "text_delta", "text": text}
             event = f"{name}\ndata: {json.dumps(found)}"
         made.append(event)
-        if joined == CAME:
+        if joined == came:
             break
     return "\n\n".join(made) + "\n\n"
 
@@ -59,14 +56,15 @@ class InPairs:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self.breaks = False
+        self.breaks = 0  # behind so many events
         self.came = asyncio.Event()  # the client has what came
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self.breaks or scope.get("path") not in (MESSAGES, RESPONSES):
             await self._app(scope, receive, send)
             return
-        self.breaks = False
+        breaks = self.breaks
+        self.breaks = 0
         whole = b""
 
         async def keep(message: Message) -> None:
@@ -76,7 +74,9 @@ class InPairs:
             whole += message.get("body", b"")
 
         await self._app(scope, receive, keep)
-        await send({"type": "http.response.body", "body": join_pairs(whole.decode()).encode(), "more_body": True})
+        await send(
+            {"type": "http.response.body", "body": join_pairs(whole.decode(), breaks).encode(), "more_body": True}
+        )
         await self.came.wait()
 
 
@@ -92,25 +92,32 @@ class WithoutTokenizer:
 
 
 @pytest.mark.parametrize(("path", "body"), [(MESSAGES, MESSAGES_BODY), (RESPONSES, RESPONSES_BODY)])
-@pytest.mark.parametrize("tokenizer", ["there", "no route", "gateway"])
-async def test_the_rest_has_what_the_limit_leaves(tokenizer: str, path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("tokenizer", "temperature", "came"),
+    [("there", 0, 20), ("no route", 0, 20), ("gateway", 0, 20), ("there", 0.7, 20), ("there", 0.7, 30)],
+)
+async def test_the_rest_has_what_the_limit_leaves(
+    tokenizer: str, temperature: float, came: int, path: str, body: dict[str, Any]
+) -> None:
     """Another engine counts the tokens of the text that came, so that the usage is right, too; one that cannot, or
-    whose gateway does not let it, goes on by the number of events."""
+    whose gateway does not let it, goes on by the number of events. Of a sampled answer whose 60 tokens all came there
+    is the end alone."""
+    body = {**body, "stream": True, "temperature": temperature}
     async with engine() as one, engine() as other:
         in_pairs = InPairs(one.app)
         await one.faults(**SINGLY)
         await other.faults(no_tokenize=tokenizer == "no route")
-        expected = typed_events((await other.client.post(path, json={**body, **STREAMED})).text)
+        expected = typed_events((await other.client.post(path, json=body)).text)
         config = {"filters": FILTERS, "routes": [{"resume": "text", **BEST_EFFORT}]}
         async with (
             serve(in_pairs) as url,
             serve(WithoutTokenizer(other.app) if tokenizer == "gateway" else other.app) as other_url,
             running_proxy({"a": url, "b": other_url}, **config) as proxy,
         ):
-            await know_engines(proxy, one, other)
-            in_pairs.breaks = True
+            await try_model(proxy, one, other)
+            in_pairs.breaks = came
             text = ""
-            async with proxy.client.stream("POST", path, json={**body, **STREAMED}) as answer:
+            async with proxy.client.stream("POST", path, json=body) as answer:
                 async for piece in answer.aiter_text():
                     text += piece
                     in_pairs.came.set()

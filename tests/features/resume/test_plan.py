@@ -13,6 +13,7 @@ from kvproxy.features.resume.plan import Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
 from kvproxy.features.resume.settings import Grade
 from kvproxy.features.resume.splice import Splice
+from kvproxy.features.resume.text_leg import TextLeg, less_kept
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 100}
 GREEDY = {**CHAT, "temperature": 0}
@@ -231,10 +232,58 @@ def test_a_rest_that_grows_too_long_ends_the_stream() -> None:
 
 
 @pytest.mark.parametrize("limit", [20, 19])
-def test_a_sampled_answer_at_its_limit_has_no_rest(limit: int) -> None:
-    """One more token would be one too many. A greedy one computes its last tokens again."""
-    assert plan({**CHAT, "max_tokens": limit}, progress_of(), Grade.EXACT) == "finished"
-    assert isinstance(plan({**GREEDY, "max_tokens": limit}, progress_of(), Grade.EXACT), Plan)
+@pytest.mark.parametrize("ids", [True, False])
+def test_of_a_sampled_answer_at_its_limit_the_end_alone_is_requested(limit: int, ids: bool) -> None:
+    """Engines generate one token at least, which is dropped; it is not to end the answer. The last tokens of a greedy
+    one are computed again."""
+    progress = progress_of(ids=ids)
+    grade = {"grade": Grade.TEXT, "proven": True, "best_effort": True}
+    planned = plan({**CHAT, "max_tokens": limit}, progress, **grade)
+    body = leg_of(planned)[1]
+    assert isinstance(planned, Plan)
+    assert planned.spent
+    assert (body["max_tokens"], body["min_tokens"]) == (1, 1)
+    splice = Splice(planned, progress, greedy=False)
+    assert (splice.take(" more", [7]), splice.began, splice.new_ids) == ("", False, ())
+    assert splice.take("", None, last=True) == ""
+    assert splice.began
+    assert splice.count_output(1) == 20
+    greedy = plan({**GREEDY, "max_tokens": limit}, progress_of(ids=ids), **grade)
+    assert isinstance(greedy, Plan)
+    assert not greedy.spent
+
+
+def test_an_answer_that_fills_the_context_has_no_rest() -> None:
+    """No engine takes a longer prompt."""
+    body = {name: value for name, value in CHAT.items() if name != "max_tokens"}
+    assert plan(body, progress_of(), Grade.EXACT, context_tokens=23) == "finished"
+
+
+@pytest.mark.parametrize(
+    ("counts", "left"),
+    [
+        ({"max_tokens": 60, "min_tokens": 50}, {"max_tokens": 5, "min_tokens": 0}),
+        ({"min_tokens": 60}, {"min_tokens": 5}),
+        ({"max_tokens": 55, "max_output_tokens": 60}, {"max_tokens": 1, "max_output_tokens": 1, "min_tokens": 1}),
+    ],
+)
+def test_bounds_of_an_answer_are_less_by_its_55_tokens_that_came(counts: dict[str, int], left: dict[str, int]) -> None:
+    """Where a limit leaves none, one token is requested."""
+    assert {name: int(bytes(raw)) for name, raw in less_kept(counts, 55).items()} == left
+
+
+def test_the_least_tokens_are_less_by_those_that_came() -> None:
+    """Where tokens are not known another engine counts them first."""
+    wishes = {"proven": True, "best_effort": True}
+    planned = plan({**CHAT, "min_tokens": 50}, progress_of(), Grade.TEXT, **wishes)
+    assert leg_of(planned)[1]["min_tokens"] == 30
+    unlimited = {name: value for name, value in GREEDY.items() if name != "max_tokens"}
+    planned = plan({**unlimited, "min_tokens": 50}, progress_of(ids=False), Grade.TEXT)
+    assert isinstance(planned, Plan)
+    assert isinstance(planned.leg.parts, TextLeg)
+    planned = plan(unlimited, progress_of(ids=False), Grade.TEXT)
+    assert isinstance(planned, Plan)
+    assert planned.leg.parts is None
 
 
 @pytest.mark.parametrize(("logprobs", "reason"), [(0, "logprobs"), (3, "logprobs"), (None, ""), (False, "")])

@@ -22,7 +22,7 @@ from tests.features.resume.gateway import (
     chat_body,
     completion_body,
     gateway,
-    know_engines,
+    try_model,
 )
 from tests.features.resume.test_moving import SINGLY
 from tests.features.resume.test_silent import PROBES, fail_probes
@@ -82,7 +82,7 @@ def check(answer: str, expected: str, ends: str) -> None:
 async def test_an_engine_that_dies(death: str, path: str, came: int, ends: str) -> None:
     """By a reset, or by the death of its core."""
     async with gateway("text", route=BEST_EFFORT) as both:
-        await know_engines(both.proxy, *both.engines)
+        await try_model(both.proxy, *both.engines)
         expected = await both.engines[1].client.post(path, json=BODIES[path])
         await both.engines[0].faults(**{f"{death}_next": 1, f"{death}_after_chunks": came})
         answer = await both.proxy.client.post(path, json=BODIES[path])
@@ -94,7 +94,7 @@ async def test_an_engine_that_dies(death: str, path: str, came: int, ends: str) 
 async def test_an_engine_that_stands_still(path: str, came: int) -> None:
     """A stopped process closes no connection, and its probes fail."""
     async with gateway("text", route=BEST_EFFORT, health=PROBES) as both:
-        await know_engines(both.proxy, *both.engines)
+        await try_model(both.proxy, *both.engines)
         expected = await both.engines[1].client.post(path, json=BODIES[path])
         stall = {**SINGLY, "stall_mid_stream_s": 600.0, "stall_mid_stream_after_chunks": came}
         await both.engines[0].faults(**stall)

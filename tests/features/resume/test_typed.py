@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.features.resume.gateway import BEST_EFFORT, gateway, know_engines
+from tests.features.resume.gateway import BEST_EFFORT, gateway, try_model
 
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -41,6 +41,14 @@ def words_of(events: list[dict[str, Any]]) -> str:
         event["delta"] for event in events if event["type"] in ("content_block_delta", "response.output_text.delta")
     ]
     return "".join(delta if isinstance(delta, str) else delta["text"] for delta in deltas)
+
+
+def end_of(events: list[dict[str, Any]]) -> tuple[object, ...]:
+    """Return how a message or response ended, and its tokens."""
+    if "response" in events[-1]:
+        response = events[-1]["response"]
+        return events[-1]["type"], response["status"], response["usage"]["output_tokens"]
+    return events[-1]["type"], events[-2]["delta"]["stop_reason"], events[-2]["usage"]["output_tokens"]
 
 
 @pytest.mark.parametrize("chunks", [3, 20])
@@ -82,7 +90,7 @@ async def test_a_message_goes_on_as_a_chat() -> None:
     """Engines begin a new turn behind half a message. The client sees one message, which ends as the engine's own."""
     body = {**MESSAGES_BODY, **STREAMED, "system": "Be short.", "tools": [{"name": "look", "input_schema": {}}]}
     async with gateway("text", route=BEST_EFFORT) as both:
-        await know_engines(both.proxy, *both.engines)
+        await try_model(both.proxy, *both.engines)
         expected = typed_events((await both.engines[1].client.post(MESSAGES, json=body)).text)
         await both.engines[0].faults(cut_next=1, cut_after_chunks=20)
         events = typed_events((await both.proxy.client.post(MESSAGES, json=body)).text)
@@ -97,7 +105,7 @@ async def test_a_message_goes_on_as_a_chat() -> None:
 async def test_a_rest_that_an_engine_ends_with_an_error_has_no_other_end() -> None:
     """Behind its error chats have `[DONE]`, of which no end of a whole message is made."""
     async with gateway("text", route=BEST_EFFORT) as both:
-        await know_engines(both.proxy, *both.engines)
+        await try_model(both.proxy, *both.engines)
         await both.engines[0].faults(cut_next=1, cut_after_chunks=20)
         await both.engines[1].faults(error_next=1, error_after_chunks=20)
         text = (await both.proxy.client.post(MESSAGES, json={**MESSAGES_BODY, **STREAMED})).text
@@ -108,13 +116,29 @@ async def test_a_rest_that_an_engine_ends_with_an_error_has_no_other_end() -> No
 
 
 async def test_a_sampled_message_goes_on_where_the_model_was_proven() -> None:
-    """Its words come out differently, so that none are computed again."""
+    """No word is computed again; a simulated engine draws the same ones behind the same text."""
     body = {**MESSAGES_BODY, "stream": True, "temperature": 0.7}
     async with gateway("text", route=BEST_EFFORT) as both:
-        await know_engines(both.proxy, *both.engines)
+        await try_model(both.proxy, *both.engines)
+        expected = typed_events((await both.engines[1].client.post(MESSAGES, json=body)).text)
         await both.engines[0].faults(cut_next=1, cut_after_chunks=20)
         events = typed_events((await both.proxy.client.post(MESSAGES, json=body)).text)
+        assert words_of(events) == words_of(expected)
         assert events[-1]["type"] == "message_stop"
+        assert both.resumed("text") == 1
+
+
+@pytest.mark.parametrize(("path", "came"), [(MESSAGES, 62), (RESPONSES, 64)])
+async def test_a_sampled_answer_that_breaks_behind_its_last_token_ends_as_its_limit_says(path: str, came: int) -> None:
+    """With no token more, as an undisturbed one."""
+    body = {**(MESSAGES_BODY if path == MESSAGES else RESPONSES_BODY), "stream": True, "temperature": 0.7}
+    async with gateway("text", route=BEST_EFFORT) as both:
+        await try_model(both.proxy, *both.engines)
+        expected = typed_events((await both.engines[1].client.post(path, json=body)).text)
+        await both.engines[0].faults(cut_next=1, cut_after_chunks=came)
+        events = typed_events((await both.proxy.client.post(path, json=body)).text)
+        assert words_of(events) == words_of(expected)
+        assert end_of(events) == end_of(expected)
         assert both.resumed("text") == 1
 
 
