@@ -17,8 +17,10 @@ import msgspec
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
-from kvproxy.cache.kv_events.events import BlockStored
+from kvproxy.cache.indexes.block_events import BlockStored
 from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.overlap.index_state import FollowedEvents
+from kvproxy.cache.overlap.reports import EngineReports
 from kvproxy.cache.prefix.hashing import token_blocks
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
@@ -102,8 +104,9 @@ class World:
         metrics = Metrics()
         self.cluster = Cluster("bench", settings, metrics=metrics, clock=self.clock, rng=self.rng)
         self.kv = KvCache(
-            KvCacheSettings(kv_events=events),
+            KvCacheSettings(),
             clusters={"bench": self.cluster},
+            reports=EngineReports({"bench": FollowedEvents()} if events else {}),
             metrics=metrics,
             clock=self.clock,
             rng=self.rng,

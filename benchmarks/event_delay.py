@@ -27,11 +27,11 @@ import zmq
 from benchmarks.event_fleet import BLOCK_TOKENS, EVENT_BLOCKS, stored
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
+from kvproxy.cache.clients.event_sources import KvEventSource
+from kvproxy.cache.indexes.block_events import BlockStored, KvEvent
 from kvproxy.cache.indexes.precise import PreciseIndex
-from kvproxy.cache.kv_events.events import BlockStored, KvEvent
-from kvproxy.cache.kv_events.source import KvEventSource
-from kvproxy.cache.kv_events.status import StreamReason, StreamStatus
-from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
+from kvproxy.features.kv_events.status import StreamReason, StreamStatus
+from kvproxy.features.kv_events.subscriber import KvEventSubscriber
 
 #: At the start, while subscriptions come to be and caches are cold.
 WARM_S = 2.0

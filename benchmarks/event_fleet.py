@@ -20,7 +20,7 @@ import psutil
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.precise import PreciseIndex
-from kvproxy.cache.kv_events.events import Skipped, decode_batch, slice_events
+from kvproxy.features.kv_events.decoding import Skipped, decode_batch, slice_events
 
 ENGINES = 1000
 BLOCK_TOKENS = 16

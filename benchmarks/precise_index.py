@@ -21,7 +21,7 @@ HERE = Path(__file__).parents[1]
 _LOOKUPS = """
 import json, sys, time
 from array import array
-from kvproxy.cache.kv_events.events import BlockStored
+from kvproxy.cache.indexes.block_events import BlockStored
 from kvproxy.cache.prefix.hashing import token_blocks
 try:
     from kvproxy.cache.indexes.precise import PreciseIndex, precise_root

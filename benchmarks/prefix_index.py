@@ -30,8 +30,8 @@ from benchmarks.prefix_steady import steady
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.approximate import ApproximateIndex
 from kvproxy.cache.indexes.precise import PreciseIndex, precise_root
-from kvproxy.cache.kv_events.events import decode_batch
 from kvproxy.cache.prefix.hashing import root_seed, token_blocks
+from kvproxy.features.kv_events.decoding import decode_batch
 
 PEER = "NVIDIA RadixTree"
 LIMITS = {"blocks_per_s": 2e6, "lookup_p50_us": 20.0, "bytes_per_entry": 80.0}  # at least, under, at most

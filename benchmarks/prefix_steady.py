@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.block_events import BlockRemoved, BlockStored, KvEvent
 from kvproxy.cache.indexes.precise import PreciseIndex
-from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored, KvEvent
 
 _CAPACITY = 60_000
 _PREFILL, _DECODED, _SYSTEM = 200, 30, 32

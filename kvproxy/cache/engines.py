@@ -11,8 +11,8 @@ from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.base.upstream.transport import HttpClients
 from kvproxy.cache.clients.engine_metrics import EngineKind, EngineMetrics
+from kvproxy.cache.clients.event_sources import stated_sources
 from kvproxy.cache.clients.vllm import FindChatForm, VllmClient
-from kvproxy.cache.kv_events.source import stated_sources
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine

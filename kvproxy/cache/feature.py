@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
-from kvproxy.base.installed import BaseFeature
+from kvproxy.base.installed import BaseFeature, installed
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import Metrics
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvproxy.cache.clients.vllm import ChatForm
     from kvproxy.cache.engines import Engines
     from kvproxy.cache.overlap.facts import RequestFacts, Result
+    from kvproxy.cache.overlap.reports import FollowsReports
     from kvproxy.cache.overlap.sources import OverlapSources
     from kvproxy.cache.settings import KvCacheSettings
     from kvproxy.cache.state import CacheState
@@ -101,6 +102,10 @@ class CacheFeature(BaseFeature):
         """Return the feature's needs under these settings."""
         return CacheNeeds()
 
+    def follow_reports(self, settings: KvCacheSettings) -> FollowsReports | None:
+        """Return how engines' reports of their own caches are followed under these settings; None: they are not."""
+        return None
+
     def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
         """Its observer of this service; None: it has none, since it is switched off."""
         return None
@@ -119,6 +124,12 @@ def find_chat_form(features: Iterable[CacheFeature], kind: RequestKind, sglang: 
     """Return the form of the first feature that has one."""
     forms = (feature.find_chat_form(kind, sglang) for feature in features)
     return next((form for form in forms if form is not None), None)
+
+
+def find_reports(settings: KvCacheSettings) -> FollowsReports | None:
+    """Return how engines' reports are followed under these settings: as the first installed feature does."""
+    found = (feature.follow_reports(settings) for feature in installed(CacheFeature))
+    return next((one for one in found if one is not None), None)
 
 
 class CacheObservers:

@@ -1,4 +1,4 @@
-"""Metrics of what engines hold: KV events, predictions, indexes, tiers."""
+"""Metrics of what engines hold: predictions, indexes, tiers."""
 
 from __future__ import annotations
 
@@ -7,25 +7,6 @@ from kvproxy.base.metrics.groups import MetricGroup, callback_gauge, counter, ga
 
 LOCAL_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
 FAST_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
-
-
-class KvEventMetrics(MetricGroup):
-    """KV events: one stream per endpoint and data-parallel rank."""
-
-    #: applied, replayed, duplicate, malformed
-    batches = counter("kvproxy_kv_event_batches", "Batches by outcome", "endpoint outcome")
-    blocks = counter("kvproxy_kv_event_blocks", "Blocks in events", "endpoint kind")
-    #: unknown_type, malformed
-    skipped = counter("kvproxy_kv_events_skipped", "Events that could not be used", "endpoint reason")
-    gaps = counter("kvproxy_kv_event_gaps", "Breaks in the numbering", "endpoint outcome")  # filled, lost, restart
-    behind = counter(
-        "kvproxy_kv_event_behind", "Times a stream brought batches faster than they were applied", "endpoint"
-    )
-    lag = gauge("kvproxy_kv_event_lag_seconds", "Published to applied, last batch", "endpoint rank", across=Across.MAX)
-    #: connecting, exact, degraded, approximate
-    state = gauge(
-        "kvproxy_kv_event_stream_state", "1: the stream is in this state", "endpoint rank state", across=Across.MAX
-    )
 
 
 class KvCacheMetrics(MetricGroup):

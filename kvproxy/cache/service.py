@@ -25,7 +25,7 @@ from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.metrics import IndexMetrics, KvCacheMetrics
 from kvproxy.cache.metrics_scraper import MetricsScraper
 from kvproxy.cache.overlap.facts import RequestFacts, Result
-from kvproxy.cache.overlap.kv_event_streams import EventStreams
+from kvproxy.cache.overlap.reports import EngineReports
 from kvproxy.cache.overlap.sources import OverlapSources
 from kvproxy.cache.settings import MAX_CONNECTIONS, KvCacheSettings
 from kvproxy.cache.state import CacheState
@@ -40,9 +40,8 @@ class KvCache:
 
     For each request: `gather` at once, `look_up` if the facts want it, `placed` for each attempt, `finished` exactly
     once. None of them raises for a request's sake, and none fails one. A `state` that an earlier service uses, which
-    may still run, goes on where that one is; without one it begins empty. `streams` are run by
-    their owner, and by the service itself where there are none. Making it has no effect
-    on anything else: `show` binds the gauges, once it is this service that counts.
+    may still run, goes on where that one is; without one it begins empty. `reports` of engines are followed by their
+    owner. Making it has no effect on anything else: `show` binds the gauges, once it is this service that counts.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class KvCache:
         rng: random.Random | None = None,
         sample_host: Callable[[], HostUse] = signals.sample_host,
         state: CacheState | None = None,
-        streams: EventStreams | None = None,
+        reports: EngineReports | None = None,
         features: Sequence[CacheFeature] | None = None,
     ) -> None:
         rng = random.Random() if rng is None else rng
@@ -77,7 +76,7 @@ class KvCache:
             clusters=clusters,
             engines=self.engines,
             breakers=self.breakers,
-            streams=streams,
+            reports=EngineReports({}) if reports is None else reports,
             keyed=needs.uses,
             metrics=metrics,
             clock=clock,
@@ -203,9 +202,9 @@ class KvCache:
         """Do what is to be done about a prompt that an engine has computed."""
         self.overlap.tokens.note_count(facts, result.prompt_tokens)
         endpoint = None if result.endpoint is None else facts.cluster.find_endpoint(result.endpoint)
-        streams = self.overlap.streams
-        if streams is not None and endpoint is not None and result.prompt_tokens is not None:
-            streams.note_traffic(endpoint, result.prompt_tokens - (result.cached_tokens or 0))
+        on_prefilled = facts.indexes.followed.on_prefilled
+        if on_prefilled is not None and endpoint is not None and result.prompt_tokens is not None:
+            on_prefilled(endpoint, result.prompt_tokens - (result.cached_tokens or 0))
         self.actions.run_strategies(facts, endpoint)
 
     def _end_session(self, facts: RequestFacts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -182,10 +182,6 @@ class KvCacheSettings(Model):
     url_signatures: tuple[str, ...] = URL_SIGNATURES
     """Parameters of URLs of pictures and other media that do not name the content: two URLs that differ in these alone
     are one picture. `*` at the end stands for any ending."""
-    kv_events: bool | Literal["auto"] = "auto"
-    """Follow the KV events of engines that publish them (`--kv-events-config` of vLLM and SGLang). `auto`: of all that
-    do, in clusters whose policy weighs cached prefixes; `true`: every engine is expected to publish, with a warning
-    that names the others; `false`: none is followed."""
     kv_event_sources: EventSources = EventSources()
     """Where older engines publish them."""
     hot_window: Duration = 300.0

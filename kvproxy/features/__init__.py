@@ -17,6 +17,7 @@ SHIPPED = (
     "kubernetes",
     "etcd",
     "pixiu",
+    "kv_events",
     "cache_strategies",
     "leases",
     "transfers",

@@ -18,6 +18,7 @@ import httpx
 
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.addresses import is_loopback
+from kvproxy.cache.feature import find_reports
 from kvproxy.cache.settings import KvCacheSettings, Provider
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.lab.served import ServedFleet, serve_fleet
@@ -59,7 +60,7 @@ def plan_from_config(config: Config, args: argparse.Namespace) -> SimulationPlan
     """One engine for each endpoint of the file, on its own port if that is one of this machine; LMCache and KV events
     if the file uses them."""
     kvcache = next((one.settings for one in config.filters if isinstance(one.settings, KvCacheSettings)), None)
-    publishes = kvcache is not None and (args.kv_events or bool(kvcache.kv_events))
+    publishes = kvcache is not None and (args.kv_events or find_reports(kvcache) is not None)
     engines: dict[str, EngineKindSettings] = {}
     ports: dict[str, int] = {}
     replaced: dict[str, str] = {}

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvproxy.base.installed import installed
+from kvproxy.cache.feature import find_reports
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cluster.feature import list_policies
-from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.settings import AUTO, ClusterSettings
 from kvproxy.operate.config.schema import Config, find_kvcache_settings
 from kvproxy.operate.feature import OFF, ON, Capability, Feature
@@ -20,9 +19,8 @@ from kvproxy.operate.feature import OFF, ON, Capability, Feature
 if TYPE_CHECKING:  # a running proxy, all of whose parts it knows
     from kvproxy.operate.runtime.operated import AdminTarget
 
-_NO_FILTER = "the kvcache filter is not in use"
+NO_FILTER = "the kvcache filter is not in use"
 _QUEUE = "`queue: {}` holds requests while every endpoint is busy"
-_EVENTS = "`kv_events: auto` follows what engines really hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,6 @@ class SeenEngines:
     """Counts of a running proxy's endpoints."""
 
     endpoints: int
-    publishing: int  # engines with KV events
     ranks: int  # endpoints that are single data-parallel ranks
 
 
@@ -45,10 +42,7 @@ def list_capabilities(
         prefix = f"{name}: " if len(config.clusters) > 1 else ""
         found += [Capability(f"{prefix}router queue", *_describe_queue(cluster), gain=_QUEUE)]
     clusters = tuple(config.clusters.values())
-    found += [
-        Capability("data-parallel ranks", *_describe_ranks(clusters, seen)),
-        Capability("KV events", *_describe_events(kvcache, clusters, seen), gain=_EVENTS),
-    ]
+    found.append(Capability("data-parallel ranks", *_describe_ranks(clusters, seen)))
     found += _describe_cache(kvcache)
     return found + [one for feature in installed(Feature) for one in feature.list_capabilities(config, operated)]
 
@@ -79,30 +73,13 @@ def _describe_ranks(clusters: tuple[ClusterSettings, ...], seen: SeenEngines | N
     return (ON, f"{_count(seen.ranks, seen)} are ranks") if seen.ranks else (OFF, "no engine shows several")
 
 
-def _describe_events(
-    kvcache: KvCacheSettings | None, clusters: tuple[ClusterSettings, ...], seen: SeenEngines | None
-) -> tuple[str, str]:
-    if kvcache is None:
-        return OFF, _NO_FILTER
-    if not kvcache.kv_events:
-        return OFF, "`kv_events: false`"
-    if kvcache.kv_events == AUTO and not any(
-        policy_types()[policy].uses_overlap for cluster in clusters for policy in list_policies(cluster)
-    ):
-        return OFF, "auto: no policy weighs cached prefixes"
-    mode = "auto" if kvcache.kv_events == AUTO else "required"
-    if seen is None:
-        return ON, f"{mode}: of engines that publish" if mode == "auto" else "required of every engine"
-    return ON if seen.publishing else OFF, f"{mode}: {_count(seen.publishing, seen)} publish"
-
-
 def _describe_cache(kvcache: KvCacheSettings | None) -> Iterator[Capability]:
     """Yield what the kvcache filter alone decides."""
     names = ("tokenizer", "LMCache")
     if kvcache is None:
-        yield from (Capability(name, OFF, _NO_FILTER) for name in names)
+        yield from (Capability(name, OFF, NO_FILTER) for name in names)
         return
-    asks = bool(kvcache.lmcache_endpoint or kvcache.kv_events)
+    asks = bool(kvcache.lmcache_endpoint) or find_reports(kvcache) is not None
     tokens = "before routing" if kvcache.tokenize.inline else "after routing, for the next turn"
     yield Capability(
         "tokenizer",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import ClusterFacts
+    from kvproxy.operate.doctor.engine import EngineFacts
     from kvproxy.operate.doctor.lmcache import LmcacheFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.merge import Rule
@@ -117,4 +118,8 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
 
     def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
         """Check of `kvproxy doctor` for one cluster that has engines."""
+        return ()
+
+    def list_engine_checks(self, engine: EngineFacts, *, trial: bool) -> Sequence[Check]:
+        """Check of `kvproxy doctor` for one engine. `trial`: prompts are sent."""
         return ()

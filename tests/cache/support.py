@@ -17,8 +17,9 @@ from starlette.types import Receive, Scope, Send
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import composed
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind, utc_seconds
-from kvproxy.cache.feature import CacheFeature
+from kvproxy.cache.feature import CacheFeature, find_reports
 from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.overlap.reports import EngineReports
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
@@ -197,19 +198,24 @@ async def running(
     state: CacheState | None = None,
     features: Sequence[CacheFeature] | None = None,
 ) -> AsyncIterator[Service]:
-    """Yield a service, entered, and read by its gauges; `state` may be that of an earlier one."""
+    """Yield a service, entered, and read by its gauges; `state` may be that of an earlier one. With `features` no
+    engine's reports are followed."""
     metrics = Metrics()
+    clusters = {cluster.name: cluster}
+    follows = find_reports(config) if features is None else None
+    reports = EngineReports({}) if follows is None else follows(clusters, metrics=metrics, clock=clock)
     kv = KvCache(
         config,
-        clusters={cluster.name: cluster},
+        clusters=clusters,
         metrics=metrics,
         clock=clock,
         wall_clock=wall_clock,
         state=state,
+        reports=reports,
         features=features,
         rng=random.Random(1),
     )
-    async with kv:
+    async with reports, kv:
         kv.bind_gauges()
         yield Service(kv, cluster, metrics)
 

@@ -12,14 +12,12 @@ import httpx
 import pytest
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.kv_events.status import StreamState
 from kvproxy.cluster.settings import DataParallelSettings, EndpointSettings
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.operate.admin.cache_status import engine_status
 from tests.cache.support import Fake, Service, chat, cluster_of, long_text, running, settings, world
 from tests.lab.simulator.support import TINY
 from tests.support.loopback import serve
-from tests.support.until import until
 from tests.support.vllms.ranks import RankedSettings, RankedVllm
 
 EVENTS = PublisherSettings()
@@ -101,7 +99,7 @@ async def test_an_engine_that_does_not_answer_is_asked_again() -> None:
     source = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}
     answers: list[Any] = [(500, {"error": "no"}), {"0": source, "1": source}]
     engine = Fake({"/metrics": lambda _: page, "/kv_event_sources": lambda _: answers.pop(0)})
-    async with world({"a": engine}, kv_events=False) as service:
+    async with world({"a": engine}, features=()) as service:
         await service.kv.scraper.scrape_all()
         assert names(service) == ["a"]
         await service.kv.scraper.scrape_all()
@@ -114,7 +112,7 @@ async def test_sglang_says_how_many_it_was_started_with() -> None:
     """Whether it publishes events or not."""
     page = b"".join(b'sglang:num_running_reqs{dp_rank="%d",tp_rank="0"} 0\n' % rank for rank in (0, 1))
     engine = Fake({"/metrics": lambda _: page, "/server_info": lambda _: {"dp_size": 2, "page_size": 16}})
-    async with world({"a": engine}, kv_events=False) as service:
+    async with world({"a": engine}, features=()) as service:
         await service.kv.scraper.scrape_all()
         assert names(service) == ["a@0", "a@1"]
 
@@ -124,7 +122,7 @@ async def test_configured_values_are_not_queried(steer: bool) -> None:
     """Neither ranks that are given, nor any where the engine is to balance by itself."""
     page = b"".join(b'vllm:num_requests_running{engine="%d"} 3\n' % rank for rank in (0, 1))
     engine = Fake({"/metrics": lambda _: page})
-    async with world({"a": engine}, kv_events=False) as service:
+    async with world({"a": engine}, features=()) as service:
         stated = DataParallelSettings(steer=steer, ranks=(0, 1, 2))
         url = str(service.cluster.endpoints[0].origin)
         service.cluster.apply_endpoints([EndpointSettings(id="a", url=url, data_parallel=stated)])
@@ -135,25 +133,6 @@ async def test_configured_values_are_not_queried(steer: bool) -> None:
         assert running_ == ([3, 3, None] if steer else [6])
         assert service.cluster.engines[0].ranks.shown == (0, 1)
     assert engine.calls["/kv_event_sources"] == 0
-
-
-async def test_every_rank_is_followed_by_its_own_events() -> None:
-    """Blocks that one stored are missing at the other."""
-    async with ranked(kv_events=True) as (service, _, client):
-        await service.kv.scraper.scrape_all()
-        streams = service.kv.overlap.streams
-        assert streams is not None
-        await streams.follow_endpoints()
-        exact = service.kv.overlap.indexes["default"].exact
-        await until(lambda: set(exact) == {A0, A1})
-        first, second = service.cluster.endpoints
-        assert set(streams.streams(first)) == {0}
-        assert set(streams.streams(second)) == {1}
-        assert streams.streams(second)[1].state is StreamState.EXACT
-        await prefill(client, 1)
-        precise = service.kv.overlap.indexes["default"].precise
-        await until(lambda: precise.count_rows(A1) > 10)
-        assert precise.count_rows(A0) == 0
 
 
 async def test_another_process_is_another_process_on_every_rank() -> None:

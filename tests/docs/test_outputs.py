@@ -117,7 +117,7 @@ async def _advised() -> str:
     pool = PoolAdvice(
         traffic.name, engines, traffic, today, Fit(1.83, 1.76, 0.7, None, 925, 340.0),
         advice=[
-            *advise_from_facts(KnownFacts(engines, traffic, kvcache=KvCacheSettings(kv_events=True))),
+            *advise_from_facts(KnownFacts(engines, traffic, kvcache=KvCacheSettings())),
             Advice(Setting.SEQUENCES, "256 sequences at a time instead of 4",
                    spell_advice(Setting.SEQUENCES, engines, 256), gain=gain),
         ],

@@ -17,8 +17,8 @@ from kvproxy.operate.runtime.history import History
 from tests.operate.admin.support import admin_of, proxy_of
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
-SEEN = SeenEngines(4, publishing=3, ranks=2)
-PUBLISHING_NONE = SeenEngines(4, publishing=0, ranks=0)
+SEEN = SeenEngines(4, ranks=2)
+NO_RANKS = SeenEngines(4, ranks=0)
 
 
 def kvcache(**settings: Any) -> dict[str, Any]:
@@ -34,17 +34,9 @@ def kvcache(**settings: Any) -> dict[str, Any]:
         ({"queue": {"enabled": False}}, None, "router queue", "off", "`queue.enabled: false`"),
         ({}, None, "data-parallel ranks", "on", "where an engine has several"),
         ({}, SEEN, "data-parallel ranks", "on", "2 of 4 endpoints are ranks"),
-        ({}, PUBLISHING_NONE, "data-parallel ranks", "off", "no engine shows several"),
+        ({}, NO_RANKS, "data-parallel ranks", "off", "no engine shows several"),
         ({"data_parallel": {"steer": False}}, SEEN, "data-parallel ranks", "off", "`data_parallel.steer: false`"),
-        ({}, None, "KV events", "on", "auto: of engines that publish"),
-        ({}, SEEN, "KV events", "on", "auto: 3 of 4 endpoints publish"),
-        ({}, PUBLISHING_NONE, "KV events", "off", "auto: 0 of 4 endpoints publish"),
-        ({"policy": "random"}, SEEN, "KV events", "off", "auto: no policy weighs cached prefixes"),
-        ({"policy": "random", "shadow_policy": "kv_aware"}, None, "KV events", "on", "auto: of engines that publish"),
-        (kvcache(kv_events=False), SEEN, "KV events", "off", "`kv_events: false`"),
-        (kvcache(kv_events=True), None, "KV events", "on", "required of every engine"),
         (kvcache(kv_events=False), None, "tokenizer", "off", "neither KV events nor LMCache"),
-        (kvcache(enabled=False), None, "KV events", "off", "the kvcache filter is not in use"),
         (kvcache(enabled=False), None, "LMCache", "off", "the kvcache filter is not in use"),
         (kvcache(lmcache_endpoint="http://127.0.0.1:11"), None, "LMCache", "on", "`lmcache_endpoint`"),
     ],
@@ -72,13 +64,13 @@ def test_lines_are_a_table() -> None:
 
 
 async def test_terminal_and_listener_show_the_same() -> None:
-    """Counted of the running proxy: no engine was found to publish."""
+    """Counted of the running proxy: no engine was found to have ranks."""
     proxy = proxy_of(policy="kv_aware")
     proxy.admin = build_admin_app(proxy, History(proxy))
     async with admin_of(proxy) as client:
         live = (await client.get("/live")).json()
-    (events,) = [one for one in live["capabilities"] if one["name"] == "KV events"]
-    assert (events["state"], "auto: 0 of" in events["reason"]) == ("off", True)
+    (ranks,) = [one for one in live["capabilities"] if one["name"] == "data-parallel ranks"]
+    assert (ranks["state"], ranks["reason"]) == ("off", "no engine shows several")
     assert set(format_capabilities(live["capabilities"])) <= set(render_page(live).splitlines())
 
 

@@ -17,6 +17,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.endpoint import Condition
+from kvproxy.features.kv_events.streams import EventStreams
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.sglang_server import SglangApp
 from kvproxy.lab.simulator.sglang_settings import EventForm, EventSettings, SglangSettings
@@ -290,8 +291,8 @@ async def test_its_data_parallel_ranks_are_endpoints(form: EventForm) -> None:
     with the rank that holds it, whatever the server's own balancing would do."""
     async with fleet(replace(QUICK, dp_size=2, kv_events=EventSettings(form=form)), count=1) as place:
         await place.kv.scraper.scrape_all()
-        streams = place.kv.overlap.streams
-        assert streams is not None
+        streams = place.kv.overlap.reports
+        assert isinstance(streams, EventStreams)
         await streams.follow_endpoints()
         await until(lambda: place.exact == {"a@0", "a@1"})
         index = place.kv.overlap.indexes["default"]

@@ -8,7 +8,7 @@ import msgspec
 
 from kvproxy.base.errors import BadResponse, NotSupported
 from kvproxy.cache.clients.api import Api
-from kvproxy.cache.kv_events.source import MAX_SOURCES, KvEventSource, resolve_address
+from kvproxy.cache.clients.event_sources import MAX_SOURCES, KvEventSource, resolve_address
 
 #: The second is the older name.
 INFO_PATHS = ("/server_info", "/get_server_info")

@@ -18,9 +18,9 @@ from kvproxy.base.types import RequestKind
 from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.chat_body import render_body, tokenize_body
 from kvproxy.cache.clients.engine_metrics import EngineMetrics, parse_engine_metrics
+from kvproxy.cache.clients.event_sources import MAX_SOURCES, KvEventSource, WireSources, sources_from_wire
 from kvproxy.cache.clients.sglang import SglangInfo, fetch_info
 from kvproxy.cache.clients.tokens import TokenIds, tokens_from_json
-from kvproxy.cache.kv_events.source import MAX_SOURCES, KvEventSource, WireSources, sources_from_wire
 
 #: A million tokens as JSON.
 MAX_TOKENS_BYTES = 8 << 20

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import lcm
 
-from kvproxy.cache.kv_events.events import BlockStored
+from kvproxy.cache.indexes.block_events import BlockStored
 
 _STATE = "mamba"
 _WINDOWS = frozenset({"sliding_window", "sliding_window_mla"})

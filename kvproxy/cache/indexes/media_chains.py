@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.tokens import TokenIds
-from kvproxy.cache.kv_events.events import FOLDED, BlockExtra, BlockStored
+from kvproxy.cache.indexes.block_events import FOLDED, BlockExtra, BlockStored
 
 _MAX_ENDS = 4096
 _MAX_BYTES = 16 * 1024 * 1024

@@ -17,11 +17,11 @@ from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.types import EndpointId, LowerTokens, Tier, skip_lower
 from kvproxy.cache.indexes.beginnings import Beginnings, PreciseMatch
+from kvproxy.cache.indexes.block_events import WHOLE_PREFIX, BlockRemoved, BlockStored, EngineHash, KvEvent
 from kvproxy.cache.indexes.block_table import BlockTable
 from kvproxy.cache.indexes.layer_groups import LayerGroup, LayerGroups, LayerKind
 from kvproxy.cache.indexes.media_chains import MediaChains
 from kvproxy.cache.indexes.runs import KEY_BITS, MAX_TIERS
-from kvproxy.cache.kv_events.events import WHOLE_PREFIX, BlockRemoved, BlockStored, EngineHash, KvEvent
 from kvproxy.cache.prefix.hashing import mix_keys, root_seed, token_blocks
 
 #: Rows of sources that were cleared or left, dropped per operation.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from kvproxy.base.background_task import in_slices
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Tier
-from kvproxy.cache.kv_events.status import StreamState, StreamStatus
 from kvproxy.cache.metrics import IndexMetrics, KvCacheMetrics, TierMetrics
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.providers import EVERY_INSTANCE, TierMemory
@@ -18,9 +17,6 @@ from kvproxy.cluster.endpoint import Endpoint
 
 #: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
 PRECISE_ROW_BYTES = 100
-
-#: The worst stream decides the quality of an endpoint's index.
-_WORST_FIRST = (StreamState.APPROXIMATE, StreamState.DEGRADED, StreamState.CONNECTING)
 
 #: Label values, and a value.
 Series = Iterable[tuple[tuple[str, ...], float]]
@@ -164,11 +160,3 @@ class _Shown:
         for name, endpoint in self._endpoints():
             for source, share in self._trust(name, endpoint.id).items():
                 yield (name, str(endpoint.id), source), share
-
-
-def index_worth(streams: dict[int, StreamStatus]) -> StreamState:
-    """Return what an index fed by these streams is worth; without any, only what was routed is known."""
-    if not streams:
-        return StreamState.APPROXIMATE
-    states = {one.state for one in streams.values()}
-    return next((state for state in _WORST_FIRST if state in states), StreamState.EXACT)

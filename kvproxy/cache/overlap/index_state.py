@@ -18,6 +18,7 @@ from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.overlap.last_served import LastServed
 from kvproxy.cache.overlap.reported_prompts import ReportedPrompts
 from kvproxy.cache.prefix.session_hashes import SessionHashes
+from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import OverlapFacts
 
 #: Blocks of text an endpoint is assumed to hold until its engine reports its capacity (64 MiB of prompts).
@@ -38,6 +39,8 @@ class FollowedEvents:
         self.any = True  # whether an engine of the cluster publishes; until one does, no data is kept for its events
         #: Called with an endpoint whose live events report a dropped cache.
         self.on_cleared: Callable[[EndpointId], None] = lambda endpoint: None
+        #: Called with an endpoint and the tokens of a prompt that it has computed: it should report them.
+        self.on_prefilled: Callable[[Endpoint, int], None] | None = None
 
 
 class IndexWatch(Protocol):

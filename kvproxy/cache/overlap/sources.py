@@ -19,7 +19,6 @@ from kvproxy.cache.media.urls import UrlSignatures
 from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.gauges import TierCounts, show_indexes
-from kvproxy.cache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.cache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.overlap.lookup import LookupClient
@@ -27,6 +26,7 @@ from kvproxy.cache.overlap.lookup_service import Connection
 from kvproxy.cache.overlap.lookup_task import LookupTask
 from kvproxy.cache.overlap.merge import HolderOverlap, in_steps
 from kvproxy.cache.overlap.reported_prompts import ServedPrompt
+from kvproxy.cache.overlap.reports import EngineReports
 from kvproxy.cache.overlap.tokens import TokenSource
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cache.providers import Holder, Prefix
@@ -47,7 +47,7 @@ class OverlapSources:
         clusters: Mapping[str, Cluster],
         engines: Engines,
         breakers: OperationBreakers,
-        streams: EventStreams | None,
+        reports: EngineReports,
         keyed: bool,
         metrics: Metrics,
         clock: Clock,
@@ -59,10 +59,7 @@ class OverlapSources:
         self._bytes_per_token = state.bytes_per_token
         self._counted = state.counted
         self._media_counts = state.media_counts
-        self._own_streams = None
-        if settings.kv_events and streams is None:
-            streams = self._own_streams = follow_events(settings, clusters, metrics, clock)
-        self.streams = streams
+        self.reports = reports
         self.indexes: Mapping[str, LocalIndexes] = {
             name: self._make_indexes(cluster, state, keyed=keyed) for name, cluster in clusters.items()
         }
@@ -94,7 +91,7 @@ class OverlapSources:
         self._entered = False
 
     def _make_indexes(self, cluster: Cluster, state: CacheState, *, keyed: bool) -> LocalIndexes:
-        followed = None if self.streams is None else self.streams.followed.get(cluster.name)
+        followed = self.reports.followed.get(cluster.name)
         indexes = LocalIndexes(
             state.index(cluster.name, endpoints=len(cluster.endpoints)),
             followed,
@@ -114,8 +111,6 @@ class OverlapSources:
             starting.push_async_callback(self._lookup_task.close)
             if self._looks_up:
                 self._connect(starting)
-            if self._own_streams is not None:
-                await starting.enter_async_context(self._own_streams)
             self._running = starting.pop_all()
         self._entered = True
         return self

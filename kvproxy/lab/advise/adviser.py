@@ -11,6 +11,7 @@ from typing import TextIO
 from kvproxy.base.errors import describe_os_error
 from kvproxy.base.types import Clock
 from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.cache.feature import find_reports
 from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode
 from kvproxy.lab.advise.advice import DOES_NOT_FIT, Advice, Fit, Gain, NotGiven, why_not_given
 from kvproxy.lab.advise.candidates import Candidate, list_candidates
@@ -133,7 +134,7 @@ class Adviser:
         engines = known.engines
         occupancy = known.occupancy
         kvcache = known.kvcache
-        follows = kvcache is not None and bool(kvcache.kv_events)
+        follows = kvcache is not None and find_reports(kvcache) is not None
         today = model_today(traffic, engines, occupancy, cluster, follows_events=follows)
         simulation = Simulation(traffic, today, budget_s=budget_s, err=self.err, clock=self.clock)
         fit = simulation.fit_today(len(list_candidates(today, engines, occupancy, kvcache=kvcache)))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.cache.feature import find_reports
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.settings import PolicyName
@@ -88,7 +89,7 @@ def _events(
     if not policy_types()[today.spec.name].uses_overlap:
         return
     silent = [one for one in engines if not one.publishes]
-    config = "" if kvcache.kv_events else "kv_events: true    (filter kvcache)"
+    config = "" if find_reports(kvcache) is not None else "kv_events: true    (filter kvcache)"
     what = "cache contents come from KV events"
     advice = Advice(Setting.KV_EVENTS, what, spell_advice(Setting.KV_EVENTS, silent), config)
     yield Candidate(advice, _with(today, index=IndexMode.EVENTS))

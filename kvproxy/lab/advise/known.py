@@ -9,6 +9,7 @@ from statistics import median
 from kvproxy.base.installed import installed
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.cache.feature import find_reports
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.lab.advise.advice import Advice
 from kvproxy.lab.advise.engines import EngineSettingsSeen
@@ -102,7 +103,7 @@ def _events(known: KnownFacts) -> Iterator[Advice]:
     if known.kvcache is None or len(known.engines) < 2:
         return  # nothing makes use of them
     silent = [one for one in known.engines if one.publishes is False]
-    follow = "" if known.kvcache.kv_events else "kv_events: true    (filter kvcache)"
+    follow = "" if find_reports(known.kvcache) is not None else "kv_events: true    (filter kvcache)"
     what = "no KV events: cache contents are estimated from routed requests, evictions are not seen"
     yield from _advice(Setting.KV_EVENTS, silent, what, config=follow)
     unfollowed = [one for one in known.engines if one.publishes]
@@ -118,7 +119,9 @@ def _events(known: KnownFacts) -> Iterator[Advice]:
 
 
 def _render(known: KnownFacts) -> Iterator[Advice]:
-    needed = known.kvcache is not None and (known.kvcache.kv_events or bool(known.kvcache.lmcache_endpoint))
+    needed = known.kvcache is not None and (
+        bool(known.kvcache.lmcache_endpoint) or find_reports(known.kvcache) is not None
+    )
     if needed and known.traffic is not None and any(one.chat for one in known.traffic.requests):
         refusing = [one for one in known.engines if one.kind is EngineKind.VLLM and one.renders is False]
         what = (

@@ -11,10 +11,10 @@ from random import Random
 import msgspec
 
 from kvproxy.base.types import EndpointId, cut_lower
+from kvproxy.cache.indexes import block_events as wire
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.indexes.heat import Run
 from kvproxy.cache.indexes.radix import PrefixCursor
-from kvproxy.cache.kv_events import events as wire
 from kvproxy.cache.overlap.index_state import IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES

@@ -11,7 +11,7 @@ from kvproxy.base.background_task import SLICE_S, in_slices
 from kvproxy.base.types import Sleep
 from kvproxy.cache.actions.job_queue import MAX_WAITING
 from kvproxy.cache.indexes.heat import Run
-from kvproxy.cache.overlap.gauges import PRECISE_ROW_BYTES, index_worth
+from kvproxy.cache.overlap.gauges import PRECISE_ROW_BYTES
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
@@ -56,7 +56,6 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
     `kind` is `service` (of `what`: lookup, tokenize, pin, ...) or `event_stream` (of `what`: an endpoint's rank).
     """
     now = service.breakers.now()
-    streams = service.overlap.streams
     found: list[dict[str, object]] = [
         {
             "kind": "service",
@@ -76,10 +75,10 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
             "endpoint": str(one.endpoint),
             "what": f"{one.endpoint}/{one.dp_rank}",
             "for_s": one.for_s,
-            "last_error": one.status.reason.value,
+            "last_error": one.reason,
             "meaning": "routed requests count until its KV events are complete again",
         }
-        for one in (() if streams is None else streams.find_troubles())
+        for one in service.overlap.reports.find_troubles()
     ]
     return sorted(found, key=lambda one: -float(str(one["for_s"])))
 
@@ -149,16 +148,12 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
     """Return what is trusted of one endpoint, and how far. Blocks of the approximate index are text, not tokens."""
     overlap = service.overlap
     indexes = overlap.indexes[cluster]
-    streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)
     loss = service.state.losses.latest_loss(cluster, endpoint.id)
     return {
-        "state": index_worth(streams).value,
+        **overlap.reports.describe(endpoint),
         "events_believed": endpoint.id not in indexes.missed.doubted,
         "names_pairs": endpoint.id in indexes.followed.paired,
         "last_loss": None if loss is None else {"reason": loss.reason.value, "age_s": loss.age_s},
-        "streams": [
-            {"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()
-        ],
         "approximate_blocks": indexes.approximate.counts.held_blocks(endpoint.id),
         "approximate_capacity_blocks": indexes.approximate.counts.capacity(endpoint.id),
         "told_capacity_blocks": indexes.capacities.reported_blocks(endpoint.id),

@@ -1,5 +1,5 @@
 """Findings about a cluster or its engines: speeds without samples, priorities without effect, ranks that requests
-cannot name, missing adapters, event streams, lost caches."""
+cannot name, missing adapters, reports that are not believed, lost caches."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from enum import IntEnum
 
 from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.cache.feedback.trust import WINDOW, CacheLosses, LossReason, MissedReuse
-from kvproxy.cache.kv_events.status import StreamState
-from kvproxy.cache.overlap.kv_event_streams import EventStreams
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
+from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.feature import wakes_engines
 from kvproxy.operate.runtime.operated import ConfigFinding
 
@@ -119,39 +117,15 @@ _LOST = {
     LossReason.FORGOT: "lost its cache (it reused nothing of a prompt sent shortly before)",
     LossReason.ASLEEP: "dropped its cache when it was put to sleep",
 }
-#: Streams of KV events that connect or fall behind for less long are normal.
-_STREAM_PATIENCE_S = 10.0
 
 
 def list_engine_findings(
     kvcache: KvCache, name: str, cluster: Cluster, conditions: Mapping[Endpoint, Condition]
 ) -> Iterator[Iterable[Trouble]]:
     """Yield those of one cluster, each walk over its endpoints by itself."""
-    yield _streams(kvcache.overlap.streams, name, conditions)
     yield _asleep(name, cluster, conditions)
     yield (_disbelieved(name, one) for one in kvcache.overlap.indexes[name].missed.doubted_records())
     yield _lost(kvcache.state.losses, name, conditions)
-
-
-def _streams(streams: EventStreams | None, name: str, conditions: Mapping[Endpoint, Condition]) -> Iterator[Trouble]:
-    if streams is None:
-        return
-    broken: list[tuple[Endpoint, str]] = []
-    for one, condition in conditions.items():
-        if condition not in DOWN:
-            states = streams.streams(one).values()
-            reasons = [each.reason.value for each in states if each.state is not StreamState.EXACT]
-            broken += [(one, reasons[0].replace("_", " "))] if reasons else []
-    effect = "its cache is estimated from routed requests alone"
-    fix = "is its events port open? `kvproxy doctor` checks it"
-    for one, reason in broken if len(broken) <= NAMED else ():
-        key = ("stream", name, str(one.id))
-        where = f"{name}/{one.id}"
-        yield source_trouble(key, where, f"KV events: {reason}; {effect}", fix, patience_s=_STREAM_PATIENCE_S)
-    if len(broken) > NAMED:
-        silent = list_names([one for one, _ in broken])
-        what = f"KV events of {len(broken)} endpoints ({silent}): {broken[0][1]}; {effect}"
-        yield source_trouble(("stream", name), name, what, fix, patience_s=_STREAM_PATIENCE_S)
 
 
 def _asleep(name: str, cluster: Cluster, conditions: Mapping[Endpoint, Condition]) -> Iterator[Trouble]:

@@ -246,12 +246,7 @@ class LiveView:
 
 def _count_engines(operated: AdminTarget) -> SeenEngines:
     endpoints = [one for cluster in operated.clusters.values() for one in cluster.endpoints]
-    streams = None if operated.kvcache is None else operated.kvcache.overlap.streams
-    return SeenEngines(
-        len(endpoints),
-        publishing=0 if streams is None else sum(bool(streams.publishes(one)) for one in endpoints),
-        ranks=sum(one.rank is not None for one in endpoints),
-    )
+    return SeenEngines(len(endpoints), ranks=sum(one.rank is not None for one in endpoints))
 
 
 def _series(samples: Iterable[HistorySample], now: float) -> dict[str, Sequence[float | None]]:

@@ -80,7 +80,7 @@ def _may_send_priority(engine: EngineFacts, cluster: ClusterSettings) -> bool:
 def _pages(engine: EngineFacts, info: SglangInfo) -> Iterator[Finding]:
     if info.disable_radix_cache:
         yield problem(engine.where, "reuses no prefixes", "start it without `--disable-radix-cache`")
-    if not engine.plan.events:
+    if engine.plan.follows is None:
         return
     if info.page_size is not None and info.page_size < _SMALL_PAGE:
         what = f"has pages of {info.page_size} token(s): a KV event for each"

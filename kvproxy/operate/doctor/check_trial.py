@@ -169,9 +169,9 @@ def _hits(trial: Trial) -> int | None:
 
 @check("clock", calls=TRIAL_CALLS)
 async def check_clock(engine: EngineFacts, *, trial: bool) -> Sequence[Finding]:
-    """Compare clocks by the time stamps of its KV events, and by the Date header where these are missing or late: a
-    batch that waited looks like a clock that is behind. `trial`: a prompt is sent."""
-    skew_s = await _event_skew_s(engine) if trial else None
+    """Compare clocks by the time stamps of its reports, and by the Date header where these are missing or late: one
+    that waited looks like a clock that is behind. `trial`: a prompt is sent."""
+    skew_s = await _reported_skew_s(engine) if trial else None
     if skew_s is None or abs(skew_s) > _TOLERATED_S:
         stated = [skew_s, (await engine.link.health_reply()).skew_s]
         skew_s = min((one for one in stated if one is not None), key=abs, default=None)
@@ -183,12 +183,12 @@ async def check_clock(engine: EngineFacts, *, trial: bool) -> Sequence[Finding]:
     return [warning(engine.where, what, "run NTP on both hosts: event lag, pins and logs are compared by clock")]
 
 
-async def _event_skew_s(engine: EngineFacts) -> float | None:
+async def _reported_skew_s(engine: EngineFacts) -> float | None:
     try:
-        observed = (await engine.trials.try_generating()).observed
+        watches = (await engine.trials.try_generating()).watches
     except ClientError:
         return None
-    return next((-one.lag_s for one in observed if one.mine is not None and one.lag_s is not None), None)
+    return next((one.skew_s for one in watches if one.skew_s is not None), None)
 
 
 def priority_mode(deployment: Deployment, engine: EngineFacts) -> EnginePriorityMode:

@@ -25,7 +25,6 @@ from kvproxy.operate.doctor.check_configuration import (
     convert_problems,
 )
 from kvproxy.operate.doctor.check_engine_setup import check_cors, check_ranks, check_sglang
-from kvproxy.operate.doctor.check_kv_events import check_event_sources, check_kv_events
 from kvproxy.operate.doctor.check_lmcache import check_actions, check_instances, check_service
 from kvproxy.operate.doctor.check_lookup import check_chunk_size, check_lookup, check_lookup_time
 from kvproxy.operate.doctor.check_models import (
@@ -112,11 +111,12 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
     for engine in deployment.engines:
         yield check_health(engine)
         yield check_metrics(engine)
-        yield check_event_sources(engine)
         yield check_sglang(engine, deployment.config.clusters[engine.cluster])
         yield check_clock(engine, trial=trial)
         if not any(spec.name == "cors" for spec in deployment.config.filters):
             yield check_cors(engine)
+        for feature in installed(Feature):
+            yield from feature.list_engine_checks(engine, trial=trial)
     for cluster in deployment.clusters:
         yield check_models(cluster)
         yield check_versions(cluster)
@@ -137,7 +137,6 @@ def _trials(deployment: Deployment) -> Iterator[Check]:
         yield check_tokenize(engine, elsewhere=deployment.tokenizer is not None)
         yield check_agent_prompts(engine, deployment.tokenizer or engine)
         yield check_caching(engine)
-        yield check_kv_events(engine)
         yield check_ranks(engine)
         if (mode := priority_mode(deployment, engine)) is not EnginePriorityMode.OFF:
             yield check_priority(engine, mode)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.errors import ClientError, DiscoveryError, Refused
+from kvproxy.cache.feature import find_reports
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.discovery import sources_of
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EventSources
@@ -85,8 +86,8 @@ async def survey_deployment(config: Config, *, tools: Tools, open_files: int | N
         undiscovered += failed
         routed = tuple(dict.fromkeys(list_routed_models(config, name)))
         for endpoint in endpoints:
-            events = False if kvcache is None else kvcache.kv_events
-            plan = TrialPlan(len(engines), _LOOKUP_TOKENS if lookups else 0, events)
+            follows = None if kvcache is None else find_reports(kvcache)
+            plan = TrialPlan(len(engines), _LOOKUP_TOKENS if lookups else 0, follows)
             engines.append(
                 EngineFacts(
                     endpoint,

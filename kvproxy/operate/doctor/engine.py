@@ -12,10 +12,11 @@ from kvproxy.base.errors import BadResponse, ClientError, NotSupported
 from kvproxy.base.installed import installed
 from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.engine_metrics import EngineKind, EngineMetrics, parse_engine_metrics
+from kvproxy.cache.clients.event_sources import KvEventSource, stated_sources
 from kvproxy.cache.clients.sglang import SglangInfo
 from kvproxy.cache.clients.vllm import ModelInfo, VllmClient
 from kvproxy.cache.feature import CacheFeature, find_chat_form
-from kvproxy.cache.kv_events.source import KvEventSource, stated_sources
+from kvproxy.cache.overlap.reports import ReportWatch
 from kvproxy.cluster.engine import origin_of
 from kvproxy.cluster.settings import DataParallelSettings, EndpointSettings, EventSources
 from kvproxy.operate.doctor.engine_link import EngineLink
@@ -195,9 +196,10 @@ class EngineFacts:
 
     async def needs_tokens(self) -> bool:
         """Return True if prompts are found there by their tokens: by lookups, or by KV events that it publishes."""
-        if self.plan.least_tokens or self.plan.events is True:
-            return True
-        return bool(self.plan.events and await self.sources_or_none())
+        follows = self.plan.follows
+        if self.plan.least_tokens or follows is None:
+            return bool(self.plan.least_tokens)
+        return follows.required or bool(await self.sources_or_none())
 
     async def tokenize_sample(self) -> tuple[int, ...]:
         """Tokens of a sample text by `/tokenize`."""
@@ -281,14 +283,18 @@ class EngineTrials:
         engine = self._engine
         if await engine.is_asleep():
             raise ClientError(f"{engine.where} sleeps")
-        target = await self._target(await engine.sources_or_none() if engine.plan.events else ())
+        tools = engine.tools
+        follows = engine.plan.follows
+        sources = () if follows is None else await engine.sources_or_none()
+        watches = [] if follows is None else [follows.watch(sources, clock=tools.clock, wall_clock=tools.wall_clock)]
+        target = await self._target(watches if sources else ())
         answers = await self.try_ranks()
         # the second prompt finds the first one's blocks only on the same rank
         if answers is not None and answers.taken:
             target = asking_for(target, next(iter(answers.taken.values())))
         return await run_trial(target, engine.plan)
 
-    async def _target(self, sources: Sequence[KvEventSource] = ()) -> TrialTarget:
+    async def _target(self, watches: Sequence[ReportWatch] = ()) -> TrialTarget:
         engine = self._engine
         model = await engine.choose_model()
-        return TrialTarget(model, engine.api, engine.vllm, sources, engine.metrics_now, engine.tools)
+        return TrialTarget(model, engine.api, engine.vllm, watches, engine.metrics_now, engine.tools)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kvproxy.cache.clients.engine_metrics import EngineKind
-from kvproxy.operate.doctor.check_kv_events import EVENTS_FLAG, SGLANG_EVENTS_FLAG
+
+#: vLLM's flag for KV events, a gap of which can be filled.
+EVENTS_FLAG = (
+    '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
+    '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": "kv-events"}\''
+)
+#: SGLang's has the same name and turns them on by itself.
+SGLANG_EVENTS_FLAG = EVENTS_FLAG.replace('"enable_kv_cache_events": true, ', "")
 
 
 class Setting(StrEnum):

@@ -2,144 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvproxy.base.errors import BadResponse, ClientError, Refused
-from kvproxy.base.types import Clock
+from kvproxy.base.errors import ClientError, Refused
 from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cache.clients.vllm import ModelInfo, VllmClient
-from kvproxy.cache.kv_events.events import BlockStored, Skipped, decode_batch, sequence_number
-from kvproxy.cache.kv_events.sockets import Subscription, read_replay
-from kvproxy.cache.kv_events.source import KvEventSource
+from kvproxy.cache.overlap.reports import FollowsReports, ReportWatch
 from kvproxy.operate.doctor.tools import Tools
 from kvproxy.proxy.forward.headers import RANK_HEADER
-
-#: Batches read while waiting for our prompt: a busy engine publishes others meanwhile.
-_MAX_BATCHES = 5000
-
-
-@dataclass(slots=True)
-class StreamObservation:
-    """Events that arrived over one stream."""
-
-    source: KvEventSource
-    connected: bool = False
-    batches: int = 0
-    encoding: str = ""  # `map` or `array`
-    malformed: int = 0
-    lag_s: float | None = None  # our wall clock minus the engine's, of the batch that came fastest
-    mine: BlockStored | None = None  # an event about the prompt that was sent
-    replays: bool | None = None  # None: the engine names no replay socket
-    _skipped: Skipped = field(default_factory=dict)
-
-    def record_batch(self, frames: Sequence[bytes], tokens: Sequence[int], *, now: float) -> None:
-        """One message; `tokens` are the prompt's ids."""
-        try:
-            batch = decode_batch(frames)
-        except BadResponse:
-            self.malformed += 1
-            return
-        self.batches += 1
-        self.lag_s = min(now - batch.ts, math.inf if self.lag_s is None else self.lag_s)
-        self.encoding = batch.encoding or self.encoding
-        for event in batch.events(self._skipped):
-            if not isinstance(event, BlockStored) or (self.mine is not None and self.mine.indexable):
-                continue
-            if _is_part(event, tokens):  # a hybrid model's other groups send events beside that of full attention
-                self.mine = event
-        self.malformed += self._skipped.pop("malformed", 0)
-
-
-class WatchedStreams:
-    """Open subscriptions to every data-parallel rank of one engine."""
-
-    def __init__(self, *, clock: Clock, wall_clock: Clock) -> None:
-        self.observed: list[StreamObservation] = []
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._open: list[Subscription] = []
-
-    @property
-    def silent(self) -> bool:
-        """Connected, and nothing came about our prompt."""
-        return any(stream.connected for stream in self.observed) and not any(stream.mine for stream in self.observed)
-
-    async def connect(self, sources: Sequence[KvEventSource], *, within_s: float) -> None:
-        """Subscribe; returns when every connection is up, or after `within_s`."""
-        for source in sources:
-            self._open.append(Subscription(source))
-            self.observed.append(StreamObservation(source))
-        ends = self._clock() + within_s
-        for stream, subscription in zip(self.observed, self._open, strict=True):
-            while not stream.connected and (left_s := ends - self._clock()) > 0:
-                await subscription.wait_for_news(left_s)
-                stream.connected = any(subscription.take_connections())
-
-    async def listen(self, tokens: Sequence[int], *, within_s: float) -> None:
-        """Return when one stream had an event of this prompt, or after `within_s`."""
-        ends = self._clock() + within_s
-        while self._open and not any(stream.mine for stream in self.observed) and (left_s := ends - self._clock()) > 0:
-            for stream, subscription in zip(self.observed, self._open, strict=True):
-                self._drain(stream, subscription, tokens)
-            if not any(stream.mine for stream in self.observed):
-                await self._open[0].wait_for_news(min(left_s, 0.05) if len(self._open) > 1 else left_s)
-
-    async def ask_replays(self, *, within_s: float) -> None:
-        """Test whether the replay sockets answer. The requested batch lies in the future, so the answer is its end
-        alone."""
-        for stream in self.observed:
-            address = stream.source.replay_endpoint
-            if address is not None:
-                stream.replays = await self._replays(address, within_s)
-
-    def close(self) -> None:
-        """End the subscriptions."""
-        for subscription in self._open:
-            subscription.close()
-
-    def _drain(self, stream: StreamObservation, subscription: Subscription, tokens: Sequence[int]) -> None:
-        subscription.take_connections()
-        for _ in range(_MAX_BATCHES):
-            frames = subscription.take_message()
-            if frames is None:
-                return
-            stream.record_batch(frames, tokens, now=self._wall_clock())
-
-    async def _replays(self, address: str, within_s: float) -> bool:
-        try:
-            async with aclosing(read_replay(address, 1 << 62, idle_timeout_s=within_s)) as messages:
-                async for frames in messages:
-                    if sequence_number(frames) is None:
-                        return True
-        except (ClientError, ValueError):
-            return False
-        return False
-
-
-@asynccontextmanager
-async def open_streams(*, clock: Clock, wall_clock: Clock) -> AsyncIterator[WatchedStreams]:
-    """Close every subscription at the end."""
-    opened = WatchedStreams(clock=clock, wall_clock=wall_clock)
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
-def _is_part(event: BlockStored, tokens: Sequence[int]) -> bool:
-    """Return True if the event's blocks are blocks of this prompt."""
-    size = event.block_tokens
-    ids = list(event.token_ids)
-    return bool(ids) and any(list(tokens[i : i + len(ids)]) == ids for i in range(0, len(tokens), size))
-
 
 #: Block size (in tokens) assumed if the metrics do not report one.
 _ASSUMED_BLOCK_TOKENS = 128
@@ -158,11 +34,11 @@ _BAD_REQUEST = 400
 @dataclass(frozen=True, slots=True)
 class TrialPlan:
     """`number` distinguishes the engines; `least_tokens` is the length of prompt that LMCache needs, 0 without LMCache;
-    `events` is `kv_events` of the kvcache filter."""
+    `follows` is how the proxy follows engines' reports of their caches."""
 
     number: int = 0
     least_tokens: int = 0
-    events: bool | Literal["auto"] = False
+    follows: FollowsReports | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +48,7 @@ class TrialTarget:
     model: ModelInfo
     api: Api
     vllm: VllmClient
-    sources: Sequence[KvEventSource]
+    watches: Sequence[ReportWatch]
     scrape: Callable[[], Awaitable[EngineMetrics | None]]
     tools: Tools
 
@@ -199,7 +75,7 @@ class Trial:
     tokenize_s: float = 0.0
     before: EngineMetrics | None = None
     after: EngineMetrics | None = None
-    observed: tuple[StreamObservation, ...] = ()
+    watches: Sequence[ReportWatch] = ()
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -248,22 +124,23 @@ async def run_trial(target: TrialTarget, plan: TrialPlan) -> Trial:
     timeouts = target.tools.timeouts
     before = await target.scrape()
     text = make_prompt(tools.rng, words=count_words(plan, before, target.model.max_model_len))
-    async with open_streams(clock=tools.clock, wall_clock=tools.wall_clock) as listening:
-        await listening.connect(target.sources, within_s=timeouts.exchange_s)
+    with ExitStack() as watching:
+        for watch in target.watches:
+            watching.enter_context(closing(watch))
+            await watch.connect(within_s=timeouts.exchange_s)
         chat, first = await _send_first(target, text)
         second = await _send(target, text, chat=chat)
         started = tools.clock()
         tokenized = await _tokenize(target, text, chat=chat)
         tokenize_s = tools.clock() - started
         tokens = first.token_ids or (() if isinstance(tokenized, ClientError) else tokenized)
-        await listening.listen(tokens, within_s=timeouts.late_s)
-        if listening.silent and tokens:
-            await _listen_again(target, listening, len(tokens), chat=chat)
-        await listening.ask_replays(within_s=timeouts.event_s)
-        observed = tuple(listening.observed)
+        for watch in target.watches:
+            if not await watch.find_prompt(tokens, within_s=timeouts.late_s) and tokens:
+                await _watch_again(target, watch, len(tokens), chat=chat)
+            await watch.ask_rest(within_s=timeouts.event_s)
     longer = await _try_longer(target, first.prompt_tokens, chat=chat) if second.cached_tokens == 0 else None
     after = await target.scrape()
-    return Trial(target.model.id, chat, tokenized, first, second, longer, tokenize_s, before, after, observed)
+    return Trial(target.model.id, chat, tokenized, first, second, longer, tokenize_s, before, after, target.watches)
 
 
 async def _try_longer(target: TrialTarget, tokens: int, *, chat: bool) -> TrialReply | None:
@@ -276,13 +153,13 @@ async def _try_longer(target: TrialTarget, tokens: int, *, chat: bool) -> TrialR
     return await _send(target, text, chat=chat)
 
 
-async def _listen_again(target: TrialTarget, listening: WatchedStreams, words: int, *, chat: bool) -> None:
+async def _watch_again(target: TrialTarget, watch: ReportWatch, words: int, *, chat: bool) -> None:
     """Try again with another prompt: a publisher that has not yet registered a subscription drops its events."""
     text = make_prompt(target.tools.rng, words=words // 2)
     ids = (await _send(target, text, chat=chat)).token_ids
     tokens = ids or await _tokenize(target, text, chat=chat)
     if not isinstance(tokens, ClientError):
-        await listening.listen(tokens, within_s=target.tools.timeouts.event_s)
+        await watch.find_prompt(tokens, within_s=target.tools.timeouts.event_s)
 
 
 async def _send_first(target: TrialTarget, text: str) -> tuple[bool, TrialReply]:

@@ -11,7 +11,7 @@ from kvproxy.base.metrics.exposition import Registry
 from kvproxy.base.metrics.groups import MetricGroup, Metrics
 from kvproxy.base.tls.metrics import CertificateMetrics
 from kvproxy.base.upstream.metrics import ConnectionMetrics
-from kvproxy.cache.metrics import HoldingMetrics, IndexMetrics, KvCacheMetrics, KvEventMetrics, TierMetrics
+from kvproxy.cache.metrics import HoldingMetrics, IndexMetrics, KvCacheMetrics, TierMetrics
 from kvproxy.cluster.metrics import (
     EndpointRequestMetrics,
     EndpointStateMetrics,
@@ -31,7 +31,6 @@ CORE: Sequence[type[MetricGroup]] = (
     EndpointStateMetrics,
     ConnectionMetrics,
     CertificateMetrics,
-    KvEventMetrics,
     KvCacheMetrics,
     IndexMetrics,
     HoldingMetrics,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Collection, Mapping
+from functools import partial
 
 import msgspec
 from starlette.types import ASGIApp, Scope
@@ -12,9 +13,9 @@ from starlette.types import ASGIApp, Scope
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
-from kvproxy.cache.feature import CacheFeature, find_needs
+from kvproxy.cache.feature import CacheFeature, find_needs, find_reports
 from kvproxy.cache.overlap.facts import RequestFacts, Result
-from kvproxy.cache.overlap.kv_event_streams import EventStreams, follow_events
+from kvproxy.cache.overlap.reports import EngineReports
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
@@ -49,14 +50,12 @@ def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
 
 def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
     """Return whether something uses what endpoints hold: a policy (the cluster's own, one without effect, one that
-    clients may ask for), a preference, a header that names it, LMCache, a feature, or required KV events. (Receipts
-    do as well.)"""
+    clients may ask for), a preference, a header that names it, LMCache, or a feature. (Receipts do as well.)"""
     policies = list_policies(cluster)
     return (
         any(policy_types()[policy].uses_overlap for policy in policies)
         or any(prefers(settings, policy) for policy in policies)
         or bool(settings.preference_header or settings.lmcache_endpoint)
-        or settings.kv_events is True
         or find_needs(installed(CacheFeature), settings).facts
     )
 
@@ -225,21 +224,16 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     served = frozenset(clusters.items())
     configured = context.config.clusters  # the clusters may still have older policies
     idle = _idle(settings, context)
-    followed = {name: one for name, one in clusters.items() if name not in idle} if settings.kv_events else {}
-    streams = None
-    if followed:  # the same list while nothing in it changes, since engines would repeat all events
-        streams = context.states.get(
-            EventStreams,
-            (
-                state,
-                settings.kv_events,
-                settings.kv_event_sources,
-                settings.request_timeout,
-                frozenset(followed.items()),
-            ),
-            lambda: follow_events(settings, followed, context.metrics, context.clock),
+    follows = find_reports(settings)
+    followed = {name: one for name, one in clusters.items() if name not in idle}
+    reports = None
+    if follows is not None and followed:
+        reports = context.states.get(  # the same while nothing in it changes, since engines would repeat all they sent
+            EngineReports,
+            (state, follows, frozenset(followed.items())),
+            partial(follows, followed, metrics=context.metrics, clock=context.clock),
         )
-        context.lifetimes.append(streams)
+        context.lifetimes.append(reports)
     service = context.states.get(
         KvCache,  # the same one while its settings do not change
         (state, settings, served),
@@ -251,7 +245,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
             wall_clock=lambda: context.wall_clock().timestamp(),
             rng=context.rng,
             state=state,
-            streams=streams,
+            reports=reports,
         ),
     )
     context.lifetimes.append(service)

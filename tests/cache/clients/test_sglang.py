@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from kvproxy.base.errors import BadResponse, ClientUnavailable, NotSupported
+from kvproxy.cache.clients.event_sources import MAX_SOURCES, KvEventSource
 from kvproxy.cache.clients.sglang import SglangInfo
 from kvproxy.cache.clients.vllm import VllmClient
-from kvproxy.cache.kv_events.source import MAX_SOURCES, KvEventSource
 from tests.cache.clients.support import Upstream
 
 CONFIG = '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}'

@@ -11,9 +11,9 @@ import pytest
 
 from kvproxy.base.errors import BadResponse, NotSupported, Refused
 from kvproxy.base.types import RequestKind
+from kvproxy.cache.clients.event_sources import KvEventSource
 from kvproxy.cache.clients.tokens import tokens_from_json
 from kvproxy.cache.clients.vllm import RENDER_PATHS, VllmClient
-from kvproxy.cache.kv_events.source import KvEventSource
 from tests.cache.clients.support import FIXTURES, Handler, Upstream, captured, captures
 
 CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"Hello world"}]}'

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvproxy.cache.feedback.trust import LEAST_TOKENS, WINDOW, MissedReuses
-from kvproxy.cache.kv_events.events import BlockStored
+from kvproxy.cache.indexes.block_events import BlockStored
 from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cluster.routing.policy import FactSource, Overlap

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvproxy.cache.kv_events.events import BlockStored
+from kvproxy.cache.indexes.block_events import BlockStored
 from kvproxy.cache.overlap.index_state import IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.block_events import BlockRemoved, BlockStored
 from kvproxy.cache.indexes.precise import precise_root
-from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
 from kvproxy.cache.prefix.hashing import token_blocks
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")

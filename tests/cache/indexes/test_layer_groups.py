@@ -11,8 +11,8 @@ import pytest
 from kvproxy.base.types import Tier
 from kvproxy.cache.indexes import layer_groups
 from kvproxy.cache.indexes.beginnings import PreciseMatch
+from kvproxy.cache.indexes.block_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvproxy.cache.indexes.precise import PreciseIndex
-from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.cache.indexes.support import A, B, engine_hash, prompt_of, removed, stored
 
 PATH = tuple(range(1, 13))

@@ -8,8 +8,8 @@ import pytest
 
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cache.indexes.beginnings import PreciseMatch
+from kvproxy.cache.indexes.block_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvproxy.cache.indexes.precise import PreciseIndex, precise_root
-from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvproxy.cache.prefix.hashing import token_blocks
 from tests.cache.indexes.support import A, B, engine_hash, prompt_of, removed, stored
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.feedback.trust import RECENT_S, CacheLosses, Loss, LossReason
-from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockStored
-from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
-from kvproxy.cache.overlap.index_state import FollowedEvents
-from kvproxy.cache.overlap.kv_event_streams import _Consumer
+from kvproxy.cache.indexes.block_events import BlockStored
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.operate.admin.cache_status import endpoint_index, engine_status
 from tests.cache.support import A, B, Fake, Service, chat, long_text, tokens, world
@@ -154,20 +149,3 @@ async def test_an_engine_that_forgot_is_noticed_by_its_answers() -> None:
         for _ in range(30):
             await service.serve(chat(TURN), A, cached=0)
         assert loss_of(service, A) is LossReason.FORGOT
-
-
-@pytest.mark.parametrize(
-    ("state", "noticed"), [(None, False), ("CONNECTING", False), ("EXACT", True), ("DEGRADED", True)]
-)
-async def test_a_cache_that_is_dropped_now_is_told_from_history(state: str | None, noticed: bool) -> None:
-    """Every stream of SGLang begins with such an event; what a replay brings is over."""
-    async with world({"a": Engine()}, kv_events=False) as service:
-        followed: FollowedEvents = service.kv.overlap.indexes["default"].followed
-        consumer = _Consumer(followed)
-        await service.serve(chat(TURN), A)
-        if state is not None:
-            consumer.state_changed(A, 0, StreamStatus(StreamState[state], StreamReason.FOLLOWING))
-        consumer.apply(A, 0, [BlockStored((1,), None, tokens(16), 16), AllBlocksCleared()])
-        assert followed.precise.count_rows(A) == 0
-        assert (loss_of(service, A) is LossReason.CLEARED) is noticed
-        assert ((await service.ask(chat(TURN))).preferred is None) is noticed

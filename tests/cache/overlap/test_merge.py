@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind, Tier
 from kvproxy.cache.feedback.trust import Trust
 from kvproxy.cache.indexes.beginnings import PreciseMatch
-from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
+from kvproxy.cache.indexes.block_events import BlockRemoved, BlockStored
 from kvproxy.cache.overlap.index_state import IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.overlap.merge import in_steps, is_contradicted, merge_overlaps

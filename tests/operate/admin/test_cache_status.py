@@ -8,31 +8,9 @@ import pytest
 
 from kvproxy.base.errors import ClientUnavailable
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
-from kvproxy.cache.overlap.gauges import index_worth
 from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes, troubles
 from tests.cache.support import service_of
 from tests.support.clock import FakeClock
-
-EXACT = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
-LOST = StreamStatus(StreamState.DEGRADED, StreamReason.LOST_EVENTS)
-STARTING = StreamStatus(StreamState.CONNECTING, StreamReason.STARTING)
-SILENT = StreamStatus(StreamState.APPROXIMATE, StreamReason.SILENT)
-
-
-@pytest.mark.parametrize(
-    ("streams", "state"),
-    [
-        ({}, StreamState.APPROXIMATE),
-        ({0: EXACT, 1: EXACT}, StreamState.EXACT),
-        ({0: EXACT, 1: STARTING}, StreamState.CONNECTING),
-        ({0: LOST, 1: STARTING}, StreamState.DEGRADED),
-        ({0: EXACT, 1: SILENT, 2: LOST}, StreamState.APPROXIMATE),
-    ],
-)
-def test_the_worst_rank_decides(streams: dict[int, StreamStatus], state: StreamState) -> None:
-    """An index that misses one rank's events is not exact."""
-    assert index_worth(streams) is state
 
 
 async def test_hot_prefixes_are_looked_for_in_slices(clock: FakeClock) -> None:

@@ -13,8 +13,6 @@ from kvproxy.base.tls.files import ServerTls
 from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from kvproxy.cache.feedback.trust import LossReason
-from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
-from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.operate.admin.app import build_admin_app
 from kvproxy.operate.runtime.history import History
@@ -308,45 +306,6 @@ async def test_ages_end_with_their_trouble(clock: FakeClock) -> None:
     await place.answer(0)
     clock.advance(2.0)
     assert [one["age_s"] for one in (await place.live())["findings"]] == [2.0]
-
-
-class Streams:
-    """KV event streams of every endpoint, in one state."""
-
-    def __init__(self, status: StreamStatus) -> None:
-        self.status = status
-
-    def streams(self, endpoint: Endpoint) -> dict[int, StreamStatus]:
-        return {0: self.status}
-
-    def publishes(self, endpoint: Endpoint) -> bool:
-        return True
-
-
-async def test_event_streams_that_are_down(clock: FakeClock) -> None:
-    """Once they have been for a while, before failing requests; not of an engine that is down itself."""
-    place = Place(clock)
-    assert place.proxy.kvcache is not None
-    overlap: Any = place.proxy.kvcache.overlap
-    overlap.streams = Streams(StreamStatus(StreamState.DEGRADED, StreamReason.DISCONNECTED))
-    try:
-        place.probe_fails("a")
-        await place.answer(9, status=500)
-        clock.advance(5.0)
-        await place.answer(0)
-        assert [one["where"] for one in (await place.live())["findings"]] == ["default/a", "default"]
-        clock.advance(5.0)
-        await place.answer(0)
-        findings = (await place.live())["findings"]
-        assert [one["where"] for one in findings] == ["default/a", "default/b", "default/c", "default"]
-        assert findings[1]["severity"] == "warning"
-        assert findings[1]["what"].startswith("KV events: disconnected")
-        overlap.streams.status = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
-        await place.answer(0)
-        clock.advance(1.0)
-        assert len((await place.live())["findings"]) == 2
-    finally:
-        overlap.streams = None
 
 
 async def test_ranks_that_requests_cannot_ask_for(clock: FakeClock) -> None:

@@ -11,16 +11,12 @@ from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvproxy.base.types import utc_seconds
-from kvproxy.cache.kv_events.source import KvEventSource
-from kvproxy.lab.simulator.engine_io import BlockStored
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
-from kvproxy.lab.simulator.kv_event_publisher import EventEncoder, EventEncoding, PublisherSettings
+from kvproxy.lab.simulator.kv_event_publisher import EventEncoding, PublisherSettings
 from kvproxy.operate.doctor.report import DoctorReport, Severity
-from kvproxy.operate.doctor.trial import StreamObservation
 from tests.operate.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
 from tests.support.loop_time import ASYNCIO_ONLY, skipping_time
 from tests.support.loopback import serve
@@ -351,18 +347,6 @@ async def test_an_engine_that_takes_the_prompt_and_never_answers() -> None:
     assert "--timeout" in found.fix
 
 
-async def test_events_that_cannot_be_read() -> None:
-    """Another program publishes on the engine's port."""
-    heard = StreamObservation(KvEventSource(0, "tcp://127.0.0.1:5557"), connected=True)
-    heard.record_batch([b"topic", b"not eight bytes", b"?"], (1, 2), now=0.0)
-    heard.record_batch(
-        [b"topic", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [{"type": "BlockStored"}], 0])], (1,), now=3.0
-    )
-    assert (heard.malformed, heard.batches, heard.encoding, heard.lag_s) == (2, 1, "map", 2.0)
-    heard.record_batch([b"topic", (2).to_bytes(8, "big"), msgspec.msgpack.encode([3.0, [], 0])], (1,), now=9.0)
-    assert heard.lag_s == 2.0  # one that waited shows less of the clocks than one that did not
-
-
 async def test_a_hybrid_model_is_no_fault() -> None:
     """A short prompt sent twice is computed twice, a long one is not: its KV events can be followed all the same."""
     settings = make_hybrid(replace(ENGINE, engine=replace(FAST, capacity_blocks=2048)), Checkpoints(1024))
@@ -373,21 +357,6 @@ async def test_a_hybrid_model_is_no_fault() -> None:
     assert "and none of " in found["prefix caching"]
     assert "reuses in steps: " in found["prefix caching"]
     assert "KV events arrive" in found["kv events"]
-
-
-@pytest.mark.parametrize("first", ["full_attention", "mamba"])
-def test_of_a_hybrid_model_the_event_of_full_attention_is_looked_at(first: str) -> None:
-    """Whichever group comes first."""
-    kinds = ["full_attention", "mamba"] if first == "full_attention" else ["mamba", "full_attention"]
-    events = [
-        BlockStored((1, 2), None, (1, 2, 3, 4), group=number, kind=kind, extra_keys=(None, None))
-        for number, kind in enumerate(kinds)
-    ]
-    payload = EventEncoder(block_size=2).encode_payload(events, ts=1.0)
-    seen = StreamObservation(KvEventSource(0, "tcp://127.0.0.1:1", None, "t"))
-    seen.record_batch([b"t", (0).to_bytes(8, "big"), payload], [1, 2, 3, 4], now=2.0)
-    assert seen.mine is not None
-    assert seen.mine.indexable
 
 
 async def test_adapters_need_not_be_everywhere() -> None:

@@ -6,19 +6,16 @@ import pytest
 
 from kvproxy.base.errors import ClientError, ClientTimeout, NotSupported, Problem
 from kvproxy.cache.clients.engine_metrics import CacheConfig, EngineMetrics
-from kvproxy.cache.clients.tokens import token_array
-from kvproxy.cache.kv_events.events import BlockStored
-from kvproxy.cache.kv_events.source import KvEventSource
+from kvproxy.cache.clients.event_sources import KvEventSource
 from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.operate.doctor.check_configuration import convert_problems
-from kvproxy.operate.doctor.check_kv_events import judge_events
 from kvproxy.operate.doctor.check_lmcache import judge_strategies
 from kvproxy.operate.doctor.check_lookup import judge_chunk_size, judge_lookup_times
 from kvproxy.operate.doctor.check_models import may_be_one
 from kvproxy.operate.doctor.check_trial import judge_caching, judge_tokenize
 from kvproxy.operate.doctor.engine import Counters, PromptLengths, parse_counters, parse_prompt_lengths
 from kvproxy.operate.doctor.report import Severity
-from kvproxy.operate.doctor.trial import StreamObservation, Trial, TrialPlan, TrialReply, count_words
+from kvproxy.operate.doctor.trial import Trial, TrialPlan, TrialReply, count_words
 
 SOURCE = KvEventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
 
@@ -35,12 +32,11 @@ def trial(
     after: EngineMetrics | None = None,
     tokenized: tuple[int, ...] | ClientError = tuple(range(40)),
     ids: tuple[int, ...] = tuple(range(40)),
-    observed: tuple[StreamObservation, ...] = (),
     longer: TrialReply | None = None,
 ) -> Trial:
     """Return a prompt of 40 tokens, sent twice, and perhaps a longer one."""
     first, second = TrialReply(40, 0, ids), TrialReply(40, cached)
-    return Trial("m", True, tokenized, first, second, longer, 0.001, before, after, observed)
+    return Trial("m", True, tokenized, first, second, longer, 0.001, before, after)
 
 
 ON, OFF, UNKNOWN = metrics(caching=True, hits=0), metrics(caching=False, hits=0), metrics(hits=0)
@@ -103,58 +99,6 @@ def test_tokenize(seen: Trial, needed: bool, severity: Severity, said: str) -> N
     found = judge_tokenize("endpoint a", seen, needed=needed)
     assert found.severity is severity
     assert said in found.what
-
-
-def stored(*, block: int = 16, kind: str | None = "full_attention") -> BlockStored:
-    """Return an event about the trial's prompt."""
-    return BlockStored((1, 2), None, token_array(list(range(2 * block))), block, spec_kind=kind)
-
-
-def observed(**values: object) -> StreamObservation:
-    """Return a stream that works, but for `values`."""
-    fields: dict[str, object] = {"connected": True, "batches": 1, "encoding": "map", "mine": stored(), "replays": True}
-    return StreamObservation(SOURCE, **{**fields, **values})  # type: ignore[arg-type]
-
-
-def test_events_that_name_other_things_than_what_is_reused() -> None:
-    """It caches, so the events are of another kind, or of another engine."""
-    seen = trial(after=ON, cached=32, observed=(observed(mine=None, batches=3),))
-    [found] = judge_events("endpoint a", seen)
-    assert (found.severity, "reused 32 tokens the second time" in found.what) == (Severity.PROBLEM, True)
-    assert "EAGLE" in found.fix
-
-
-@pytest.mark.parametrize(
-    ("stream", "severity", "said"),
-    [
-        (observed(), Severity.OK, "blocks of 16 tokens, encoded as maps"),
-        (observed(encoding="array"), Severity.OK, "encoded as arrays"),
-        (observed(connected=False, mine=None), Severity.PROBLEM, "cannot subscribe to its KV events at tcp://"),
-        (
-            observed(mine=None, batches=3),
-            Severity.PROBLEM,
-            "published no KV event of a prompt it computed (3 other batches",
-        ),
-        (observed(malformed=2), Severity.PROBLEM, "2 KV events could not be read"),
-        (observed(replays=False), Severity.WARNING, "replay socket tcp://127.0.0.1:5558 does not answer"),
-        (observed(replays=None), Severity.WARNING, "offers no replay"),
-        (observed(mine=stored(block=8)), Severity.WARNING, "blocks of 8 tokens, its /metrics report 16"),
-        (observed(mine=stored(kind="mamba")), Severity.WARNING, "of the kind 'mamba'"),
-    ],
-)
-def test_kv_events(stream: StreamObservation, severity: Severity, said: str) -> None:
-    """One stream's fault is named, the worst first."""
-    found = list(judge_events("endpoint a", trial(after=ON, observed=(stream,))))
-    assert any(one.severity is severity and said in one.what for one in found), found
-    assert len([one for one in found if one.severity is not Severity.OK]) == (severity is not Severity.OK)
-
-
-def test_kv_events_that_nothing_can_be_matched_with() -> None:
-    """Neither the answer nor `/tokenize` told the prompt's ids."""
-    seen = trial(ids=(), tokenized=ClientTimeout("late"), observed=(observed(mine=None),))
-    assert [one.what for one in judge_events("e", seen)] == [
-        "KV events cannot be matched: the prompt's tokens are unknown"
-    ]
 
 
 @pytest.mark.parametrize(

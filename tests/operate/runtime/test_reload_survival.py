@@ -16,6 +16,7 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.routing.work import features_of
+from kvproxy.features.kv_events.streams import EventStreams
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import serve
@@ -152,8 +153,8 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
         filters = ["inference_request", {"kvcache": settings}, "router"]
         async with running_proxy(place.engines, policy="kv_aware", filters=filters) as running:
             before = service(running)
-            local, streams = before.overlap.indexes["default"], before.overlap.streams
-            assert streams is not None
+            local, streams = before.overlap.indexes["default"], before.overlap.reports
+            assert isinstance(streams, EventStreams)
             await until(lambda: set(local.exact) == {"a", "b"})
             body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
             answer = await running.client.post("/v1/chat/completions", json=body)
@@ -205,8 +206,8 @@ async def test_event_streams_when_other_settings_of_the_cache_change() -> None:
         running_proxy(place.engines, policy="kv_aware", filters=settings()) as running,
     ):
         before = service(running)
-        streams = before.overlap.streams
-        assert streams is not None
+        streams = before.overlap.reports
+        assert isinstance(streams, EventStreams)
         await until(lambda: before.overlap.indexes["default"].exact == {"a", "b"})
         body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
         answer = await running.client.post("/v1/chat/completions", json=body)
@@ -215,14 +216,14 @@ async def test_event_streams_when_other_settings_of_the_cache_change() -> None:
         await reload(running, place.engines, {}, filters=settings(min_matched_tokens=7))
         after = service(running)
         assert after is not before
-        assert after.overlap.streams is streams
+        assert after.overlap.reports is streams
         local = after.overlap.indexes["default"]
         assert local.exact == {"a", "b"}
         assert local.precise.count_rows(went.id) > 0
         await until(lambda: running.proxy.replaced == 1)
         assert set(streams.streams(went)) == {0}
         await reload(running, place.engines, {}, filters=settings(request_timeout="9s"))
-        assert service(running).overlap.streams is not streams
+        assert service(running).overlap.reports is not streams
         await until(lambda: service(running).overlap.indexes["default"].exact == {"a", "b"})
         await until(lambda: running.proxy.replaced == 2)
         assert streams.streams(went) == {}

@@ -136,7 +136,6 @@ async def test_facts_that_nothing_would_use_are_not_gathered() -> None:
         ({"prefer": True}, {}, True),
         ({"preference_header": "x-preferred"}, {}, True),
         ({"lmcache_endpoint": NOWHERE}, {}, True),
-        ({"kv_events": True}, {}, True),
     ],
 )
 def test_policies_that_need_facts(kvcache: dict[str, Any], cluster: dict[str, Any], needed: bool) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.block_events import KvEvent
 from kvproxy.cache.indexes.precise import PreciseIndex, precise_root
-from kvproxy.cache.kv_events.events import KvEvent
-from kvproxy.cache.kv_events.status import StreamState, StreamStatus
-from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
 from kvproxy.cache.prefix.hashing import token_blocks
+from kvproxy.features.kv_events.status import StreamState, StreamStatus
+from kvproxy.features.kv_events.subscriber import KvEventSubscriber
 from tests.real.conftest import Saw
 from tests.real.engines.vllm import BLOCK_TOKENS, Vllm
 from tests.real.pair import Pair, engine_client

@@ -18,17 +18,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, LowerTokens, Tier
-from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
-from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.cache.feedback.trust import LossReason
+from kvproxy.cache.indexes.block_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.overlap.gauges import TierCounts
 from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
-from kvproxy.cache.overlap.kv_event_streams import ASK_AGAIN_S, EventStreams, _Consumer
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.providers import TierMemory
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.policy import FactSource
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.features.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.features.kv_events.streams import ASK_AGAIN_S, EventStreams, _Consumer
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.lab.simulator.retention import TierSettings
 from kvproxy.operate.admin.cache_status import troubles
@@ -77,6 +78,12 @@ async def followed() -> AsyncIterator[tuple[Place, Service]]:
         yield place, service
 
 
+def streams_of(service: Service) -> EventStreams:
+    reports = service.kv.overlap.reports
+    assert isinstance(reports, EventStreams)
+    return reports
+
+
 def exact(service: Service) -> set[EndpointId]:
     return set(service.kv.overlap.indexes["default"].exact)
 
@@ -119,8 +126,7 @@ async def test_an_exact_stream_is_believed_over_what_was_routed() -> None:
 async def test_streams_that_are_not_complete_are_troubles() -> None:
     """With the endpoint, what happened, and what it means; gone when the stream is exact again."""
     async with followed() as (_place, service):
-        streams = service.kv.overlap.streams
-        assert streams is not None
+        streams = streams_of(service)
         assert troubles(service.kv) == []
         (subscriber, *_) = streams._streams[service.cluster.endpoints[0]][2]
         subscriber._health.mark_disconnected()
@@ -138,8 +144,7 @@ async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest
     async with world({"a": plain}, kv_events=True) as service:
         await until(lambda: "no address of KV events" in caplog.text)  # it was asked, and the answer was looked at
         assert plain.calls["/kv_event_sources"] == 1
-        streams = service.kv.overlap.streams
-        assert streams is not None
+        streams = streams_of(service)
         await streams.follow_endpoints()
         assert plain.calls["/kv_event_sources"] == 1
     (line,) = [one for one in caplog.records if "KV events" in one.getMessage()]
@@ -305,8 +310,7 @@ async def test_an_older_engine_is_followed_where_the_configuration_says() -> Non
 async def test_an_engine_that_is_down_is_asked_again() -> None:
     down = Fake({"/kv_event_sources": lambda _: (503, {"detail": "starting"})})
     async with world({"a": down}, kv_events=True) as service:
-        streams = service.kv.overlap.streams
-        assert streams is not None
+        streams = streams_of(service)
         await until(lambda: down.calls["/kv_event_sources"])
         for _ in range(2):
             await streams.follow_endpoints()  # what the first answer meant is known by now
@@ -321,8 +325,7 @@ async def test_streams_end_with_their_endpoint() -> None:
         await generate(place, "b", TURN)
         await until(lambda: service.kv.overlap.indexes["default"].precise.count_rows(B) > 0)
         service.cluster.apply_endpoints([EndpointSettings(id="a", url=place.engines["a"])])
-        streams = service.kv.overlap.streams
-        assert streams is not None
+        streams = streams_of(service)
         await streams.follow_endpoints()
         assert exact(service) == {A}
         assert service.kv.overlap.indexes["default"].precise.count_rows(B) == 0
@@ -512,3 +515,21 @@ async def test_blocks_evicted_from_engine_memory_are_found_on_the_host_tier() ->
         await generate(place, "b", TURN)
         await counts.refresh()
         assert counts.holdings("default", B) == counted  # a count stands for a while: it takes time
+
+
+@pytest.mark.parametrize(
+    ("state", "noticed"), [(None, False), ("CONNECTING", False), ("EXACT", True), ("DEGRADED", True)]
+)
+async def test_a_cache_that_is_dropped_now_is_told_from_history(state: str | None, noticed: bool) -> None:
+    """Every stream of SGLang begins with such an event; what a replay brings is over."""
+    async with world({"a": engine()}, kv_events=False) as service:
+        followed: FollowedEvents = service.kv.overlap.indexes["default"].followed
+        consumer = _Consumer(followed)
+        await service.serve(chat(TURN), A)
+        if state is not None:
+            consumer.state_changed(A, 0, StreamStatus(StreamState[state], StreamReason.FOLLOWING))
+        consumer.apply(A, 0, [BlockStored((1,), None, tokens(16), 16), AllBlocksCleared()])
+        assert followed.precise.count_rows(A) == 0
+        loss = service.kv.state.losses.latest_loss("default", A)
+        assert (loss is not None and loss.reason is LossReason.CLEARED) is noticed
+        assert ((await service.ask(chat(TURN))).preferred is None) is noticed

@@ -8,16 +8,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from enum import Enum
 
 from kvproxy.base.errors import BadResponse, ClientError, ClientTimeout
-from kvproxy.cache.kv_events.events import (
-    AllBlocksCleared,
-    KvEvent,
-    KvEventBatch,
-    Skipped,
-    decode_batch,
-    sequence_number,
-    slice_events,
-)
-from kvproxy.cache.kv_events.status import StreamHealth, StreamMeter, StreamReason
+from kvproxy.cache.indexes.block_events import AllBlocksCleared, KvEvent
+from kvproxy.features.kv_events.decoding import KvEventBatch, Skipped, decode_batch, sequence_number, slice_events
+from kvproxy.features.kv_events.status import StreamHealth, StreamMeter, StreamReason
 
 Frames = Sequence[bytes]
 #: Messages of a replay from a batch number on, the end marker included; raises ClientError when they stop coming.

@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Self
 
 from kvproxy.base.background_task import BackgroundTask
@@ -15,17 +14,17 @@ from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Sleep, utc_seconds
 from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.cache.clients.event_sources import KvEventSource, stated_sources
 from kvproxy.cache.engines import Engines
-from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockStored, KvEvent
-from kvproxy.cache.kv_events.source import KvEventSource, stated_sources
-from kvproxy.cache.kv_events.status import StreamState, StreamStatus
-from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
-from kvproxy.cache.kv_events.zmtp import ReceiveMemory
+from kvproxy.cache.indexes.block_events import AllBlocksCleared, BlockStored, KvEvent
 from kvproxy.cache.overlap.index_state import FollowedEvents
-from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.overlap.reports import EngineReports, ReportTrouble
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.settings import EventSources
+from kvproxy.features.kv_events.status import StreamState, StreamStatus, index_worth
+from kvproxy.features.kv_events.subscriber import KvEventSubscriber
+from kvproxy.features.kv_events.zmtp import ReceiveMemory
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -40,17 +39,6 @@ MAX_CONNECTIONS = 4
 
 
 _UNSTATED = EventSources()
-
-
-@dataclass(frozen=True, slots=True)
-class StreamTrouble:
-    """A stream whose index misses something, and for how long."""
-
-    cluster: str
-    endpoint: EndpointId
-    dp_rank: int
-    status: StreamStatus
-    for_s: float
 
 
 class _Consumer:
@@ -109,7 +97,7 @@ class _Consumer:
         self._followed.exact.update(exact)
 
 
-class EventStreams(BackgroundTask):
+class EventStreams(BackgroundTask, EngineReports):
     """Owns one task that keeps a subscriber for each stream of each endpoint there is.
 
     `stated`: where engines without `/kv_event_sources` publish. An engine that publishes nothing is left alone, logged
@@ -135,9 +123,10 @@ class EventStreams(BackgroundTask):
         self._clusters = clusters
         self._stated = stated
         self._required = required
-        self.followed: Mapping[str, FollowedEvents] = {name: FollowedEvents() for name in clusters}
+        EngineReports.__init__(self, {name: FollowedEvents() for name in clusters})
         for followed in self.followed.values():
             followed.any = required
+            followed.on_prefilled = self.note_traffic
         self._consumers = {name: _Consumer(followed) for name, followed in self.followed.items()}
         self._pool = UpstreamPool(max_connections=MAX_CONNECTIONS, max_idle=0, clock=clock)
         self._engines = Engines(self._pool, timeout_s=timeout_s)
@@ -176,13 +165,19 @@ class EventStreams(BackgroundTask):
         """Return whether the engine publishes KV events; None: it has not answered yet."""
         return True if endpoint in self._streams else False if endpoint in self._ask_at else None
 
-    def find_troubles(self) -> Iterator[StreamTrouble]:
+    def describe(self, endpoint: Endpoint) -> Mapping[str, object]:
+        """Return what an index fed by its streams is worth, and the state of each."""
+        streams = self.streams(endpoint)
+        rows = [{"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()]
+        return {"state": index_worth(streams).value, "streams": rows}
+
+    def find_troubles(self) -> Iterator[ReportTrouble]:
         """Return the streams in trouble."""
         for endpoint, (cluster, _, subscribers) in self._streams.items():
             for one in subscribers:
                 for_s = one.troubled_s
                 if for_s is not None:
-                    yield StreamTrouble(cluster, endpoint.id, one.source.dp_rank, one.status, for_s)
+                    yield ReportTrouble(cluster, endpoint.id, one.source.dp_rank, one.status.reason.value, for_s)
 
     async def follow_endpoints(self) -> None:
         """Bring the subscribers up to date with the endpoints there are, and with the policies that weigh what they
@@ -279,17 +274,3 @@ class EventStreams(BackgroundTask):
         self._consumers[cluster].forget(endpoint.id)
         if not self._required:
             self.followed[cluster].any = any(name == cluster for name, _, _ in self._streams.values())
-
-
-def follow_events(
-    settings: KvCacheSettings, clusters: Mapping[str, Cluster], metrics: Metrics, clock: Clock
-) -> EventStreams:
-    """Return the streams these settings ask for, to be entered."""
-    return EventStreams(
-        clusters=clusters,
-        timeout_s=settings.request_timeout,
-        metrics=metrics,
-        clock=clock,
-        stated=settings.kv_event_sources,
-        required=settings.kv_events is True,
-    )

@@ -10,12 +10,12 @@ from typing import Protocol, Self
 from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Sleep
-from kvproxy.cache.kv_events.events import KvEvent
-from kvproxy.cache.kv_events.follower import StreamFollower
-from kvproxy.cache.kv_events.sockets import Subscription, read_replay
-from kvproxy.cache.kv_events.source import KvEventSource
-from kvproxy.cache.kv_events.status import StreamHealth, StreamMeter, StreamState, StreamStatus
-from kvproxy.cache.kv_events.zmtp import ReceiveMemory
+from kvproxy.cache.clients.event_sources import KvEventSource
+from kvproxy.cache.indexes.block_events import KvEvent
+from kvproxy.features.kv_events.follower import StreamFollower
+from kvproxy.features.kv_events.sockets import Subscription, read_replay
+from kvproxy.features.kv_events.status import StreamHealth, StreamMeter, StreamState, StreamStatus
+from kvproxy.features.kv_events.zmtp import ReceiveMemory
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kvproxy.base.errors import ClientTimeout
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.kv_events.events import END_OF_REPLAY
-from kvproxy.cache.kv_events.follower import StreamFollower
-from kvproxy.cache.kv_events.status import StreamHealth, StreamMeter
-from tests.cache.kv_events.support import CLEARED, Index, frames, removed, stored
+from kvproxy.features.kv_events.decoding import END_OF_REPLAY
+from kvproxy.features.kv_events.follower import StreamFollower
+from kvproxy.features.kv_events.status import StreamHealth, StreamMeter
+from tests.features.kv_events.support import CLEARED, Index, frames, removed, stored
 from tests.support.clock import FakeClock
 from tests.support.examples import examples
 

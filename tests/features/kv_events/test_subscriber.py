@@ -16,10 +16,10 @@ import zmq.asyncio
 from kvproxy.base.errors import BadResponse, ClientTimeout
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.kv_events import sockets
-from kvproxy.cache.kv_events.source import KvEventSource
-from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
-from tests.cache.kv_events.support import Index, Publisher, captured_frames, frames, removed, stored
+from kvproxy.cache.clients.event_sources import KvEventSource
+from kvproxy.features.kv_events import sockets
+from kvproxy.features.kv_events.subscriber import KvEventSubscriber
+from tests.features.kv_events.support import Index, Publisher, captured_frames, frames, removed, stored
 from tests.support.clock import FakeClock
 from tests.support.until import until
 
@@ -202,7 +202,7 @@ async def test_a_consumer_that_raises_gets_its_index_rebuilt(
 
 async def test_a_stream_in_trouble_is_a_warning_once(engine: Publisher, caplog: pytest.LogCaptureFixture) -> None:
     """With what it means; on the way back, and when all is healthy again, it is information."""
-    caplog.set_level(logging.INFO, "kvproxy.cache.kv_events")
+    caplog.set_level(logging.INFO, "kvproxy.features.kv_events")
     clock = FakeClock()
     async with following(engine, clock=clock) as (subscriber, index):
         assert subscriber.troubled_s is None

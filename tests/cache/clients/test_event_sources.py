@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from kvproxy.cache.kv_events.source import (
+from kvproxy.cache.clients.event_sources import (
     KvEventSource,
     WireSources,
     resolve_address,

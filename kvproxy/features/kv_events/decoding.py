@@ -1,4 +1,4 @@
-"""KV events, slices of them, and their decoding from frames of vLLM (0.11 to 0.32) and SGLang. Pure.
+"""Decoding of KV events from frames of vLLM (0.11 to 0.32) and SGLang, and slices of events. Pure.
 
 Up to vLLM 0.23, and in older SGLangs, an event is an array whose trailing fields a version may not have; later it is a
 map. Hashes are 64-bit ints, SGLang's signed, or whole digests. A replay reply has the topic frame only from vLLM 0.28
@@ -24,73 +24,15 @@ from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.errors import BadResponse
 from kvproxy.cache.clients.tokens import TokenIds, WireTokenId, token_array
-
-#: How the engine names a block: the low 64 bits of its hash, or the whole digest. Only comparable within one stream.
-EngineHash = int | bytes
-
-#: Inputs of one block's hash besides its tokens (cache salt, LoRA name, media), hashable; None: none.
-BlockExtra = tuple[object, ...] | None
-
-#: Kinds of KV cache whose blocks make a prefix (a version that names none has no others).
-WHOLE_PREFIX = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStored:
-    """A run of consecutive blocks became reusable. Idempotent: engines re-publish blocks they already hold."""
-
-    block_hashes: tuple[EngineHash, ...]
-    parent: EngineHash | None  # block before the first one; None at the start, or unknown chain in a re-report
-    token_ids: TokenIds
-    block_tokens: int
-    lora_name: str | None = None
-    lora_id: int | None = None  # the only LoRA field before 0.16
-    medium: str = "GPU"  # vLLM: GPU (CPU builds too), CPU, STORAGE; SGLang: GPU, CPU_PINNED, DISK, EXTERNAL
-    extra: tuple[BlockExtra, ...] | None = None  # one a block; None: no block has any
-    group: int | None = None  # KV cache group of a hybrid model
-    spec_kind: str | None = None
-    window: int | None = None  # tokens, of a group of sliding windows
-    pairs: bool = False  # the engine's keys are pairs of tokens: a block counts for it with the token after it alone
-    wide: bool = False  # some ids name a picture, and are folded
-
-    @property
-    def uniform(self) -> bool:
-        """True if every block has its own `block_tokens` tokens here (not so in some Mamba and windowed groups)."""
-        return len(self.token_ids) == len(self.block_hashes) * self.block_tokens > 0
-
-    @property
-    def indexable(self) -> bool:
-        """True if a prefix index may use it: full attention (or a version without other kinds), tokens complete."""
-        return self.spec_kind in WHOLE_PREFIX and self.uniform
-
-    @property
-    def blocks(self) -> int:
-        return len(self.block_hashes)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
-    """Blocks left one medium; copies on others stay."""
-
-    block_hashes: tuple[EngineHash, ...]
-    medium: str = "GPU"
-    group: int | None = None
-
-    @property
-    def blocks(self) -> int:
-        return len(self.block_hashes)
-
-
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
-    """The whole prefix cache of this rank was dropped."""
-
-    @property
-    def blocks(self) -> int:
-        return 0
-
-
-KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+from kvproxy.cache.indexes.block_events import (
+    FOLDED,
+    AllBlocksCleared,
+    BlockExtra,
+    BlockRemoved,
+    BlockStored,
+    EngineHash,
+    KvEvent,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +198,6 @@ _WIDE_PAIRS = msgspec.msgpack.Decoder(
     Annotated[list[tuple[_WideId, _WideId]], msgspec.Meta(max_length=_MAX_EVENT_PAIRS)]
 )
 _LARGEST_TOKEN = 2**32 - 1
-#: A folded id has this bit, as no token of a vocabulary has.
-FOLDED = 1 << 31
 #: Position of the first element of a msgpack array by the array's first byte, and first bytes of an array of two.
 _FIRST_AT = {0xDC: 3, 0xDD: 5}
 _TWO = 0x92

@@ -13,22 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproxy.base.errors import BadResponse
-from kvproxy.cache.kv_events import events as codec
-from kvproxy.cache.kv_events import events as wire
-from kvproxy.cache.kv_events.events import (
+from kvproxy.cache.indexes.block_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.features.kv_events import decoding as codec
+from kvproxy.features.kv_events import decoding as wire
+from kvproxy.features.kv_events.decoding import (
     END_OF_REPLAY,
     MAX_EVENT_BLOCKS,
     MAX_EVENT_TOKENS,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
     Effort,
-    KvEvent,
     Skipped,
     decode_batch,
     sequence_number,
 )
-from tests.cache.kv_events.support import BLOCK, CLEARED, captured_frames, captured_rows, frames, removed, stored
+from tests.features.kv_events.support import BLOCK, CLEARED, captured_frames, captured_rows, frames, removed, stored
 from tests.support.examples import examples
 
 CAPTURES = ["mini_fixture.jsonl", "oldfmt_0.11.0.jsonl", "oldfmt_0.22.1.jsonl", "oldfmt_0.24.0.jsonl"]

@@ -12,8 +12,8 @@ import pytest
 
 from kvproxy.cache.indexes.beginnings import PreciseMatch
 from kvproxy.cache.indexes.precise import PreciseIndex, precise_root
-from kvproxy.cache.kv_events.events import Skipped, decode_batch
 from kvproxy.cache.prefix.hashing import token_blocks
+from kvproxy.features.kv_events.decoding import Skipped, decode_batch
 from tests.cache.indexes.support import A
 
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "vllm_events"

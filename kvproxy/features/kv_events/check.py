@@ -6,18 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.features.kv_events.trial import StreamObservation, WatchedStreams
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS, caching_enabled
 from kvproxy.operate.doctor.engine import EngineFacts
+from kvproxy.operate.doctor.flags import EVENTS_FLAG, SGLANG_EVENTS_FLAG
 from kvproxy.operate.doctor.report import Finding, check, ok, problem, warning
-from kvproxy.operate.doctor.trial import StreamObservation, Trial
+from kvproxy.operate.doctor.trial import Trial
 
-#: vLLM's flag for KV events, a gap of which can be filled.
-EVENTS_FLAG = (
-    '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
-    '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": "kv-events"}\''
-)
-#: SGLang's has the same name and turns them on by itself.
-SGLANG_EVENTS_FLAG = EVENTS_FLAG.replace('"enable_kv_cache_events": true, ', "")
 _ENABLE = {
     EngineKind.VLLM: f"start the engine with `{EVENTS_FLAG}`",
     EngineKind.SGLANG: f"start the engine with `{SGLANG_EVENTS_FLAG}`",
@@ -28,12 +23,12 @@ _ENABLE = {
 async def check_event_sources(engine: EngineFacts) -> Sequence[Finding]:
     """Check that the engine publishes KV events, as `kv_events` of the kvcache filter expects."""
     await engine.list_models()  # a server that is no engine is reported elsewhere
-    wanted = engine.plan.events
+    follows = engine.plan.follows
     kind = await engine.find_kind()
     try:
         sources = await engine.list_sources()
     except NotSupported:
-        if not wanted or (wanted == "auto" and kind is EngineKind.UNKNOWN):
+        if follows is None or (not follows.required and kind is EngineKind.UNKNOWN):
             return []
         fix = (
             "set `kv_event_sources` of the endpoint (or of the kvcache filter, where it holds for all) to the "
@@ -41,12 +36,12 @@ async def check_event_sources(engine: EngineFacts) -> Sequence[Finding]:
         )
         return [warning(engine.where, "does not report where it publishes KV events", fix)]
     if sources:
-        note = "" if wanted else "; `kv_events: auto` of the kvcache filter would follow them"
+        note = "" if follows is not None else "; `kv_events: auto` of the kvcache filter would follow them"
         return [ok(engine.where, f"publishes KV events of {len(sources)} rank(s){note}")]
-    if not wanted:
+    if follows is None:
         return []
     enable = _ENABLE.get(kind, _ENABLE[EngineKind.VLLM])
-    if wanted == "auto":
+    if not follows.required:
         what = "publishes no KV events: its index follows only what is routed there"
         return [warning(engine.where, what, enable)]
     what = "publishes no KV events, though `kv_events: true` of the kvcache filter requires them"
@@ -57,14 +52,19 @@ async def check_event_sources(engine: EngineFacts) -> Sequence[Finding]:
 async def check_kv_events(engine: EngineFacts) -> Sequence[Finding]:
     """Check the KV events that arrive while a prompt is sent."""
     trial = await engine.trials.try_generating()
-    if trial.observed and caching_enabled(trial) is False:
+    observed = next((watch.observed for watch in trial.watches if isinstance(watch, WatchedStreams)), None)
+    if observed is None:
+        return []
+    if caching_enabled(trial) is False:
         raise ClientError(f"{engine.where} has prefix caching off, so there is nothing to publish")
-    return list(judge_events(engine.where, trial, await engine.find_kind())) if trial.observed else []
+    return list(judge_events(engine.where, trial, observed, await engine.find_kind()))
 
 
-def judge_events(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Iterator[Finding]:
+def judge_events(
+    where: str, trial: Trial, observed: Sequence[StreamObservation], kind: EngineKind = EngineKind.VLLM
+) -> Iterator[Finding]:
     """Yield the verdict on every stream of one engine."""
-    for stream in trial.observed:
+    for stream in observed:
         if not stream.connected:
             fix = (
                 "bind it where the proxy can reach it (`tcp://*:PORT`, not 127.0.0.1), open the port in the firewall, "
@@ -75,7 +75,7 @@ def judge_events(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -
             what = f"{stream.malformed} KV events could not be read"
             yield problem(where, what, "is another program on that port? Otherwise please report the engine's version")
         yield from _replay(where, stream)
-    connected = [stream for stream in trial.observed if stream.connected]
+    connected = [stream for stream in observed if stream.connected]
     mine = next((stream for stream in connected if stream.mine is not None), None)
     if mine is not None:
         yield from _mine(where, mine, trial)

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.base.errors import BadResponse
-from kvproxy.cache.kv_events import zmtp
-from kvproxy.cache.kv_events.sockets import Subscription, read_replay
-from kvproxy.cache.kv_events.source import KvEventSource
-from kvproxy.cache.kv_events.zmtp import MessageBuffer, ReceiveMemory, ZmtpConnection, ZmtpError, parse_address
+from kvproxy.cache.clients.event_sources import KvEventSource
+from kvproxy.features.kv_events import zmtp
+from kvproxy.features.kv_events.sockets import Subscription, read_replay
+from kvproxy.features.kv_events.zmtp import MessageBuffer, ReceiveMemory, ZmtpConnection, ZmtpError, parse_address
 from tests.support.until import until
 
 GREETING = b"\xff" + 8 * b"\0" + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + 32 * b"\0"

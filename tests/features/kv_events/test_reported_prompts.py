@@ -11,11 +11,11 @@ import pytest
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.precise import PreciseIndex, precise_root
-from kvproxy.cache.kv_events.events import decode_batch
 from kvproxy.cache.media.cut import Medium, MediumKind
 from kvproxy.cache.overlap.reported_prompts import ReportedPrompts, ServedPrompt
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, token_blocks
-from tests.cache.kv_events.support import frames
+from kvproxy.features.kv_events.decoding import decode_batch
+from tests.features.kv_events.support import frames
 
 A, B = EndpointId("a"), EndpointId("b")
 SIZE = 4

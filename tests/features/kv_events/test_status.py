@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvproxy.cache.kv_events.status import StreamHealth, StreamReason, StreamStatus
+from kvproxy.features.kv_events.status import StreamHealth, StreamReason, StreamState, StreamStatus, index_worth
 from tests.support.clock import FakeClock
 
 
@@ -130,3 +130,24 @@ def test_a_lost_connection_ends_the_backlog_with_it(clock: FakeClock) -> None:
     stream.mark_connected()
     stream.mark_synchronised(None)
     assert seen[-1] == "exact/following"
+
+
+EXACT = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)
+LOST = StreamStatus(StreamState.DEGRADED, StreamReason.LOST_EVENTS)
+STARTING = StreamStatus(StreamState.CONNECTING, StreamReason.STARTING)
+SILENT = StreamStatus(StreamState.APPROXIMATE, StreamReason.SILENT)
+
+
+@pytest.mark.parametrize(
+    ("streams", "state"),
+    [
+        ({}, StreamState.APPROXIMATE),
+        ({0: EXACT, 1: EXACT}, StreamState.EXACT),
+        ({0: EXACT, 1: STARTING}, StreamState.CONNECTING),
+        ({0: LOST, 1: STARTING}, StreamState.DEGRADED),
+        ({0: EXACT, 1: SILENT, 2: LOST}, StreamState.APPROXIMATE),
+    ],
+)
+def test_the_worst_rank_decides(streams: dict[int, StreamStatus], state: StreamState) -> None:
+    """An index that misses one rank's events is not exact."""
+    assert index_worth(streams) is state

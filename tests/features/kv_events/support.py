@@ -12,8 +12,9 @@ import zmq
 import zmq.asyncio
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.kv_events.events import END_OF_REPLAY, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvproxy.cache.kv_events.status import StreamStatus
+from kvproxy.cache.indexes.block_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.features.kv_events.decoding import END_OF_REPLAY
+from kvproxy.features.kv_events.status import StreamStatus
 from tests.cache.clients.support import FIXTURES
 
 BLOCK = 4

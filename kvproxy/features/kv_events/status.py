@@ -9,8 +9,9 @@ from enum import StrEnum
 from kvproxy.base.metrics.collectors import CounterCell
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
-from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored, KvEvent, Skipped
-from kvproxy.cache.metrics import KvEventMetrics
+from kvproxy.cache.indexes.block_events import BlockRemoved, BlockStored, KvEvent
+from kvproxy.features.kv_events.decoding import Skipped
+from kvproxy.features.kv_events.metrics import KvEventMetrics
 
 
 class StreamState(StrEnum):
@@ -50,6 +51,18 @@ class StreamStatus:
     def troubled(self) -> bool:
         """True if the index misses something that the stream should bring."""
         return self.state in (StreamState.DEGRADED, StreamState.APPROXIMATE)
+
+
+#: The worst stream decides the quality of an endpoint's index.
+_WORST_FIRST = (StreamState.APPROXIMATE, StreamState.DEGRADED, StreamState.CONNECTING)
+
+
+def index_worth(streams: dict[int, StreamStatus]) -> StreamState:
+    """Return what an index fed by these streams is worth; without any, only what was routed is known."""
+    if not streams:
+        return StreamState.APPROXIMATE
+    states = {one.state for one in streams.values()}
+    return next((state for state in _WORST_FIRST if state in states), StreamState.EXACT)
 
 
 class StreamHealth:

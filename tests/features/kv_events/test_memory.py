@@ -14,13 +14,13 @@ import zmq.asyncio
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.kv_events import subscriber as subscriber_module
-from kvproxy.cache.kv_events.events import END_OF_REPLAY
-from kvproxy.cache.kv_events.sockets import AHEAD_BYTES, Subscription, read_replay
-from kvproxy.cache.kv_events.source import KvEventSource
-from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
-from kvproxy.cache.kv_events.zmtp import ReceiveMemory
-from tests.cache.kv_events.support import Index, Publisher, frames, stored
+from kvproxy.cache.clients.event_sources import KvEventSource
+from kvproxy.features.kv_events import subscriber as subscriber_module
+from kvproxy.features.kv_events.decoding import END_OF_REPLAY
+from kvproxy.features.kv_events.sockets import AHEAD_BYTES, Subscription, read_replay
+from kvproxy.features.kv_events.subscriber import KvEventSubscriber
+from kvproxy.features.kv_events.zmtp import ReceiveMemory
+from tests.features.kv_events.support import Index, Publisher, frames, stored
 from tests.support.clock import FakeClock
 from tests.support.until import until
 

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 
 from kvproxy.base.errors import BadResponse, ClientTimeout
-from kvproxy.cache.kv_events.events import END_OF_REPLAY, MAX_PAYLOAD_BYTES
-from kvproxy.cache.kv_events.source import KvEventSource
-from kvproxy.cache.kv_events.zmtp import ReceiveMemory, ZmtpConnection, open_connection, parse_address
+from kvproxy.cache.clients.event_sources import KvEventSource
+from kvproxy.features.kv_events.decoding import END_OF_REPLAY, MAX_PAYLOAD_BYTES
+from kvproxy.features.kv_events.zmtp import ReceiveMemory, ZmtpConnection, open_connection, parse_address
 
 #: Read-ahead of a subscription. Batches beyond it wait in the engine's own queue (100,000 in vLLM).
 AHEAD_BYTES = 1 << 20

@@ -1,1 +1,0 @@
-"""KV events of vLLM: what blocks each engine holds, followed over ZMQ."""
