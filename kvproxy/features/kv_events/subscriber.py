@@ -12,6 +12,7 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Sleep
 from kvproxy.cache.clients.event_sources import KvEventSource
 from kvproxy.cache.indexes.block_events import KvEvent
+from kvproxy.features.kv_events.applier import StreamApplier
 from kvproxy.features.kv_events.follower import StreamFollower
 from kvproxy.features.kv_events.sockets import Subscription, read_replay
 from kvproxy.features.kv_events.status import StreamHealth, StreamMeter, StreamState, StreamStatus
@@ -86,15 +87,15 @@ class KvEventSubscriber(BackgroundTask):
         self._health = StreamHealth(
             changed=self._state_changed, clock=clock, silence_s=silence_s, block_tokens=block_tokens
         )
-        self._follower = StreamFollower(
+        self._applier = StreamApplier(
             apply=lambda events: consumer.apply(endpoint, source.dp_rank, events),
             cleared=lambda: consumer.cleared(endpoint, source.dp_rank),
-            replay=self._replay if source.replay_endpoint else None,
             health=self._health,
             meter=self._meter,
             pause=lambda: asyncio.sleep(0),
             slice_blocks=slice_blocks,
         )
+        self._follower = StreamFollower(self._applier, replay=self._replay if source.replay_endpoint else None)
         self._in_trouble = False
         self.task_name = f"kv events {endpoint}/{source.dp_rank}"
 
@@ -130,7 +131,7 @@ class KvEventSubscriber(BackgroundTask):
                 await self._follow()
             except Exception:  # any error of the consumer: the stream is rebuilt, and its index with it
                 log.exception("[kvcache] KV events of %s/%d: starting over", self.endpoint, self.source.dp_rank)
-                self._follower.forget()
+                self._applier.forget()
                 self._health.mark_failed()
             pause_s = self._retry_s if self._clock() - started > _BACKOFF_MAX_S else min(2 * pause_s, _BACKOFF_MAX_S)
             await self._sleep(pause_s)
@@ -150,7 +151,7 @@ class KvEventSubscriber(BackgroundTask):
                 await self._drain(subscription)
                 if reconnected or (retry_at is not None and self._clock() >= retry_at):
                     await self._follower.synchronise()
-                if not self._follower.wants_retry:
+                if not self._applier.wants_retry:
                     retry_at = None
                     pause_s = self._retry_s
                 elif retry_at is None or self._clock() >= retry_at:

@@ -153,7 +153,7 @@ class ZmtpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
         self._transport.write(_GREETING)
-        self._look_later()
+        self._timer = asyncio.get_running_loop().call_later(PING_AFTER_S, self._look)
 
     def data_received(self, data: bytes) -> None:
         self._heard = True
@@ -263,9 +263,6 @@ class ZmtpConnection(asyncio.Protocol):
             self._paused = pause
             (transport.pause_reading if pause else transport.resume_reading)()
 
-    def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(PING_AFTER_S, self._look)
-
     def _look(self) -> None:
         """Check the peer for silence, unless reading is paused on purpose."""
         self._silent_s = 0.0 if self._heard or self._paused else self._silent_s + PING_AFTER_S
@@ -277,7 +274,7 @@ class ZmtpConnection(asyncio.Protocol):
                 self._write(_frame(_PING + b"\0\0", _COMMAND))
         except ZmtpError as error:
             self._fail(error)
-        self._look_later()
+        self._timer = asyncio.get_running_loop().call_later(PING_AFTER_S, self._look)
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kvproxy.base.errors import ClientTimeout
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
+from kvproxy.features.kv_events.applier import StreamApplier
 from kvproxy.features.kv_events.decoding import END_OF_REPLAY
-from kvproxy.features.kv_events.follower import StreamFollower
+from kvproxy.features.kv_events.follower import Replays, StreamFollower
 from kvproxy.features.kv_events.status import StreamHealth, StreamMeter
 from tests.features.kv_events.support import CLEARED, Index, frames, removed, stored
 from tests.support.clock import FakeClock
@@ -74,15 +75,15 @@ class Stream:
             silence_s=30.0,
             block_tokens=128,
         )
-        self.follower = StreamFollower(
+        self.applier = StreamApplier(
             apply=lambda events: self.index.apply(A, 0, events),
             cleared=lambda: self.index.cleared(A, 0),
-            replay=engine.replay if replay else None,
             health=self.health,
             meter=StreamMeter(self.metrics, A, 0, wall_clock=lambda: 1e9),
             pause=self._pause,
             slice_blocks=slice_blocks,
         )
+        self.follower = StreamFollower(self.applier, replay=engine.replay if replay else None)
 
     @property
     def state(self) -> str:
@@ -311,7 +312,7 @@ async def test_a_long_replay_comes_in_pieces(end: bool) -> None:
                 taken.append(len(messages))
                 yield message
 
-    stream.follower._replay = overflowing
+    stream.follower._replays = Replays(stream.applier, overflowing)
     await stream.connect()
     assert stream.blocks == set(range(10_000))
     assert stream.state == "exact/following"
@@ -337,10 +338,10 @@ async def test_a_replay_with_holes_for_ever_is_given_up() -> None:
         async for message in replay(start):
             yield message
 
-    stream.follower._replay = broken
+    stream.follower._replays = Replays(stream.applier, broken)
     await stream.connect()
     assert len(engine.asked) == 5
-    assert (stream.state, stream.follower.wants_retry, stream.blocks) == ("degraded/replay_failed", True, set())
+    assert (stream.state, stream.applier.wants_retry, stream.blocks) == ("degraded/replay_failed", True, set())
 
 
 async def test_a_replay_that_fails_is_not_half_believed() -> None:
@@ -354,10 +355,10 @@ async def test_a_replay_that_fails_is_not_half_believed() -> None:
     assert (stream.state, stream.blocks) == ("degraded/replay_failed", set())
     await stream.live(stored(4))
     assert (stream.state, stream.blocks) == ("degraded/replay_failed", {4})
-    assert stream.follower.wants_retry
+    assert stream.applier.wants_retry
     await stream.follower.synchronise()
     assert (stream.state, stream.blocks) == ("exact/following", set(range(5)))
-    assert not stream.follower.wants_retry
+    assert not stream.applier.wants_retry
 
 
 async def test_a_clear_makes_a_retry_pointless() -> None:
@@ -368,7 +369,7 @@ async def test_a_clear_makes_a_retry_pointless() -> None:
     stream = Stream(engine)
     await stream.connect()
     await stream.live(CLEARED)
-    assert (stream.follower.wants_retry, stream.state) == (False, "exact/following")
+    assert (stream.applier.wants_retry, stream.state) == (False, "exact/following")
 
 
 async def test_a_gap_while_replay_does_not_answer() -> None:
@@ -482,7 +483,7 @@ async def test_forgetting_starts_over() -> None:
     await stream.connect()
     await stream.live(stored(1))
     stream.index.blocks.clear()
-    stream.follower.forget()
+    stream.applier.forget()
     await stream.connect()
     assert stream.blocks == {1}
 
