@@ -161,8 +161,9 @@ def watched(world: World) -> Stopwatch:
     kv.gather = watch.timed("facts", kv.gather)
     kv.placed = watch.timed("claim", kv.placed)
     kv.finished = watch.timed("follow up", kv.finished)  # type: ignore[method-assign]
-    cluster.policy.choose = watch.timed("cost", cluster.policy.choose)  # type: ignore[method-assign]
-    cluster.pick = watch.timed("screen, reserve", cluster.pick)  # type: ignore[method-assign]
+    cluster.policies.own.policy.choose = watch.timed("cost", cluster.policies.own.policy.choose)  # type: ignore[method-assign]
+    for step in ("decide", "reserve"):
+        setattr(cluster, step, watch.timed("screen, reserve", getattr(cluster, step)))
     return watch
 
 

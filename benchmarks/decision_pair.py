@@ -86,7 +86,9 @@ class World:
         self.under_way: deque[Any] = deque()
         features_of = module("cluster.routing.work", "routing.work", "routing.load", "balancing.load").features_of
         for name in self.names:
-            self.cluster.policy.observe_sample(name, features_of(4000, 0), self.rng.uniform(0.3, 0.9), self.now)
+            self.cluster.policies.own.policy.observe_sample(
+                name, features_of(4000, 0), self.rng.uniform(0.3, 0.9), self.now
+            )
         for _ in range(3 * self.most + BATCH):
             self.decide()
 
@@ -104,7 +106,7 @@ class World:
         request = self.request()
         self.now += 0.02 / len(self.names)
         began = perf_counter()
-        pick = self.cluster.pick(request, now=self.now)
+        pick = self.cluster.reserve(self.cluster.decide(request, self.now), self.now)
         took = 1e6 * (perf_counter() - began)
         self.under_way.append(pick)
         if len(self.under_way) > self.most // 2:

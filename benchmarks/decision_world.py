@@ -27,6 +27,7 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
 from kvproxy.proxy.request.parse import parse_body
 
@@ -140,8 +141,9 @@ class World:
         assert request is not None
         began = perf_counter()
         facts = self.kv.gather(request, body, cluster=self.cluster)
-        pick = self.cluster.pick(_pick_request(request, facts), now=self.now)
-        assert pick is not None
+        decision = self.cluster.decide(_pick_request(request, facts), now=self.now)
+        assert isinstance(decision, Decision)
+        pick = self.cluster.reserve(decision, self.now)
         self.kv.placed(facts, pick.endpoint.id)
         decided = Decided(facts, pick, 1e6 * (perf_counter() - began))
         self.spent_us += decided.reserved_us
@@ -165,7 +167,7 @@ class World:
         result = Result(pick.endpoint.id, True, len(tokens), min(cached, len(tokens) - 1))
         began = perf_counter()
         pick.settle(AttemptOutcome.SUCCESS, now)
-        self.cluster.observe_reuse(pick, cached, now)
+        pick.observe_reuse(cached, now)
         self.kv.finished(facts, result)
         self._settled(decided, 1e6 * (perf_counter() - began))
         if self.events:

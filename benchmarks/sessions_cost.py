@@ -26,6 +26,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routing.load import EngineState
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
+from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCheckSettings
 from kvproxy.features.residents.admission import SessionAdmission
 
@@ -59,8 +60,9 @@ class World:
         asked = question(session, FIRST_BLOCKS + turn * MORE_BLOCKS)
         self.now += 0.001
         began = time.process_time_ns()
-        pick = self.cluster.pick(asked, self.now)
-        assert pick is not None
+        decision = self.cluster.decide(asked, self.now)
+        assert isinstance(decision, Decision)
+        pick = self.cluster.reserve(decision, self.now)
         pick.settle(AttemptOutcome.SUCCESS, self.now)
         return (time.process_time_ns() - began) / 1000.0
 

@@ -104,7 +104,7 @@ class ReadingIntake:
         now = self._clock()
         endpoint.load.engine = EngineState(now, capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
         if metrics.prefills is not None and metrics.prefill_s is not None:
-            cluster.observe_engine(endpoint, Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens))
+            endpoint.ended.read_counters(Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens), now)
         restarted = self._restarted(cluster.name, endpoint.id, metrics)
         if restarted:
             self._losses.note_loss(cluster.name, endpoint.id, LossReason.RESTARTED)

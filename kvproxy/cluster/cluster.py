@@ -28,7 +28,6 @@ from kvproxy.cluster.prober import Probe, Prober
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.routing import selector
 from kvproxy.cluster.routing.admission import Admission
-from kvproxy.cluster.routing.engine_samples import Reading
 from kvproxy.cluster.routing.load import count_live_blocks
 from kvproxy.cluster.routing.policy import PickRequest, Policy
 from kvproxy.cluster.routing.selector import PANIC, Decision
@@ -49,6 +48,21 @@ class Cluster:
     too. `now` is always the present time of `clock`.
     """
 
+    #: Members, draining ones included, in the order of the configuration.
+    endpoints: Sequence[Endpoint] = ()
+    #: Their engines: one each, or one for all of its data-parallel ranks.
+    engines: Sequence[Engine] = ()
+    #: Kinds and versions of its engines, as they were asked last.
+    software: frozenset[str | None] = frozenset()
+    #: A number that its engines get with requests, in place of a client's own; None: none.
+    addition: RequestAddition | None = None
+    #: Rule by which requests wait for room in the engines' memory; None: none waits for that.
+    admission: Admission | None = None
+    #: Queue of requests; None: none waits.
+    queue: RouterQueue | None = None
+    _applying: asyncio.Task[None] | None = None
+    _shown = False
+
     def __init__(
         self,
         name: str,
@@ -64,18 +78,17 @@ class Cluster:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         refuse: Refuse = lambda _: "",
     ) -> None:
-        self._refuse = refuse  # endpoints that sources name
         self.name = name
         self.settings = settings
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
         self.screening = Screening()
-        #: Its endpoints and their engines, and an operator's changes to them.
         self.members = Membership(_Making(self))
-        self.operator = Operator(self.members, on_change=self._follow)
+        self.operator = Operator(self.members)
         #: The member of an id.
         self.find_endpoint = self.members.find_endpoint
+        self._why_skipped = partial(skip_reason, self.find_endpoint)
         #: Verdicts on its engines from attempts and probes.
         self.verdicts = Verdicts(
             name,
@@ -88,23 +101,24 @@ class Cluster:
         #: Adapters of its engines.
         self.adapters = KnownAdapters(name, on_change=self._follow)
         #: Data-parallel ranks of its engines.
-        self.ranks = KnownRanks(name, self.members, on_change=self._follow)
-        #: Kinds and versions of its engines, as they were asked last.
-        self.software: frozenset[str | None] = frozenset()
-        self._sleep = sleep
+        self.ranks = KnownRanks(name, self.members)
         self._tasks = TaskSet()
-        self._prober = self._make_prober(probe)
-        self.poller = self._make_poller(sources)
-        self._applying: asyncio.Task[None] | None = None
-        self._shown = False
+        self._prober = Prober(
+            name,
+            settings.health,
+            probe=probe,
+            tasks=self._tasks,
+            on_result=self.verdicts.record_probe,
+            rng=rng,
+            sleep=sleep,
+        )
+        self._find_sources = partial(sources_of, clock=clock, rng=rng, sleep=sleep)
+        found = self._find_sources(settings.discovery) if sources is None else sources
+        self.poller = Poller(
+            name, found, members=self.members, tasks=self._tasks, metrics=metrics, sleep=sleep, refuse=refuse
+        )
         self._hiding: set[Endpoint] = set()  # with requests in flight whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
-        #: A number that its engines get with requests, in place of a client's own; None: none.
-        self.addition: RequestAddition | None = None
-        #: Rule by which requests wait for room in the engines' memory; None: none waits for that.
-        self.admission: Admission | None = None
-        #: Queue of requests; None: none waits.
-        self.queue: RouterQueue | None = None
         self.observers = _observe(self, ClusterTools(metrics, clock, wall_clock, rng))
         self._on_placed = [one.placed for one in self.observers if type(one).placed is not ClusterObserver.placed]
         self._arrange_queue()
@@ -126,21 +140,6 @@ class Cluster:
         await self._tasks.__aexit__()
 
     @property
-    def endpoints(self) -> Sequence[Endpoint]:
-        """The members, draining ones included, in the order of the configuration."""
-        return self.members.present
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        """Those of the members: one each, or one for all of its data-parallel ranks."""
-        return self.members.engines
-
-    @property
-    def policy(self) -> Policy:
-        """The cluster's own."""
-        return self.policies.own.policy
-
-    @property
     def speeds(self) -> SpeedModel | None:
         """Speed estimates of the engines, if a policy learns them."""
         return self.policies.speeds
@@ -158,13 +157,13 @@ class Cluster:
             if endpoint.load.on_sample is not None:
                 endpoint.load.on_sample = partial(self.policies.observe_sample, endpoint.id)
         if settings.health != before.health:
-            self._prober.probe_engines(())
-            self._prober = self._make_prober(probe)
+            self._prober.reconfigure(settings.health, probe)
             if not settings.health.active:
                 for engine in self.engines:
                     engine.health.forget_probes()
         if settings.discovery != before.discovery:
-            self._ask_sources(None)
+            self.poller.replace_sources(self._find_sources(settings.discovery))
+            self.members.keep_sources([source.name for source in self.poller.sources])
         self.apply_endpoints(settings.endpoints)
         self._arrange_queue()
 
@@ -178,11 +177,14 @@ class Cluster:
 
     def close(self) -> None:
         """Refuse the requests that wait and remove the endpoints with their metric series."""
-        self._ask_sources(())
+        self.poller.replace_sources(())
+        self.members.keep_sources(())
         self.apply_endpoints((), in_steps=False)
         for endpoint in self.endpoints:  # those an operator added
             self.operator.remove_endpoint(endpoint.id)
-        self._close_queue()
+        if self.queue is not None:
+            self.queue.close()
+        self.queue = None
 
     def apply_endpoints(self, endpoints: Sequence[EndpointSettings], *, in_steps: bool = True) -> None:
         """Set the static endpoints. Where very many come, change or leave, most do so in later turns of the event loop.
@@ -191,7 +193,7 @@ class Cluster:
             self._applying.cancel()
         in_steps = in_steps and self._tasks.running
         steps = steps_towards(endpoints, self.members.named_by(STATIC) or ()) if in_steps else iter([endpoints])
-        self._update(STATIC, next(steps))
+        self.members.apply_source(STATIC, next(steps))
         if in_steps:
             self._applying = self._tasks.start(self.poller.update_in_steps(STATIC, steps), name="endpoints")
 
@@ -222,7 +224,7 @@ class Cluster:
         """Make the decision true, in the turn of the loop it was made in: nothing may come between a choice and its
         load."""
         if self._hiding:
-            self._advance(now)
+            _advance(self._hiding, self.policies.deciding_speeds, now)
         endpoint = decision.endpoint
         permit = endpoint.breaker.admit() if decision.reason != PANIC or endpoint.breaker.admits else None
         self.policies.placed(decision, now)
@@ -243,24 +245,6 @@ class Cluster:
         stay = None if admission is None else admission.place(decision.request, endpoint.id, now)
         return Pick(decision, endpoint, reservation, permit, self, placement, stay)
 
-    def pick(self, request: PickRequest, now: float) -> Pick | None:
-        """Decide and reserve in one step; None when no endpoint may take the request."""
-        decision = self.decide(request, now)
-        if isinstance(decision, Refusal):
-            self.policies.find_policy(request.policy).count_result(decision.value)
-            return None
-        return self.reserve(decision, now)
-
-    def observe_reuse(self, pick: Pick, cached_tokens: int, now: float) -> None:
-        """Pass the engine's report of cached prompt tokens on to the policies while the endpoint exists."""
-        if not pick.endpoint.metrics.closed:
-            self.policies.observe_reuse(pick.endpoint.id, pick.reservation.cached_tokens, cached_tokens, now)
-
-    def observe_engine(self, endpoint: Endpoint, reading: Reading) -> None:
-        """Learn from an engine's own counters of prefills."""
-        if not endpoint.metrics.closed:
-            endpoint.ended.read_counters(reading, self._clock())
-
     def forget_process(self, engine: Engine) -> None:
         """Reset the verdicts on an engine's priority and ranks after it restarted."""
         for endpoint in self.members.of_engine(engine):
@@ -280,11 +264,9 @@ class Cluster:
         if self.queue is not None:
             self.queue.on_load_decrease()
 
-    def _update(self, source: str, endpoints: Sequence[EndpointSettings]) -> None:
-        self.members.apply_source(source, endpoints)
-        self._follow()
-
     def _follow(self) -> None:
+        self.endpoints = self.members.present
+        self.engines = self.members.engines
         self.screening.screen_endpoints(self.endpoints)
         if self.screening.lists_adapters or self.adapters.names:
             self.adapters.keep_engines(engine.adapters for engine in self.engines)
@@ -294,73 +276,26 @@ class Cluster:
         if self.queue is not None:
             self.queue.on_endpoints_change()
 
-    def _make_prober(self, probe: Probe | None) -> Prober:
-        return Prober(
-            self.name,
-            self.settings.health,
-            probe=probe,
-            tasks=self._tasks,
-            on_result=self.verdicts.record_probe,
-            rng=self._rng,
-            sleep=self._sleep,
-        )
-
-    def _make_poller(self, sources: Sequence[Source] | None) -> Poller:
-        if sources is None:
-            sources = sources_of(self.settings.discovery, clock=self._clock, rng=self._rng, sleep=self._sleep)
-        return Poller(
-            self.name,
-            sources,
-            tasks=self._tasks,
-            known=self.members.named_by,
-            on_update=self._update,
-            metrics=self._metrics,
-            sleep=self._sleep,
-            refuse=self._refuse,
-        )
-
-    def _ask_sources(self, sources: Sequence[Source] | None) -> None:
-        """Poll these sources and no others (None: those of the settings), at once for the first time. The last answer
-        of a source of the same name stays in use until the next one."""
-        self.poller.stop()
-        self.poller = self._make_poller(sources)
-        self.members.keep_sources([source.name for source in self.poller.sources])
-        if self._tasks.running:
-            self.poller.start(at_once=True)
-
-    def _why_skipped(self, request: PickRequest, now: float) -> str:
-        assert request.preferred is not None
-        return skip_reason(self.members.find_endpoint(request.preferred), request, now)
-
-    def _advance(self, now: float) -> None:
-        """Hidden requests that are due are taken as prefilled."""
-        if (speeds := self.policies.deciding_speeds) is not None:
-            selector.advance(self._hiding, speeds, now)
-        for endpoint in [*self._hiding]:
-            if not endpoint.load.hidden_requests:
-                self._hiding.discard(endpoint)
-
     def _arrange_queue(self) -> None:
         """Create, keep or close the queue as configured; a closed one places its requests at once."""
         settings = self.settings.queue
-        speeds = self.policy.speeds
+        speeds = self.policies.own.policy.speeds
         awaits = settings.enabled is True and bool(self.settings.discovery.named)
         if not self.settings.queues or speeds is None:
-            self._close_queue()
+            if self.queue is not None:
+                self.queue.close()
+            self.queue = None
         elif self.queue is not None:
             self.queue.reconfigure(settings, speeds, awaits=awaits)
         else:
-            name = self.name
-            metrics = self._metrics
-            clock = self._clock
             self.queue = RouterQueue(
                 settings,
                 speeds,
-                cluster=name,
+                cluster=self.name,
                 candidates=self.screening.candidates,
                 awaits=awaits,
-                metrics=metrics,
-                clock=clock,
+                metrics=self._metrics,
+                clock=self._clock,
             )
             if self._shown:
                 self.queue.bind_gauges()
@@ -369,13 +304,16 @@ class Cluster:
             self.admission = next((found for one in self.observers if (found := one.admission) is not None), None)
             self.queue.admission = self.admission
             if self.admission is not None:
-                self.admission.speeds = self.policy.speeds
+                self.admission.speeds = speeds
 
-    def _close_queue(self) -> None:
-        if self.queue is not None:
-            queue = self.queue
-            self.queue = None
-            queue.close()
+
+def _advance(hiding: set[Endpoint], speeds: SpeedModel | None, now: float) -> None:
+    """Take hidden requests that are due as prefilled, and drop endpoints without any."""
+    if speeds is not None:
+        selector.advance(hiding, speeds, now)
+    for endpoint in [*hiding]:
+        if not endpoint.load.hidden_requests:
+            hiding.discard(endpoint)
 
 
 def _observe(cluster: Cluster, tools: ClusterTools) -> Sequence[ClusterObserver]:
@@ -393,6 +331,9 @@ class _Making:
     @property
     def settings(self) -> ClusterSettings:
         return self._cluster.settings
+
+    def members_changed(self) -> None:
+        self._cluster._follow()
 
     def make_engine(self, config: EndpointSettings) -> Engine:
         cluster = self._cluster

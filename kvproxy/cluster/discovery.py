@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from random import Random
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from kvproxy.base.background_task import TaskSet
 from kvproxy.base.errors import ClientError, DiscoveryError
@@ -48,21 +48,31 @@ def sources_of(
     ]
 
 
+class Members(Protocol):
+    """Endpoints by the source that names them."""
+
+    def named_by(self, source: str) -> Sequence[EndpointSettings] | None:
+        """Return the source's last answer; None before the first."""
+        ...
+
+    def apply_source(self, source: str, configs: Sequence[EndpointSettings]) -> None:
+        """Apply the complete answer of `source`. ValueError refuses it."""
+        ...
+
+
 class Poller:
     """Polls each source in a task of its own, among `tasks`.
 
-    A source that fails, or lists no endpoint at all and is not watched, changes nothing: its last good answer (`known`)
-    stays in use, and a new reason is logged. Invalid objects are left out one by one. `on_update` gets a source's name
-    and its whole new answer; ValueError refuses it."""
+    A source that fails, or lists no endpoint at all and is not watched, changes nothing: its last good answer
+    stays in use, and a new reason is logged. Invalid objects are left out one by one."""
 
     def __init__(
         self,
         cluster: str,
         sources: Sequence[Source],
         *,
+        members: Members,
         tasks: TaskSet,
-        known: Callable[[str], Sequence[EndpointSettings] | None],
-        on_update: Callable[[str, Sequence[EndpointSettings]], None],
         metrics: Metrics,
         sleep: Sleep = asyncio.sleep,
         refuse: Refuse = lambda _: "",
@@ -71,8 +81,7 @@ class Poller:
         self._cluster = cluster
         self.sources = sources
         self._tasks = tasks
-        self._known = known
-        self._on_update = on_update
+        self._members = members
         self._sleep = sleep
         self._updates = metrics.group(EndpointStateMetrics).discovery
         self._failing = metrics.group(EndpointStateMetrics).discovery_failing
@@ -82,6 +91,16 @@ class Poller:
         self.complaints: dict[str, str] = {}
         #: Objects left out of the last answer, by source.
         self.left_out: dict[str, Sequence[LeftOut]] = {}
+
+    def replace_sources(self, sources: Sequence[Source]) -> None:
+        """Poll these sources and no others, at once for the first time. The last answer of a source of the same name
+        stays in use until the next one."""
+        self.stop()
+        self.sources = sources
+        self.complaints = {}
+        self.left_out = {}
+        if self._tasks.running:
+            self.start(at_once=True)
 
     async def ask_all(self) -> None:
         """Each source once, so that the first request finds endpoints."""
@@ -148,7 +167,7 @@ class Poller:
             await self._sleep(source.interval_s)
 
     async def _hear(self, source: Source, answer: Answer | None, trouble: str) -> None:
-        known = self._known(source.name)
+        known = self._members.named_by(source.name)
         changed = False
         if answer is not None and not answer and known:
             answer = await self._confirm_empty(source)
@@ -186,7 +205,7 @@ class Poller:
         """Thousands that come or leave at once hold no request up."""
         for step in steps:
             await asyncio.sleep(0)
-            self._on_update(source, step)
+            self._members.apply_source(source, step)
             await asyncio.sleep(0)  # the next step is found in a turn of its own
 
     def _reason(self, source: Source, error: Exception) -> str:

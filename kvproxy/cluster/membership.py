@@ -31,6 +31,7 @@ class Owner(Protocol):
     def make_engine(self, config: EndpointSettings) -> Engine: ...
     def make_endpoint(self, config: EndpointSettings, engine: Engine, rank: int | None) -> Endpoint: ...
     def endpoint_left(self, endpoint: Endpoint) -> None: ...  # for good, or because another one took its id
+    def members_changed(self) -> None: ...
 
 
 class _Member(NamedTuple):
@@ -95,10 +96,6 @@ class Membership:
         """Apply the complete answer of `source`. ValueError for an invalid URL; nothing changed then."""
         self.apply({**self.sources, source: tuple(configs)}, self.removed)
 
-    def apply_ranks(self) -> None:
-        """Apply changed ranks of an engine."""
-        self.apply(self.sources, self.removed)
-
     def apply(self, sources: Mapping[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
         """Apply the sources' answers without what an operator removed. ValueError for an invalid URL; nothing changed
         then."""
@@ -141,6 +138,7 @@ class Membership:
         self._engines = {one: engine for one in named if (engine := engines[one]).members}
         self.present = tuple(self._present.values())
         self.engines = tuple(self._engines.values())
+        self._owner.members_changed()
 
     def all_endpoints(self) -> tuple[Endpoint, ...]:
         """Return the members, and endpoints that only finish their requests."""

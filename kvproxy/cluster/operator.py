@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.membership import OPERATOR, Membership
 from kvproxy.cluster.settings import EndpointSettings
@@ -12,12 +10,10 @@ MAX_ADDED = 1024  # bound on an operator's endpoints in one cluster
 
 
 class Operator:
-    """Changes by name, where the name of an engine means all of its ranks. `on_change` is called after the members
-    have changed."""
+    """Changes by name, where the name of an engine means all of its ranks."""
 
-    def __init__(self, members: Membership, *, on_change: Callable[[], None]) -> None:
+    def __init__(self, members: Membership) -> None:
         self._members = members
-        self._on_change = on_change
 
     def add_endpoint(self, config: EndpointSettings) -> bool:
         """Add an endpoint until it is removed; False if there are too many. ValueError as in `apply`."""
@@ -27,7 +23,6 @@ class Operator:
             return False
         ranks = {one for one in members.removed if one.startswith(f"{config.id}@")}
         members.apply({**members.sources, OPERATOR: (*added, config)}, members.removed - {config.id} - ranks)
-        self._on_change()
         return True
 
     def remove_endpoint(self, name: EndpointId) -> bool:
@@ -38,7 +33,6 @@ class Operator:
             return False
         added = tuple(one for one in members.sources.get(OPERATOR, ()) if one.id != name)
         members.apply({**members.sources, OPERATOR: added}, members.removed | {name})
-        self._on_change()
         return True
 
     def drain_endpoint(self, name: EndpointId, *, draining: bool = True) -> bool:

@@ -49,6 +49,12 @@ class LoadListener(Protocol):
     def on_load_decrease(self) -> None: ...
 
 
+class ReuseListener(Protocol):
+    """Policies that learn which cached tokens engines reused."""
+
+    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None: ...
+
+
 class PickOwner(Protocol):
     """The cluster, as a pick sees it."""
 
@@ -56,6 +62,8 @@ class PickOwner(Protocol):
     def verdicts(self) -> HealthRecorder: ...
     @property
     def queue(self) -> LoadListener | None: ...
+    @property
+    def policies(self) -> ReuseListener: ...
     def on_release(self, endpoint: Endpoint, now: float) -> None: ...
 
 
@@ -131,6 +139,12 @@ class Pick(msgspec.Struct, eq=False):
             else:
                 self.permit.record_cancellation()
         self.owner.verdicts.record_outcome(self.endpoint.engine, outcome, now)
+
+    def observe_reuse(self, cached_tokens: int, now: float) -> None:
+        """Pass the engine's report of cached prompt tokens on to the policies while the endpoint exists."""
+        if not self.endpoint.metrics.closed:
+            predicted = self.reservation.cached_tokens
+            self.owner.policies.observe_reuse(self.endpoint.id, predicted, cached_tokens, now)
 
     def _release(self, now: float, *, served: bool) -> None:
         self.endpoint.waiting.pop(self, None)

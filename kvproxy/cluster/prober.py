@@ -73,6 +73,12 @@ class Prober:
         self._probing: dict[Engine, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
+    def reconfigure(self, settings: HealthCheckSettings, probe: Probe | None) -> None:
+        """Stop probing, and go on by other settings when `probe_engines` is called."""
+        self.probe_engines(())
+        self._settings = settings
+        self._probe = probe if settings.active else None
+
     def probe_engines(self, engines: Iterable[Engine]) -> None:
         """Probe these engines and no others; none while `tasks` do not run."""
         if self._probe is None:

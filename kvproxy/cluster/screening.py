@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.membership import Membership
@@ -134,8 +135,10 @@ class Screening:
         return Pool(tuple(endpoint for endpoint in rest if not endpoint.saturated), panic=bool(rest))
 
 
-def skip_reason(endpoint: Endpoint | None, request: PickRequest, now: float) -> str:
+def skip_reason(find: Callable[[EndpointId], Endpoint | None], request: PickRequest, now: float) -> str:
     """Why a preferred endpoint is passed over; a label of the preferences metric."""
+    assert request.preferred is not None
+    endpoint = find(request.preferred)
     if endpoint is None or not endpoint.serves(request.model):
         return "unknown"
     if endpoint.id in request.excluded:
@@ -168,12 +171,11 @@ def may_eject(engines: Collection[Engine], settings: HealthCheckSettings, now: f
 
 
 class KnownRanks:
-    """Of one cluster's engines. `on_change` is called after the members have changed by it."""
+    """Of one cluster's engines."""
 
-    def __init__(self, cluster: str, members: Membership, *, on_change: Callable[[], None]) -> None:
+    def __init__(self, cluster: str, members: Membership) -> None:
         self._cluster = cluster
         self._members = members
-        self._on_change = on_change
 
     def observe_ranks(
         self, engine: Engine, shown: Collection[int], named: Collection[int] | None, *, in_body: bool = False
@@ -222,5 +224,4 @@ class KnownRanks:
         if engine.ranks.candidates != before and engine in self._members.engines:
             ranks = ", ".join(map(str, engine.ranks.candidates)) or "none"
             log.info("%s/%s: data-parallel ranks that are candidates: %s", self._cluster, engine.id, ranks)
-            self._members.apply_ranks()
-            self._on_change()
+            self._members.apply(self._members.sources, self._members.removed)

@@ -203,7 +203,7 @@ class HostedRequest(msgspec.Struct, eq=False):
         if pick is not None:
             self._settle(self._outcome)
             if self._outcome is AttemptOutcome.SUCCESS and cached_tokens is not None:
-                self.cluster.observe_reuse(pick, cached_tokens, self.clock())
+                pick.observe_reuse(cached_tokens, self.clock())
             return
         endpoint = self._find(name)
         if endpoint is None:

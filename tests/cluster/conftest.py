@@ -20,6 +20,7 @@ from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Polic
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, PolicyName
 from tests.support.clock import FakeClock
+from tests.support.picks import pick_endpoint
 
 MakeCluster = Callable[..., "Bench"]
 #: Name of the policy `Greedy` in tests with the fixture `greedy`.
@@ -66,7 +67,7 @@ class Bench:
 
     def pick(self, **request: Any) -> Pick | None:
         """Pick now."""
-        return self.cluster.pick(PickRequest(**request), now=self.clock())
+        return pick_endpoint(self.cluster, PickRequest(**request), now=self.clock())
 
     def picked(self, **request: Any) -> Pick:
         """Pick now; an endpoint must be there."""

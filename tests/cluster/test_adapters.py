@@ -19,6 +19,7 @@ from kvproxy.cluster.screening import Refusal
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.operate.config.load import load_config
 from tests.support.clock import FakeClock
+from tests.support.picks import pick_endpoint
 
 A, B = EndpointId("a"), EndpointId("b")
 
@@ -114,7 +115,7 @@ class World:
         return found.engine.adapters
 
     def pick(self, model: str, **request: object) -> str:
-        picked = self.cluster.pick(PickRequest(model=model, **request), self.clock())  # type: ignore[arg-type]
+        picked = pick_endpoint(self.cluster, PickRequest(model=model, **request), self.clock())  # type: ignore[arg-type]
         return "" if picked is None else str(picked.endpoint.id)
 
     def candidates(self, model: str) -> set[str]:
@@ -208,7 +209,9 @@ def test_a_first_token_that_is_late_teaches(streams: bool) -> None:
     """Only where it can be seen. The adapter is in use until the end, once."""
     world = World()
     world.list(A, "x")
-    picked = world.cluster.pick(PickRequest(model="x", streams=streams, facts=OverlapFacts(100)), world.clock())
+    picked = pick_endpoint(
+        world.cluster, PickRequest(model="x", streams=streams, facts=OverlapFacts(100)), world.clock()
+    )
     assert picked is not None
     assert world.engine(A).state("x") is AdapterState.RUNNING
     world.clock.advance(5.0)

@@ -19,6 +19,7 @@ from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.routing.policy import Candidate, PickRequest
 from tests.cluster.test_router_queue import cluster_of, enter, fill, placed, request, room_of
 from tests.support.clock import FakeClock
+from tests.support.picks import pick_endpoint
 from tests.support.until import until
 
 #: Tokens of the requests for which the fake has no room at first.
@@ -273,12 +274,12 @@ async def test_the_rule_learns_how_requests_end_and_which_endpoints_are_gone(clo
     second.suspend(clock())
     assert rule.served == [True, False]
     retry = msgspec.structs.replace(request(10), excluded=frozenset({EndpointId("b")}))
-    picked = cluster.pick(retry, clock())
+    picked = pick_endpoint(cluster, retry, clock())
     assert picked is not None
     assert picked.endpoint.id == "a"
     rule.barred = frozenset({EndpointId("a")})
-    assert cluster.pick(retry, clock()) is None
-    picked = cluster.pick(request(10), clock())
+    assert pick_endpoint(cluster, retry, clock()) is None
+    picked = pick_endpoint(cluster, request(10), clock())
     assert picked is not None
     assert picked.endpoint.id == "b"
     cluster.forget_process(cluster.endpoints[0].engine)

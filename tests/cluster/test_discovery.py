@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,7 +82,14 @@ async def test_a_poller_passes_on_what_changed(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, logger="kvproxy"):
         async with TaskSet() as tasks:
             sources = [Source("s", discovery, 3)]
-            poller = Poller("c", sources, tasks=tasks, known=known.get, on_update=take, metrics=metrics, sleep=bell)
+            poller = Poller(
+                "c",
+                sources,
+                tasks=tasks,
+                members=SimpleNamespace(named_by=known.get, apply_source=take),
+                metrics=metrics,
+                sleep=bell,
+            )
             await poller.ask_all()
             poller.start(at_once=False)
             assert updates == [("s", ["a"])]
@@ -131,7 +139,12 @@ async def test_a_refused_answer_is_tried_again() -> None:
     source = Source("s", Scripted(configs("a")), 1)
     async with TaskSet() as tasks:
         poller = Poller(
-            "c", [source], tasks=tasks, known=lambda name: None, on_update=refuse, metrics=Metrics(), sleep=bell
+            "c",
+            [source],
+            tasks=tasks,
+            members=SimpleNamespace(named_by=lambda name: None, apply_source=refuse),
+            metrics=Metrics(),
+            sleep=bell,
         )
         poller.start(at_once=True)
         await bell.asleep()
@@ -187,7 +200,13 @@ async def test_a_request_has_its_turn_while_thousands_come() -> None:
 
     async with TaskSet() as tasks:
         other = tasks.start(take_turns(), name="requests")
-        poller = Poller("c", [source], tasks=tasks, known=answers.get, on_update=hear, metrics=Metrics())
+        poller = Poller(
+            "c",
+            [source],
+            tasks=tasks,
+            members=SimpleNamespace(named_by=answers.get, apply_source=hear),
+            metrics=Metrics(),
+        )
         await poller.ask_all()
         other.cancel()
     assert heard == list(range(5, 201, 5))

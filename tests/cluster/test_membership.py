@@ -177,7 +177,7 @@ def test_static_endpoints_win_over_discovered_ones(make_cluster: MakeCluster, ca
     """One id, one endpoint; the loser is named in the log."""
     bench = make_cluster("a")
     with caplog.at_level(logging.WARNING):
-        bench.cluster._update("dns", (MOVED, *configs("b")))
+        bench.cluster.members.apply_source("dns", (MOVED, *configs("b")))
     assert str(bench.cluster.endpoints[0].origin) == configs("a")[0].url
     assert bench.ids() == {"a", "b"}
     assert "endpoint a of dns is ignored" in caplog.text

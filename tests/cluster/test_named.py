@@ -77,7 +77,7 @@ def test_utilisation_counts_what_others_place(make_cluster: MakeCluster) -> None
         bench = make_cluster("a", "b", policy="kv_aware", client_policies=["round_robin"])
         for name in named:
             bench.picked(policy=name, facts=facts)
-        aware = bench.cluster.policy
+        aware = bench.cluster.policies.own.policy
         assert isinstance(aware, KvAware)
         return aware.utilisation.estimate_rates(bench.clock())[0]
 
@@ -114,7 +114,7 @@ def test_the_clusters_own_policy_may_be_listed_too(make_cluster: MakeCluster) ->
     """It is the same object."""
     own = PolicyName.KV_AWARE
     bench = make_cluster(endpoints=configs("a"), policy=own, client_policies=[own, PolicyName.RANDOM])
-    assert policy(bench, "kv_aware") is bench.cluster.policy
+    assert policy(bench, "kv_aware") is bench.cluster.policies.own.policy
 
 
 @pytest.mark.usefixtures("greedy")

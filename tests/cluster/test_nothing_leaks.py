@@ -25,6 +25,7 @@ from kvproxy.cluster.settings import (
 )
 from tests.support.clock import FakeClock
 from tests.support.examples import examples
+from tests.support.picks import pick_endpoint
 
 IDS = ("a", "b", "c", "d")
 IDS_OR_NOBODY = st.sampled_from([*IDS, "nobody"]).map(EndpointId)
@@ -85,7 +86,7 @@ class ClusterMachine(RuleBasedStateMachine):
         request = PickRequest(preferred=preferred, excluded=excluded, facts=facts, session_key=session)
         now = self.clock()
         healthy = {e for e in self.cluster.endpoints if e.condition(now) is Condition.UP}
-        pick = self.cluster.pick(request, now=now)
+        pick = pick_endpoint(self.cluster, request, now=now)
         if pick is None:
             assert not {e for e in healthy if e.id not in excluded}
             return

@@ -315,16 +315,14 @@ def test_panic_fills_no_endpoint_beyond_its_bound(make_cluster: MakeCluster) -> 
     ],
 )
 def test_a_refusal_has_its_reason(make_cluster: MakeCluster, refusal: Refusal, request_: PickRequest) -> None:
-    """So that the client's error says what is wrong; it is counted as a decision."""
+    """So that the client's error says what is wrong."""
     endpoints = () if refusal is Refusal.NO_ENDPOINTS else configs("a", models=("x",))
     bench = make_cluster(endpoints=endpoints, max_in_flight=1)
     if refusal is Refusal.DRAINING:
         bench.cluster.operator.drain_endpoint(A)
     elif refusal is Refusal.SATURATED:
         bench.picked()
-    assert bench.cluster.pick(request_, now=bench.clock()) is None
     assert bench.cluster.decide(request_, now=bench.clock()) is refusal
-    assert bench.sample("kvproxy_picks_total", cluster="c", policy="round_robin", reason=refusal.value) == 1
 
 
 class Learning(Policy):
@@ -356,10 +354,10 @@ def test_a_learning_policy_is_taught(make_cluster: MakeCluster) -> None:
     assert (pick.decision.reason, list(pick.decision.costs)) == ("first", [0.0])
     bench.clock.advance(2)
     pick.first_token(bench.clock())
-    bench.cluster.observe_reuse(pick, 512, bench.clock())
+    pick.observe_reuse(512, bench.clock())
     pick.settle(SUCCESS, bench.clock())
     bench.cluster.apply_endpoints(())
-    bench.cluster.observe_reuse(pick, 512, bench.clock())  # too late: it is forgotten
+    pick.observe_reuse(512, bench.clock())  # too late: it is forgotten
     assert policy.heard == [("sample", A, 400.0, 2.0), ("reuse", A, 600, 512), ("forget", A)]
 
 
@@ -367,7 +365,7 @@ def test_other_policies_hear_nothing_of_reuse(make_cluster: MakeCluster) -> None
     """Telling them is harmless."""
     bench = make_cluster("a")
     pick = bench.picked()
-    bench.cluster.observe_reuse(pick, 5, bench.clock())
+    pick.observe_reuse(5, bench.clock())
     assert pick.decision.policy == "round_robin"
     assert repr(pick) == "<Pick a round_robin>"
 

@@ -97,10 +97,10 @@ def test_a_verdict_of_probes_ends_with_the_probes(make_cluster: MakeCluster) -> 
 def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
     """With what it learned."""
     bench = make_cluster("a", "b", policy=PolicyName.PREFIX_AFFINITY)
-    policy = bench.cluster.policy
+    policy = bench.cluster.policies.own.policy
     assert isinstance(policy, PrefixAffinity)
     reconfigure(bench, queue={}, client_policies=["random"])
-    assert bench.cluster.policy is policy
+    assert bench.cluster.policies.own.policy is policy
 
 
 class CountsBlocks(PrefixAffinity):

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from kvproxy.base.types import EndpointId
+from tests.support.picks import pick_endpoint
 from tests.support.until import until
 
 pytest.importorskip("hpack", reason="needs the extra `picker`")
@@ -104,7 +105,7 @@ async def test_a_refusal_reaches_the_client_as_the_picker_says_it(listener: str)
     """429 with the time to come back, in the shape of the API; 404 for a model that none serves."""
     async with sample.running_place(max_in_flight=1) as place, httpx.AsyncClient(timeout=60) as client:
         cluster = place.proxy.clusters["default"]
-        picks = [cluster.pick(sample_request(), place.proxy.clock()) for _ in cluster.endpoints]
+        picks = [pick_endpoint(cluster, sample_request(), place.proxy.clock()) for _ in cluster.endpoints]
         answer = await client.post(url(place, listener), json=chat())
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.headers["content-type"] == "application/json"

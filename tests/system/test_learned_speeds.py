@@ -50,7 +50,7 @@ async def ask(proxy: RunningProxy, number: int) -> str:
 async def test_a_slow_half_gets_less_of_unary_traffic() -> None:
     """Nothing is streamed and nothing is configured: four engines alike at first, two of them slow in the end."""
     async with mixed_fleet() as proxy:
-        kvcache, policy = proxy.proxy.kvcache, proxy.proxy.clusters["default"].policy
+        kvcache, policy = proxy.proxy.kvcache, proxy.proxy.clusters["default"].policies.own.policy
         assert kvcache is not None
         assert policy.speeds is not None
         took: Counter[str] = Counter()

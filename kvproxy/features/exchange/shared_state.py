@@ -142,7 +142,7 @@ class RunningCluster:
 
     @property
     def policy(self) -> Policy:
-        return self.cluster.policy
+        return self.cluster.policies.own.policy
 
     @property
     def admission(self) -> Admission | None:

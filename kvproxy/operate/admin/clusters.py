@@ -170,7 +170,7 @@ def _decoded(body: dict[str, Any]) -> EndpointSettings:
 
 def describe_routing(cluster: Cluster, now: float) -> dict[str, object]:
     """Policy, what it learned, and the router queue (None: there is none)."""
-    policy = cluster.policy
+    policy = cluster.policies.own.policy
     queue = cluster.queue
     return {
         "policy": cluster.settings.policy.value,

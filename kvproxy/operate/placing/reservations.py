@@ -133,7 +133,7 @@ class Reservations:
         well = ended.outcome is AttemptOutcome.SUCCESS
         pick.settle(ended.outcome, now)
         if well and ended.cached_tokens is not None:
-            held.cluster.observe_reuse(pick, ended.cached_tokens, now)
+            pick.observe_reuse(ended.cached_tokens, now)
         if held.service is not None and held.facts is not None:
             result = Result(pick.endpoint.id, well, ended.prompt_tokens, ended.cached_tokens)
             held.service.finished(held.facts, result)

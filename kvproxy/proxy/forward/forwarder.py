@@ -556,7 +556,7 @@ class Forwarding(Placement, kw_only=True):
         policies = self.cluster.policies
         reused = outcome.cached_tokens if outcome.prefill_endpoint is None else None
         if policies.observes_reuse and reused is not None:
-            self.cluster.observe_reuse(pick, reused, now)
+            pick.observe_reuse(reused, now)
         return _Next.DELIVERED
 
     async def _resume(self, pick: Pick, relay: Relay, headers: Headers, error: UpstreamError) -> _Next:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -409,8 +410,7 @@ async def test_a_name_that_is_gone_after_it_was_there_changes_nothing(error: OSE
             "c",
             [Source("dns", dns, 1)],
             tasks=tasks,
-            known=known.get,
-            on_update=known.__setitem__,
+            members=SimpleNamespace(named_by=known.get, apply_source=known.__setitem__),
             metrics=Metrics(),
         )
         await poller.ask_all()

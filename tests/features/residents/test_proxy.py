@@ -113,7 +113,7 @@ async def test_switched_off_no_session_waits(tmp_path: Path) -> None:
 async def test_the_rule_has_the_speeds_that_the_policy_learns(tmp_path: Path) -> None:
     """By these it judges what memory saves."""
     async with proxied(tmp_path) as (proxy, _, sessions):
-        assert sessions.rule.speeds is proxy.clusters["default"].policy.speeds is not None
+        assert sessions.rule.speeds is proxy.clusters["default"].policies.own.policy.speeds is not None
 
 
 async def test_the_last_request_of_a_session_leaves_no_resident(tmp_path: Path) -> None:

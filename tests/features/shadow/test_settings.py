@@ -41,10 +41,10 @@ def test_the_shadows_learning_goes_to_the_policy_that_takes_over(make_cluster: M
     taught(bench)
     reconfigure(bench, policy="kv_aware", shadow_policy="least_ttft")
     shade = shadow_of(bench)
-    assert isinstance(bench.cluster.policy, KvAware)
+    assert isinstance(bench.cluster.policies.own.policy, KvAware)
     assert shade is not None
     taught(bench)
-    live, watching = bench.cluster.policy.speeds, shade.policy.speeds
+    live, watching = bench.cluster.policies.own.policy.speeds, shade.policy.speeds
     assert live is not None
     assert watching is not None
     assert [one.estimates(bench.clock()).samples for one in (live, watching)] == [2, 2]

@@ -156,7 +156,7 @@ def test_a_shadow_that_cannot_learn_reaches_no_request(make_cluster: MakeCluster
     shade = shadowed(bench, Faulty(index=0))
     pick = bench.picked()
     shade.learn(lambda policy: policy.observe_sample(A, (1.0, 1.0, 1.0, 0.0), 1.0, 0.0))
-    bench.cluster.observe_reuse(pick, 5, bench.clock())
+    pick.observe_reuse(5, bench.clock())
     pick.settle(AttemptOutcome.SUCCESS, bench.clock())
     bench.cluster.apply_endpoints(())
     assert decisions(bench, "faulty", "error") == 4  # a sample, a reuse, and two endpoints that left

@@ -9,6 +9,7 @@ import pytest
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.policy import PickRequest
 from tests.operate.admin.support import admin_of, audited, problems_of, proxy_of
+from tests.support.picks import pick_endpoint
 
 Z = {"id": "z", "url": "http://127.0.0.1:10"}
 TWO = {"endpoints": [{"id": "a", "url": "http://127.0.0.1:9"}, {"id": "org/b", "url": "http://127.0.0.1:10"}]}
@@ -85,7 +86,7 @@ async def test_draining_and_back() -> None:
         async with admin_of(proxy) as client:
             drained = await client.post("/endpoints/default/org/b/drain")
             assert drained.json()["condition"] == "draining"
-            picks = [cluster.pick(PickRequest(), now=proxy.clock()) for _ in range(4)]
+            picks = [pick_endpoint(cluster, PickRequest(), now=proxy.clock()) for _ in range(4)]
             assert {pick.endpoint.id for pick in picks if pick} == {"a"}
             assert (await client.post("/endpoints/default/org/b/undrain")).json()["condition"] == "up"
     assert [(line["action"], line["endpoint"], line["was_draining"]) for line in lines] == [
@@ -118,7 +119,7 @@ async def test_weights_have_a_range(weight: object) -> None:
 async def test_an_endpoint_is_removed_and_finishes_what_it_has() -> None:
     """It is listed as leaving until then."""
     proxy = proxy_of(**TWO)
-    pick = proxy.clusters["default"].pick(PickRequest(preferred=EndpointId("a")), now=proxy.clock())
+    pick = pick_endpoint(proxy.clusters["default"], PickRequest(preferred=EndpointId("a")), now=proxy.clock())
     assert pick is not None
     with audited() as lines:
         async with admin_of(proxy) as client:

@@ -14,7 +14,7 @@ from tests.operate.admin.support import admin_of, problems_of, proxy_of
 async def test_learned_values_are_shown() -> None:
     """Speeds with their units, each endpoint's slowness, utilisation and what follows from it."""
     proxy = proxy_of(policy="kv_aware")
-    policy: Any = proxy.clusters["default"].policy
+    policy: Any = proxy.clusters["default"].policies.own.policy
     policy.observe_sample(EndpointId("a"), features_of(4000, 0), 2.0, proxy.clock())
     async with admin_of(proxy) as client:
         shown = (await client.get("/routing")).json()["clusters"]["default"]

@@ -12,6 +12,7 @@ from kvproxy.cluster.routing.work import features_of
 from kvproxy.operate.admin.findings import NOTABLE_REQUESTS, find_unlearned
 from kvproxy.operate.commands.status import render_page
 from tests.operate.admin.support import admin_of, proxy_of
+from tests.support.picks import pick_endpoint
 
 UNARY = PickRequest(streams=False)
 
@@ -19,7 +20,7 @@ UNARY = PickRequest(streams=False)
 def placed(proxy: Any, requests: int) -> None:
     """Place requests without a visible first token."""
     for _ in range(requests):
-        proxy.clusters["default"].pick(UNARY, now=proxy.clock())
+        pick_endpoint(proxy.clusters["default"], UNARY, now=proxy.clock())
 
 
 @pytest.mark.parametrize("policy", ["kv_aware", "least_ttft"])
@@ -39,7 +40,8 @@ def test_a_sample_ends_it_until_there_are_none_again() -> None:
     """Learned values expire."""
     proxy = proxy_of(policy="kv_aware")
     placed(proxy, NOTABLE_REQUESTS)
-    proxy.clusters["default"].policy.observe_sample(EndpointId("a"), features_of(1000, 0), 0.1, proxy.clock())
+    policy = proxy.clusters["default"].policies.own.policy
+    policy.observe_sample(EndpointId("a"), features_of(1000, 0), 0.1, proxy.clock())
     assert list(find_unlearned(proxy.clusters)) == []
     placed(proxy, NOTABLE_REQUESTS)
     (finding,) = find_unlearned(proxy.clusters)

@@ -9,6 +9,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations
 from tests.operate.admin.support import proxy_of
+from tests.support.picks import pick_endpoint
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Timers:
 
 def held(reservations: Reservations, cluster: Cluster) -> PickReservation:
     """One more reservation for a minute."""
-    pick = cluster.pick(PickRequest(), now=0.0)
+    pick = pick_endpoint(cluster, PickRequest(), now=0.0)
     assert pick is not None
     return reservations.hold_pick(cluster, pick, service=None, facts=None, lease_s=60.0)
 

@@ -24,6 +24,7 @@ from tests.cache.fleet import simulated
 from tests.cache.support import long_text
 from tests.operate.admin.support import admin_of
 from tests.support.fake_engine import Call, FakeEngine, answer_ok
+from tests.support.picks import pick_endpoint
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.until import until
 
@@ -89,7 +90,7 @@ async def test_indexes(changes: dict[str, Any]) -> None:
 async def test_learned_speeds(changes: dict[str, Any]) -> None:
     """Of the pool, and how each endpoint stands to it."""
     async with two_engines() as (running, urls):
-        policy: Any = running.proxy.clusters["default"].policy
+        policy: Any = running.proxy.clusters["default"].policies.own.policy
         policy.observe_sample(EndpointId("a"), features_of(8000, 0), 4.0, running.proxy.clock())
         policy.observe_sample(EndpointId("b"), features_of(8000, 0), 2.0, running.proxy.clock())
         now = running.proxy.clock()
@@ -291,7 +292,7 @@ async def test_a_verdict_from_before_the_reload_counts_after_it() -> None:
     """A request that began before it fails after it, and its endpoint is to blame."""
     async with two_engines() as (running, urls):
         cluster = running.proxy.clusters["default"]
-        pick = cluster.pick(PickRequest(preferred=EndpointId("a")), now=running.proxy.clock())
+        pick = pick_endpoint(cluster, PickRequest(preferred=EndpointId("a")), now=running.proxy.clock())
         assert pick is not None
         await reload(running, urls, CHANGES[0])
         pick.settle(AttemptOutcome.FAILURE, running.proxy.clock())

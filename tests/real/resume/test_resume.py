@@ -130,11 +130,11 @@ async def test_an_engine_is_killed_under_many_streams(pair: Pair, saw: Saw, grad
     ):
         undisturbed, done = await run_all(direct, asked)
         await done
-        members = proxy.proxy.clusters["default"].members
-        members.drain_endpoint(EndpointId("b"))
+        operator = proxy.proxy.clusters["default"].operator
+        operator.drain_endpoint(EndpointId("b"))
         streams, done = await run_all(http, asked)
         await until(lambda: all(len(stream.times) >= 8 for stream in streams), within_s=240)
-        members.drain_endpoint(EndpointId("b"), draining=False)
+        operator.drain_endpoint(EndpointId("b"), draining=False)
         kill(pair.a, how)
         await done
         report(saw, proxy, f"{grade}, {how}", streams, undisturbed)

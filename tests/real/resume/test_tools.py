@@ -123,14 +123,14 @@ async def test_calls_and_reasoning_go_on(pair: Pair, saw: Saw, how: str) -> None
         saw(f"undisturbed: {undisturbed[0].all}")
         assert [stream.said.finishes for stream in undisturbed] == [["tool_calls"]] * STREAMS
         assert all(len(stream.said.calls) == 2 for stream in undisturbed)
-        members = proxy.proxy.clusters["default"].members
-        members.drain_endpoint(EndpointId("b"))
+        operator = proxy.proxy.clusters["default"].operator
+        operator.drain_endpoint(EndpointId("b"))
         await Stream().read(http, bodies[0])  # the proxy finds out that the engine derenders
         await until(lambda: not any(task.get_name() == "ask about resuming" for task in asyncio.all_tasks()))
         done = asyncio.ensure_future(read_all(http, bodies, streams))
         # By the time that all have begun, the first ones may have ended.
         await until(lambda: sum(one.chunks >= 8 and not one.usage for one in streams) >= STREAMS // 4, within_s=240)
-        members.drain_endpoint(EndpointId("b"), draining=False)
+        operator.drain_endpoint(EndpointId("b"), draining=False)
         at = sorted(stream.chunks for stream in streams)
         kill(pair.a, how)
         await done

@@ -179,12 +179,12 @@ async def test_no_word_is_wrong(pair: Pair, saw: Saw, how: str) -> None:
         through = Clients(proxy.url)
         direct = Clients(pair.b.url)
         await asyncio.gather(*map(direct.read, undisturbed))
-        members = proxy.proxy.clusters["default"].members
-        members.drain_endpoint(EndpointId("b"))
+        operator = proxy.proxy.clusters["default"].operator
+        operator.drain_endpoint(EndpointId("b"))
         done = asyncio.gather(*map(through.read, streams))
         await until(lambda: all(stream.pieces >= 8 or stream.ended for stream in streams), within_s=240)
         running = {api: sum(one.api == api and not one.ended for one in streams) for api in _READERS}
-        members.drain_endpoint(EndpointId("b"), draining=False)
+        operator.drain_endpoint(EndpointId("b"), draining=False)
         try:
             _strike(pair, line, how)
             await done
