@@ -21,8 +21,8 @@ from kvproxy.cache.clients.vllm import VllmClient
 from kvproxy.features.disaggregation.bodies import Names, encode, read_body, shorten
 from kvproxy.features.disaggregation.connectors.base import Engine, KvConnector, LegTerms, NoHandle
 from kvproxy.features.disaggregation.connectors.sglang import MODES, ServerInfo
-from kvproxy.features.disaggregation.legs import MAX_ANSWER_BYTES
 from kvproxy.features.disaggregation.pairs import PairState
+from kvproxy.features.disaggregation.prefill_leg import MAX_ANSWER_BYTES
 
 TOKENS = 16
 #: Numbers in the prompt: more tokens than a chunk of LMCache's.

@@ -11,9 +11,10 @@ from kvproxy.cluster.routing.costs import wait_s
 from kvproxy.cluster.routing.kv_aware import CostWeights
 from kvproxy.cluster.routing.selector import PANIC, Decision
 from kvproxy.features.disaggregation.bodies import read_body
-from kvproxy.features.disaggregation.legs import NoPrefill, Splitting, TwoLegs
+from kvproxy.features.disaggregation.legs import NoPrefill, TwoLegs
 from kvproxy.features.disaggregation.note import FAILED, NOTE, REFUSED, Legs
 from kvproxy.features.disaggregation.plan import Plan, choose_plan, wait_before
+from kvproxy.features.disaggregation.prefill_leg import Splitting
 from kvproxy.features.disaggregation.watch import Disaggregated, find_all
 from kvproxy.proxy.forward.engine_request import Answer, EngineRequest
 

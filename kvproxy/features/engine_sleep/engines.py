@@ -14,6 +14,7 @@ from kvproxy.base.background_task import TaskSet
 from kvproxy.base.errors import ClientError, DiscoveryError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
+from kvproxy.cache.actions.signals import Signals
 from kvproxy.cache.feature import CacheObserver, CacheParts
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
@@ -192,7 +193,7 @@ class EngineSleep(CacheObserver):
 
     def _is_idle_for(self, cluster: Cluster, engine: Engine, least_s: float, now: float) -> bool:
         endpoints = cluster.members.of_engine(engine)
-        tokens = self._read_idle(endpoints)
+        tokens = _read_idle(self._parts.signals, endpoints)
         if tokens is None or any(one.condition(now) is not Condition.UP for one in endpoints):
             self._idle.pop(engine, None)
             return False
@@ -201,20 +202,6 @@ class EngineSleep(CacheObserver):
             self._idle[engine] = _Idle(tokens, now)
             return False
         return now - idle.since >= least_s
-
-    def _read_idle(self, endpoints: Sequence[Endpoint]) -> int | None:
-        """Return the prompt tokens that an engine without requests has computed so far; None: it has requests, or does
-        not report them."""
-        total = 0
-        for one in endpoints:
-            reading = self._parts.signals.latest_scrape(one)
-            if reading is None or reading[0] > self._parts.signals.max_age_s or one.load.in_flight:
-                return None
-            metrics = reading[1]
-            if metrics.prompt_tokens is None or metrics.running != 0 or metrics.waiting != 0:
-                return None
-            total += metrics.prompt_tokens
-        return total
 
     def _begin_sleep(self, cluster: Cluster, engine: Engine) -> None:
         del self._idle[engine]
@@ -245,6 +232,21 @@ def find_sleeping(cluster: Cluster, model: str, now: float) -> list[Engine]:
     """Return the engines that sleep and serve the model."""
     asleep = (one for one in cluster.endpoints if one.serves(model) and one.condition(now) is Condition.ASLEEP)
     return [*dict.fromkeys(one.engine for one in asleep)]
+
+
+def _read_idle(signals: Signals, endpoints: Sequence[Endpoint]) -> int | None:
+    """Return the prompt tokens that an engine without requests has computed so far; None: it has requests, or does
+    not report them."""
+    total = 0
+    for one in endpoints:
+        reading = signals.latest_scrape(one)
+        if reading is None or reading[0] > signals.max_age_s or one.load.in_flight:
+            return None
+        metrics = reading[1]
+        if metrics.prompt_tokens is None or metrics.running != 0 or metrics.waiting != 0:
+            return None
+        total += metrics.prompt_tokens
+    return total
 
 
 def _set_asleep(cluster: Cluster, engine: Engine, asleep: bool) -> None:

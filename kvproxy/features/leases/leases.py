@@ -518,7 +518,7 @@ class Leasing(CacheObserver):
         else:
             result = "broken" if outcome.endpoint == lease.of.endpoint else "elsewhere"
         reused = min(reused or 0, lease.tokens)
-        seconds = self._seconds(cluster, outcome, reused)
+        seconds = _find_seconds(cluster, outcome, reused, self._clock())
         self._count_end(lease, result)
         if result in ("kept", "broken"):
             self._metrics.promised_tokens.inc(lease.tokens)
@@ -526,13 +526,14 @@ class Leasing(CacheObserver):
             self._metrics.reused_seconds.inc(seconds)
         return LeaseResult(result, lease.why.value, lease.tokens, reused, round(seconds, 6))
 
-    def _seconds(self, cluster: Cluster, outcome: Outcome, tokens: int) -> float:
-        """Return the learned prefill seconds of these tokens at the endpoint that answered; 0: not known."""
-        speeds = cluster.speeds
-        if speeds is None or speeds.learning or not tokens or outcome.endpoint is None:
-            return 0.0
-        return prefill_s(tokens, 0, 0.0, speeds.seconds) * speeds.slowness(outcome.endpoint, self._clock())
-
     def _count_end(self, lease: Lease, result: str) -> None:
         self.book.results[result] += 1
         self._metrics.results.labels(result).inc()
+
+
+def _find_seconds(cluster: Cluster, outcome: Outcome, tokens: int, now: float) -> float:
+    """Return the learned prefill seconds of these tokens at the endpoint that answered; 0: not known."""
+    speeds = cluster.speeds
+    if speeds is None or speeds.learning or not tokens or outcome.endpoint is None:
+        return 0.0
+    return prefill_s(tokens, 0, 0.0, speeds.seconds) * speeds.slowness(outcome.endpoint, now)

@@ -11,7 +11,7 @@ import pytest
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import EndpointId
 from kvproxy.base.upstream.response import UpstreamResponse
-from kvproxy.features.disaggregation import legs
+from kvproxy.features.disaggregation import prefill_leg
 from kvproxy.features.disaggregation.note import NOTE, Legs
 from kvproxy.features.disaggregation.settings import Connector, DisaggregationPlace
 from kvproxy.lab.simulator.vllm_settings import NixlLinks
@@ -312,15 +312,15 @@ async def test_a_client_that_leaves_while_the_prefills_answer_comes_frees_its_bl
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The prefill is over, so that only a decode leg frees them: it is sent, and aborted. No engine is blamed."""
-    monkeypatch.setattr(legs, "FREEING_S", 60.0)  # a machine that stands still is no engine that sends no answer
+    monkeypatch.setattr(prefill_leg, "FREEING_S", 60.0)  # a machine that stands still is no engine that sends no answer
     head_came = asyncio.Event()
 
     async def read(response: UpstreamResponse) -> bytes:
         head_came.set()
         return await read_answer(response)
 
-    read_answer = legs._read_answer
-    monkeypatch.setattr(legs, "_read_answer", read)
+    read_answer = prefill_leg._read_answer
+    monkeypatch.setattr(prefill_leg, "_read_answer", read)
     async with separated("p", "d") as two:
         two.fleet.fault("p", stall_body_s=600.0)
         asked = asyncio.create_task(ask_in_process(two.proxy, {"model": "tiny", **PATHS[path]}, path=path))
