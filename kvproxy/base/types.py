@@ -86,15 +86,14 @@ class ClientConnection(Protocol):
     writable: bool
     """False: the client takes less than was written; await `drain` before the next write. True once it left."""
 
+    disconnected: bool
+    """The client left before its response was complete."""
+
+    on_disconnect: Callable[[], None] | None
+    """Called when that happens, to be set by the app."""
+
     def take_body(self) -> bytes | None:
         """Return the whole request body, once and uncopied, if all of it has arrived; None: await `receive` for it."""
-        ...
-
-    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        """Call back (at once, if it happened already) when the client leaves before its response is complete.
-
-        One callback at a time; None takes it back.
-        """
         ...
 
     def start(

@@ -31,7 +31,7 @@ class Call(msgspec.Struct, eq=False):
     status: int = 0
     headers: Headers = []
     complete: bool = False  # the answer ended
-    left: bool = False  # the answer has no reader any more
+    disconnected: bool = False  # the answer has no reader any more
     failure: Exception | None = None  # raised to the reader behind the earlier pieces
     task: asyncio.Task[None] | None = None
     _body_given: bool = False
@@ -40,7 +40,7 @@ class Call(msgspec.Struct, eq=False):
     _reader: asyncio.Future[None] | None = None  # waits for more of the answer
     _writer: asyncio.Future[None] | None = None  # waits for the reader to take pieces
     _gone: asyncio.Future[None] | None = None  # waits for the reader to leave
-    _on_disconnect: Callable[[], None] | None = None
+    on_disconnect: Callable[[], None] | None = None
 
     def begin(self, app: ASGIApp, scope: Scope) -> asyncio.Task[None]:
         """Let the proxy answer."""
@@ -59,7 +59,7 @@ class Call(msgspec.Struct, eq=False):
             log.exception("a request of an httpx client failed")
             self.failure = self._library.RemoteProtocolError(f"kvproxy failed: {type(error).__name__}")
         finally:
-            self._on_disconnect = None
+            self.on_disconnect = None
             self._wake_reader()
 
     # for the client
@@ -94,15 +94,15 @@ class Call(msgspec.Struct, eq=False):
 
     def leave(self) -> None:
         """Leave: the answer has no reader any longer, so the engine stops."""
-        if self.left or self.complete:
+        if self.disconnected or self.complete:
             return
-        self.left = True
+        self.disconnected = True
         self.writable = True
         self._pieces = []
         _wake(self._writer)
         _wake(self._gone)
-        if self._on_disconnect is not None:
-            self._on_disconnect()
+        if self.on_disconnect is not None:
+            self.on_disconnect()
 
     async def _more(self, within_s: float | None) -> None:
         reader = self._reader = self.loop.create_future()
@@ -125,20 +125,15 @@ class Call(msgspec.Struct, eq=False):
 
     def take_body(self) -> bytes | None:
         body = self._body
-        if not isinstance(body, bytes) or self._body_given or self.left:
+        if not isinstance(body, bytes) or self._body_given or self.disconnected:
             return None
         self._body_given = True
         return body
 
-    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        self._on_disconnect = callback
-        if self.left and callback is not None:
-            callback()
-
     def start(
         self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool
     ) -> None:
-        if self.left:
+        if self.disconnected:
             return
         if self.status:
             raise RuntimeError("the response has started already")
@@ -147,7 +142,7 @@ class Call(msgspec.Struct, eq=False):
         self.write(first_piece, more=more)
 
     def write(self, piece: bytes, *, more: bool) -> None:
-        if self.left:
+        if self.disconnected:
             return
         if self.complete or not self.status:
             raise RuntimeError("the response is complete" if self.complete else "the response has no head")
@@ -167,11 +162,11 @@ class Call(msgspec.Struct, eq=False):
     # ASGI
 
     async def receive(self) -> dict[str, Any]:
-        if not self._body_given and not self.left:
+        if not self._body_given and not self.disconnected:
             piece = self.take_body() if isinstance(self._body, bytes) else await self._uploaded(self._body)
             if piece is not None:
                 return {"type": "http.request", "body": piece, "more_body": not self._body_given}
-        while not self.left and not self.complete:
+        while not self.disconnected and not self.complete:
             self._gone = self.loop.create_future()
             await self._gone
         return {"type": "http.disconnect"}
@@ -191,7 +186,7 @@ class Call(msgspec.Struct, eq=False):
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
-            if not self.left and self.status:
+            if not self.disconnected and self.status:
                 raise RuntimeError("the response has started already")
             self.headers = list(message.get("headers", ()))
             self.status = message["status"]

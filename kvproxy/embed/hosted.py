@@ -13,10 +13,9 @@ from kvproxy.base.types import Clock, EndpointId, RequestKind
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.embed.no_endpoint import NoEndpoint
 from kvproxy.proxy.filters.kvcache import KvCacheLearning
-from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
+from kvproxy.proxy.placement import Placement
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
@@ -32,17 +31,6 @@ _SAID_FIRST = frozenset({RequestKind.MESSAGES, RequestKind.RESPONSES})
 _TAIL_BYTES = 16 * 1024
 _KEPT_BYTES = 256 * 1024  # of a piece of the answer
 _NOT_NAMED = DOWN | {Condition.DRAINING}
-
-
-class _HostedPlacement(Placement):
-    """Placement of a request that a host app carries."""
-
-    excluded: frozenset[EndpointId] = NO_ENDPOINTS
-
-    def make_question(self) -> PickRequest:
-        """As of Placement."""
-        inference = self.exchange.inference
-        return make_pick_request(self.exchange, "" if inference is None else inference.model, excluded=self.excluded)
 
 
 class HostedRequest(msgspec.Struct, eq=False):
@@ -102,10 +90,11 @@ class HostedRequest(msgspec.Struct, eq=False):
             raise NoEndpoint(self.refusal)
         now = self.clock()
         exchange = Exchange(received_at=now) if self.exchange is None else self.exchange
-        placement = _HostedPlacement(
+        placement = Placement(
             exchange=exchange,
             cluster=self.cluster,
             clock=self.clock,
+            model="" if exchange.inference is None else exchange.inference.model,
             excluded=frozenset(EndpointId(name) for name in exclude),
         )
         self.pick = await placement.place(now)

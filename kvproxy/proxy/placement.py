@@ -32,7 +32,7 @@ _SHOWN_CHARS = 64  # of a name that a client chose
 
 
 class Placement(msgspec.Struct, eq=False, kw_only=True):
-    """Placement of one request in one cluster. Subclasses build the question.
+    """Placement of one request in one cluster.
 
     (A struct, since one is made for each request. Callbacks instead of a subclass would make a cycle that keeps the
     body alive until the garbage collector runs.)
@@ -41,12 +41,11 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
     exchange: Exchange
     cluster: Cluster
     clock: Clock
+    model: str  # the engine's name for it
+    excluded: frozenset[EndpointId] = NO_ENDPOINTS
+    instead: EndpointId | None = None  # replaces the preference of the filters
     #: Why the last decision found no endpoint.
     refusal: Refusal = Refusal.NO_ENDPOINTS
-
-    def make_question(self) -> PickRequest:
-        """Return the question for the policy, from the present facts; called again after every wait."""
-        raise NotImplementedError
 
     def level(self) -> int:
         """Return the priority level of the request in the router queue, larger first."""
@@ -128,43 +127,35 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
             outcome.candidates = decision.candidates
             outcome.costs = () if decision.choice is None else decision.choice.costs
 
+    def make_question(self) -> PickRequest:
+        """Return the question for the policy, from the present facts; called again after every wait."""
+        exchange = self.exchange
+        inference = exchange.inference
+        facts = exchange.facts
+        if facts is None:
+            facts = exchange.facts = estimate_length(inference, exchange.repeats)
+        excluded = self.excluded | exchange.barred if exchange.barred else self.excluded
+        preferred = self.instead or (None if exchange.policy else exchange.preferred)
+        if inference is None:
+            return PickRequest(self.model, None, facts, preferred, excluded, streams=False, policy=exchange.policy)
+        hints = inference.hints if exchange.trusted else None
+        return PickRequest(
+            self.model,
+            inference.parent_session or inference.session_key,
+            facts,
+            preferred,
+            excluded,
+            streams=inference.stream,
+            prompt_head=inference.head,
+            policy=exchange.policy,
+            output_tokens=0 if hints is None else hints.output_tokens,
+        )
+
     def _decide_again(self, now: float) -> Decision[Endpoint] | Refusal:
         """Decide by fresh facts: during a wait, others with the same prompt may have been placed."""
         if self.exchange.facts_source is not None:
             self.exchange.facts_source(self.exchange)
         return self.decide(now)
-
-
-def make_pick_request(
-    exchange: Exchange,
-    model: str,
-    *,
-    excluded: frozenset[EndpointId] = NO_ENDPOINTS,
-    instead: EndpointId | None = None,
-) -> PickRequest:
-    """Return the question for the policy. `model` is the engine's name for it; `instead`, if given, replaces the
-    preference of the filters."""
-    inference = exchange.inference
-    facts = exchange.facts
-    if facts is None:
-        facts = exchange.facts = estimate_length(inference, exchange.repeats)
-    if exchange.barred:
-        excluded |= exchange.barred
-    preferred = instead or (None if exchange.policy else exchange.preferred)
-    if inference is None:
-        return PickRequest(model, None, facts, preferred, excluded, streams=False, policy=exchange.policy)
-    hints = inference.hints if exchange.trusted else None
-    return PickRequest(
-        model,
-        inference.parent_session or inference.session_key,
-        facts,
-        preferred,
-        excluded,
-        streams=inference.stream,
-        prompt_head=inference.head,
-        policy=exchange.policy,
-        output_tokens=0 if hints is None else hints.output_tokens,
-    )
 
 
 def priority_of(headers: Headers, name: bytes) -> int:

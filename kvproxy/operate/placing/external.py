@@ -17,7 +17,7 @@ from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.filters.chain import RequestGuard
 from kvproxy.proxy.forward.headers import RANK_HEADER
-from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
+from kvproxy.proxy.placement import NO_ENDPOINTS, Placement
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver
@@ -57,12 +57,7 @@ class PlacerTarget(Protocol):
 class ExternalPlacement(Placement, kw_only=True):
     """Placement of a request that another program carries."""
 
-    model: str
-    excluded: frozenset[EndpointId] = NO_ENDPOINTS
     priority: int = 0
-
-    def make_question(self) -> PickRequest:
-        return make_pick_request(self.exchange, self.model, excluded=self.excluded)
 
     def level(self) -> int:
         return self.priority

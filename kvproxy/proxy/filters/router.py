@@ -219,7 +219,7 @@ class RouterFilter:
         """Forward the request, or answers in place of an engine."""
         parts = self._parts
         scope = downstream.scope
-        body = None
+        streamed = None
         exchange.observers += self._observers
         exchange.hooks |= self._hooks
         exchange.trusted = exchange.trusted or parts.trust_clients
@@ -229,7 +229,7 @@ class RouterFilter:
         try:
             target = self._target(exchange, scope)
             if exchange.body is None:
-                body = RequestBody.of(downstream.receive, scope["headers"], uploads=parts.uploads)
+                body = streamed = RequestBody.of(downstream.receive, scope["headers"], uploads=parts.uploads)
             else:
                 body = RequestBody(downstream.receive, parts.uploads, exchange.body)
             request_id = exchange.upstream_id or exchange.request_id
@@ -267,8 +267,8 @@ class RouterFilter:
         finally:
             if downstream.connection is None or not downstream.complete:  # no disconnect will be reported any more
                 watcher.disarm()
-            if body is not None:
-                body.release_bytes()
+            if streamed is not None:
+                streamed.release_bytes()
             notify(RequestObserver.finished, exchange, self._clock())
 
     def _target(self, exchange: Exchange, scope: Scope) -> RouteTarget:

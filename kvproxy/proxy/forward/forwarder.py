@@ -27,7 +27,7 @@ from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.cluster.routing.policy import FactSource, PickRequest
+from kvproxy.cluster.routing.policy import FactSource
 from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, RetryState, names_no_model, read_short, verdict_on
 from kvproxy.proxy.forward.engine_request import Answer, EngineRequest, HedgesRequests, SplitsRequests
@@ -35,7 +35,7 @@ from kvproxy.proxy.forward.headers import RequestHead, describe_decision, respon
 from kvproxy.proxy.forward.relay import EditsAnswers, Relay, is_comment, is_event_stream
 from kvproxy.proxy.forward.request_body import RequestBody
 from kvproxy.proxy.metrics import RequestMetrics
-from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
+from kvproxy.proxy.placement import NO_ENDPOINTS, Placement
 from kvproxy.proxy.request.continuation import Leg
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import CLIENT_CLOSED_REQUEST, Exchange
@@ -158,7 +158,6 @@ class Forwarding(Placement, kw_only=True):
     """One request on its way. `run` ends with the answer delivered, or raises GaveUp before anything was sent."""
 
     _shared: Forwarder
-    _model: str
     _asking: EngineRequest
     _delivery: Delivery
     _earlier: RetryState | None = None  # set once an attempt failed
@@ -209,8 +208,9 @@ class Forwarding(Placement, kw_only=True):
             exchange=exchange,
             cluster=cluster,
             clock=shared.clock,
+            model=model,
+            excluded=NO_ENDPOINTS if rank is None else asking.other_ranks(),
             _shared=shared,
-            _model=model,
             _asking=asking,
             _delivery=delivery,
         )
@@ -243,6 +243,7 @@ class Forwarding(Placement, kw_only=True):
                         raise GaveUp(self._last, self.cluster)
                 if pause_s:
                     await asyncio.sleep(pause_s)
+                self._exclude_tried()
                 now = shared.clock()
         finally:
             if self._suspects:
@@ -257,22 +258,20 @@ class Forwarding(Placement, kw_only=True):
         with self._delivery.commenting():
             return await turn
 
+    def _exclude_tried(self) -> None:
+        """Place the next attempt without the endpoints that failed already, or where it is to be made again."""
+        earlier = self._earlier
+        self.excluded = self._lost
+        if earlier is not None:
+            self.excluded |= earlier.excluded
+            self.instead = earlier.again or self._holder
+        if self._asking.own_rank is not None:
+            self.excluded |= self._asking.other_ranks()
+
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:
             self._earlier = RetryState(rng=self._shared.rng)
         return self._earlier.count_failure(endpoint)
-
-    def make_question(self) -> PickRequest:
-        """As of Placement: without the endpoints that failed already, or with the one that is to be asked again."""
-        earlier = self._earlier
-        excluded = self._lost
-        instead = None
-        if earlier is not None:
-            excluded |= earlier.excluded
-            instead = earlier.again or self._holder
-        if self._asking.own_rank is not None:
-            excluded |= self._asking.other_ranks()
-        return make_pick_request(self.exchange, self._model, excluded=excluded, instead=instead)
 
     async def _attempt(self, pick: Pick) -> _Next:
         response: UpstreamResponse | None = None
@@ -405,11 +404,11 @@ class Forwarding(Placement, kw_only=True):
 
     def _may_know_elsewhere(self, pick: Pick) -> bool:
         """Return True if another engine may serve a model that this one lacks; once a request."""
-        if self._asked_elsewhere or not self._model or self.exchange.inference is None:
+        if self._asked_elsewhere or not self.model or self.exchange.inference is None:
             return False
         engine = pick.endpoint.engine
         endpoints = self.cluster.endpoints
-        return any(one.engine is not engine and one.serves(self._model) for one in endpoints)
+        return any(one.engine is not engine and one.serves(self.model) for one in endpoints)
 
     def _unknown_model(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
         """Handle an adapter that this engine has not loaded, or no longer has. Its answer is kept in case no other
@@ -417,7 +416,7 @@ class Forwarding(Placement, kw_only=True):
         self._asked_elsewhere = True
         pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
         engine = pick.endpoint.engine
-        self.cluster.adapters.record_missing(str(engine.id), engine.adapters, self._model)
+        self.cluster.adapters.record_missing(str(engine.id), engine.adapters, self.model)
         self._hold_reply(pick, response, body)
         pick.endpoint.metrics.attempt_failure("unknown_model")
         return self._after_failure("unknown_model", self._why_no_retry(unprocessed=True))
@@ -445,14 +444,14 @@ class Forwarding(Placement, kw_only=True):
     def _is_spared(self, endpoint: Endpoint, reason: str, now: float) -> bool:
         client = client_of(self.exchange, self._delivery.downstream.scope)
         verdicts = self.cluster.verdicts
-        return verdicts.is_spared(endpoint, self._model, reason=reason, client=client, now=now)
+        return verdicts.is_spared(endpoint, self.model, reason=reason, client=client, now=now)
 
     def _give_back(self) -> None:
         """Interrupt the wait on an unhealthy endpoint if that helps.
 
         Without another endpoint to go to the attempt may as well wait on, since verdicts on all of them are often
         wrong; without budget the next failed probe tries again; a request that can never be sent again ends now."""
-        if self._given_back is not None or not self.cluster.screening.may_serve(self._model, self._shared.clock()):
+        if self._given_back is not None or not self.cluster.screening.may_serve(self.model, self._shared.clock()):
             return
         refusal = self._why_no_retry(unprocessed=False)
         if refusal not in ("outage", "budget"):
@@ -483,7 +482,7 @@ class Forwarding(Placement, kw_only=True):
         if self._lost and not unprocessed:  # the prompt itself may have killed both engines
             return "engines_lost"
         now = shared.clock()
-        if self.cluster.verdicts.has_outage(self._model, now):
+        if self.cluster.verdicts.has_outage(self.model, now):
             return "outage"
         return "" if shared.budget.withdraw_retry(now) else "budget"
 

@@ -312,15 +312,18 @@ class DisconnectWatcher(msgspec.Struct, eq=False):
     def arm(self, task: asyncio.Task[object] | None = None) -> None:
         """Start watching on behalf of this task; None: the current one."""
         self._task = task or asyncio.current_task()
-        if self._connection is not None:
-            self._connection.on_disconnect(self._left)
-        else:
+        connection = self._connection
+        if connection is None:
             self._arming.add(self)
+            return
+        connection.on_disconnect = self._left
+        if connection.disconnected:
+            self._left()
 
     def disarm(self) -> None:
         """Stop watching; nothing is cancelled from here on."""
         if self._connection is not None:
-            self._connection.on_disconnect(None)
+            self._connection.on_disconnect = None
         elif self._watch is not None:
             self._watch.cancel()
         else:

@@ -140,7 +140,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     _buffered_bytes: int = 0
     _arrived_bytes: int = 0
     _body_taken: bool = False  # all of the body was read
-    _on_disconnect: Callable[[], None] | None = None
+    on_disconnect: Callable[[], None] | None = None
     _head: bytes = b""  # encoded, not written yet
     _bodiless: bool = False
     _chunked: bool = False
@@ -160,7 +160,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             logger.error("Exception in ASGI application\n", exc_info=error)
             self._fail()
         finally:
-            self._on_disconnect = None
+            self.on_disconnect = None
             if self.task is not None:
                 self._connection.tasks.discard(self.task)
 
@@ -191,8 +191,8 @@ class RequestCycle(msgspec.Struct, eq=False):
             self._in_chunks = False
             self._head = b""
             self._connection.waiters.wake()
-            if self._on_disconnect is not None:
-                self._on_disconnect()
+            if self.on_disconnect is not None:
+                self.on_disconnect()
 
     # ClientConnection
 
@@ -202,11 +202,6 @@ class RequestCycle(msgspec.Struct, eq=False):
         self._body_taken = True
         pieces = self._pieces
         return pieces.pop() if len(pieces) == 1 and not self._connection.reading_paused else self._take_pieces()
-
-    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        self._on_disconnect = callback
-        if self.disconnected and callback is not None:
-            callback()
 
     def start(
         self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool

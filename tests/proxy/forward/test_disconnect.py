@@ -17,14 +17,10 @@ class Server:
     """Makes scopes as ours does (with a connection) or as others do, and lets clients leave."""
 
     def __init__(self, *, ours: bool) -> None:
-        self._callback: Callable[[], None] | None = None
+        self.on_disconnect: Callable[[], None] | None = None
+        self.disconnected = False
         self.scope: dict[str, Any] = {"type": "http", **({CONNECTION: self} if ours else {})}
         self._gone = asyncio.Event()
-
-    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        self._callback = callback
-        if callback is not None and self._gone.is_set():
-            callback()
 
     async def receive(self) -> Message:
         await self._gone.wait()
@@ -32,8 +28,9 @@ class Server:
 
     def client_leaves(self) -> None:
         self._gone.set()
-        if self._callback is not None:
-            self._callback()
+        self.disconnected = True
+        if self.on_disconnect is not None:
+            self.on_disconnect()
 
 
 async def forever(watcher: DisconnectWatcher, armed: asyncio.Event) -> str:

@@ -20,14 +20,14 @@ class Listener:
 
     def __init__(self, body: bytes | None = b"body") -> None:
         self.writable = True
+        self.disconnected = False
+        self.on_disconnect: Callable[[], None] | None = None
         self.calls: list[Any] = []
         self._body = body
 
     def take_body(self) -> bytes | None:
         body, self._body = self._body, None
         return body
-
-    def on_disconnect(self, callback: Callable[[], None] | None) -> None: ...
 
     def start(
         self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool

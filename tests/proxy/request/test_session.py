@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from kvproxy.base.types import InferenceRequest, RequestHints, RequestKind
-from kvproxy.proxy.placement import make_pick_request
+from kvproxy.proxy.placement import Placement
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.parse import MAX_DECODED_BYTES, parse_body
 from kvproxy.proxy.request.session import CLIENTS, MAX_SESSION_KEY, NO_CALLER, Caller, Session, SessionHeaders
+from tests.cluster.test_router_queue import cluster_of
+from tests.support.clock import FakeClock
 
 CHAT, RESPONSES, MESSAGES = RequestKind.CHAT, RequestKind.RESPONSES, RequestKind.MESSAGES
 ROOT = "5f0c4c3e-2f6e-4c83-9f7b-0b6d1f1c7a11"
@@ -304,4 +306,7 @@ def test_keys_of_sticky_policies() -> None:
 
 def _sticky_key(request: InferenceRequest) -> str | None:
     """Return the key by which policies are asked."""
-    return make_pick_request(Exchange(received_at=0.0, inference=request), "m").session_key
+    exchange = Exchange(received_at=0.0, inference=request)
+    clock = FakeClock()
+    placement = Placement(exchange=exchange, cluster=cluster_of(clock), clock=clock, model="m")
+    return placement.make_question().session_key
