@@ -10,7 +10,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.indexes.heat import Heat, Run
 from kvproxy.cache.indexes.held_runs import STEP_RUNS, HeldRuns, RunCounts
-from kvproxy.cache.indexes.radix import PrefixCursor
+from kvproxy.cache.indexes.radix import PrefixCursor, list_subtree
 
 #: Upper bound on an engine's reported capacity: a billion bytes of prompts.
 MAX_CAPACITY_BLOCKS = 4 * 1024 * 1024
@@ -171,7 +171,7 @@ class ApproximateIndex:
         before = lru.blocks
         if cached_blocks > start:
             self._held.split(run, cached_blocks - start)  # the rest of `run` begins with the first missing block
-        for below in reversed(self._tree.subtree(run)):
+        for below in reversed(list_subtree(run)):
             if below.held_by & lru.bit:
                 self._held.drop(lru, below)
         return before - lru.blocks

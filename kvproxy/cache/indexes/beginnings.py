@@ -17,7 +17,7 @@ import msgspec
 
 from kvproxy.base.types import EndpointId, LowerTokens, count_lower
 from kvproxy.cache.indexes.block_table import BlockTable
-from kvproxy.cache.indexes.runs import Run
+from kvproxy.cache.indexes.run_matches import Firsts, block_after
 
 #: Beginnings kept, and those seen once. A kept one takes a few hundred bytes for each source.
 MAX_KEPT = 32
@@ -56,7 +56,7 @@ class Beginning:
         self.hashes = hashes
         self.found: dict[EndpointId, PreciseMatch] = {}
         #: Endpoints that hold all of it, with the runs they may hold of what follows.
-        self.whole: dict[EndpointId, Mapping[int, Run]] = {}
+        self.whole: dict[EndpointId, Firsts] = {}
         #: The next block in the run that the beginning ends in, by endpoint, and the endpoints by that block.
         self.after: dict[EndpointId, int] = {}
         self.followed_by: dict[int, dict[EndpointId, None]] = {}
@@ -82,7 +82,7 @@ class Beginning:
         if blocks < len(self.hashes):
             return
         self.whole[endpoint] = table.firsts
-        after = table.block_after(self.hashes)
+        after = block_after(table.firsts, self.hashes)
         if after is not None:
             self.after[endpoint] = after
             self.followed_by.setdefault(after, {})[endpoint] = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from functools import partial
 
+from kvproxy.cache.indexes.run_matches import Firsts, match_prompt
 from kvproxy.cache.indexes.runs import Place, Run, Runs
 
 
@@ -17,12 +18,8 @@ class BlockTable:
         self._max_rows = max_rows
         self._max_ghosts = max_ghosts
         self._runs = Runs()
-        self.match = self._runs.match
-        self.block_after = self._runs.block_after
-        self.firsts: Mapping[int, Run] = self._runs.firsts
-        self.leading_keys = self._runs.leading_keys
-        self.leading_on = self._runs.leading_on
-        self.count_tiers = self._runs.count_tiers
+        self.firsts: Firsts = self._runs.firsts
+        self.match = partial(match_prompt, self.firsts)
         self.walk_tiers = self._runs.walk_tiers
         self.walk_up = self._runs.walk_up
         #: Removed blocks whose children may still come. A BoundedMapping takes four times as long for each of them.

@@ -179,10 +179,6 @@ class EndpointLru:
             run.in_flight_at &= ~self.bit
         return ended
 
-    def have_same_flights(self, run: Run, below: Run) -> bool:
-        """Return True if the same requests are in flight for both."""
-        return not run.in_flight_at or self.flights.get(run) == self.flights.get(below)
-
     def find_oldest(self) -> Run:
         """Return the run to evict next; nothing below it is held. Only while anything is held."""
         while (run := self._tip(self._front, self._records[0])) is None:

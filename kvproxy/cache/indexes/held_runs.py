@@ -10,7 +10,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.bit_allocator import BitAllocator, slots_of
 from kvproxy.cache.indexes.endpoint_lru import EndpointLru
 from kvproxy.cache.indexes.heat import Heat, Run
-from kvproxy.cache.indexes.radix import PrefixCursor, RadixTree
+from kvproxy.cache.indexes.radix import PrefixCursor, RadixTree, read_prefix
 
 #: Runs dropped per operation while an endpoint is over its capacity or gone, so that no single call takes long.
 STEP_RUNS = 256
@@ -74,7 +74,7 @@ class HeldRuns:
             and leaf.next is leaf.previous is None
             and run.in_flight_at == leaf.in_flight_at
             and not run.in_flight_at & ~lru.bit
-            and lru.have_same_flights(run, leaf)
+            and (not run.in_flight_at or lru.flights.get(run) == lru.flights.get(leaf))
         )
 
     def cover(self, cursor: PrefixCursor[Run]) -> list[Run]:
@@ -221,4 +221,4 @@ class RunCounts:
 
     def prefix(self, run: Run) -> array[int]:
         """All hashes of the prefix that ends with this run."""
-        return self._held.tree.prefix(run)
+        return read_prefix(run)

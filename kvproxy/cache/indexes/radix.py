@@ -106,17 +106,6 @@ class RadixTree(Generic[N]):
         """All nodes, in no order that means anything."""
         return list(self._by_first.values())
 
-    def prefix(self, node: N) -> array[int]:
-        """All hashes from the root to the end of `node`."""
-        runs = [node.hashes]
-        while node.parent is not None:
-            node = node.parent
-            runs.append(node.hashes)
-        whole: array[int] = array("Q")
-        for hashes in reversed(runs):
-            whole.extend(hashes)
-        return whole
-
     def extend(self, cursor: PrefixCursor[N], head: N | None) -> None:
         """Complete a cursor, just renewed, to the end of its hashes by a new leaf. `head` is what its partial node was
         split into; None if there was none."""
@@ -138,7 +127,7 @@ class RadixTree(Generic[N]):
         """Return a new leaf under `parent` (None: at the root)."""
         self.edits += 1
         node = self._make(hashes)
-        self._link(node, parent)
+        _link(node, parent)
         self._by_first[hashes[0]] = node
         self.blocks += len(hashes)
         return node
@@ -155,9 +144,9 @@ class RadixTree(Generic[N]):
         self.splits += 1
         head = self._make(node.hashes[:at])
         parent = node.parent
-        self._unlink(node)
-        self._link(head, parent)
-        self._link(node, head)
+        _unlink(node)
+        _link(head, parent)
+        _link(node, head)
         del node.hashes[:at]
         self._by_first[head.hashes[0]] = head
         self._by_first[node.hashes[0]] = node
@@ -174,44 +163,59 @@ class RadixTree(Generic[N]):
         self.edits += 1
         del self._by_first[leaf.hashes[0]]
         self.blocks -= len(leaf.hashes)
-        self._unlink(leaf)
+        _unlink(leaf)
 
     def absorb(self, node: N, leaf: N) -> None:
         """Append the only child `leaf` to `node`."""
         self.edits += 1
         del self._by_first[leaf.hashes[0]]
-        self._unlink(leaf)
+        _unlink(leaf)
         node.hashes.extend(leaf.hashes)
 
-    def subtree(self, node: N) -> list[N]:
-        """`node` and all below it, every node before its children."""
-        found = [node]
-        for each in found:
-            child = each.child
-            while child is not None:
-                found.append(child)
-                child = child.next
-        return found
 
-    def _link(self, node: N, parent: N | None) -> None:
-        node.parent = parent
-        if parent is not None:
-            sibling = parent.child
-            node.next = sibling
-            if sibling is not None:
-                sibling.previous = node
-            parent.child = node
+def read_prefix(node: Node) -> array[int]:
+    """All hashes from the root to the end of `node`."""
+    runs = [node.hashes]
+    while node.parent is not None:
+        node = node.parent
+        runs.append(node.hashes)
+    whole: array[int] = array("Q")
+    for hashes in reversed(runs):
+        whole.extend(hashes)
+    return whole
 
-    def _unlink(self, node: N) -> None:
-        before = node.previous
-        after = node.next
-        if before is not None:
-            before.next = after
-        elif node.parent is not None:
-            node.parent.child = after
-        if after is not None:
-            after.previous = before
-        node.previous = node.next = None
+
+def list_subtree(node: N) -> list[N]:
+    """`node` and all below it, every node before its children."""
+    found = [node]
+    for each in found:
+        child = each.child
+        while child is not None:
+            found.append(child)
+            child = child.next
+    return found
+
+
+def _link(node: Node, parent: Node | None) -> None:
+    node.parent = parent
+    if parent is not None:
+        sibling = parent.child
+        node.next = sibling
+        if sibling is not None:
+            sibling.previous = node
+        parent.child = node
+
+
+def _unlink(node: Node) -> None:
+    before = node.previous
+    after = node.next
+    if before is not None:
+        before.next = after
+    elif node.parent is not None:
+        node.parent.child = after
+    if after is not None:
+        after.previous = before
+    node.previous = node.next = None
 
 
 def common_blocks(one: array[int], start: int, other: array[int], other_start: int) -> int:

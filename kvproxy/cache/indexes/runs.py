@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import reduce
 from operator import add
 from random import SystemRandom
 
 import msgspec
-
-from kvproxy.cache.indexes.radix import common_blocks
 
 #: Bits of a block's tiers; bit 0 is the engine's own memory, every other one a lower tier's.
 MAX_TIERS = 8
@@ -187,8 +185,12 @@ class Runs:
     def append_blocks(self, keys: array[int], blocks: array[int], above: Place | None, tier_bit: int) -> Place | None:
         """Append new blocks below `above`, on one tier; returns where the last one is. None, and nothing changed, when
         one of the keys is taken."""
-        run = self._room_below(above)
-        higher = None if above is None else above[0].keys[above[1]]
+        run = higher = None
+        if above is not None:
+            last, at = above
+            higher = last.keys[at]
+            if at == len(last.keys) - 1 < SPAN - 1:
+                run = last
         done = 0
         total = len(keys)
         added: list[Place] = []
@@ -256,42 +258,6 @@ class Runs:
             rows -= 1
         return rows
 
-    def match(self, hashes: array[int], guess: int = 0) -> tuple[int, int, int]:
-        """Leading blocks on the device, those with the ones that follow on lower tiers, and where the prompt last left
-        a run before its end: a good guess for the next source, whose engine often holds as much.
-
-        Since a hash names its whole prefix, a block follows the one above it in its run or begins a run.
-        """
-        return _match(self.firsts, hashes, guess)
-
-    def count_tiers(self, hashes: array[int], first: int, last: int) -> Counter[int]:
-        """Of the blocks from `first` up to `last`, which `match` found: how many have these bits of tiers."""
-        found: Counter[int] = Counter()
-        depth = 0
-        while depth < last:
-            run = self.firsts[hashes[depth]]
-            here = min(common_blocks(run.blocks, run.start, hashes, depth), last - depth)
-            skipped = min(max(0, first - depth), here)
-            if run.mixed is None:
-                found[run.tiers] += here - skipped
-            else:
-                found.update(run.mixed[run.start + skipped : run.start + here])
-            depth += here
-        return found
-
-    def leading_on(self, hashes: array[int], bits: int) -> int:
-        """Leading blocks that are all on a tier of these bits."""
-        depth, (_, last, _) = 0, self.match(hashes)
-        while depth < last:
-            run = self.firsts[hashes[depth]]
-            here = min(common_blocks(run.blocks, run.start, hashes, depth), last - depth)
-            tiers = [run.tiers] * here if run.mixed is None else run.mixed[run.start : run.start + here]
-            off = next((at for at, one in enumerate(tiers) if not one & bits), None)
-            if off is not None:
-                return depth + off
-            depth += here
-        return depth
-
     def walk_tiers(self) -> Iterator[tuple[int, int]]:
         """Yield all tiers piece by piece: bits of tiers, and how many blocks have these. Changes during the walk may be
         missed."""
@@ -314,26 +280,6 @@ class Runs:
                 return None
             run, at = found
 
-    def leading_keys(self, hashes: array[int], count: int) -> array[int]:
-        """Keys of the first `count` of these blocks, which `match` found."""
-        keys = array("Q")
-        while (depth := len(keys)) < count:
-            run = self.firsts[hashes[depth]]
-            here = min(common_blocks(run.blocks, run.start, hashes, depth), count - depth)
-            keys += run.keys[run.start : run.start + here]
-        return keys
-
-    def block_after(self, hashes: array[int]) -> int | None:
-        """Return the block after these, which `match` found, in the run of the last one; None: it ends there."""
-        depth = 0
-        while True:
-            run = self.firsts[hashes[depth]]
-            here = common_blocks(run.blocks, run.start, hashes, depth)
-            depth += here
-            if depth == len(hashes):
-                at = run.start + here
-                return run.blocks[at] if at < len(run.blocks) else None
-
     def _enter(self, keys: array[int], run: Run) -> bool:
         """Point these keys to the run; False, and nothing changed, when one is taken or comes twice."""
         by_key = self._by_key
@@ -346,11 +292,6 @@ class Runs:
                 return False
             shard[key] = run
         return True
-
-    def _room_below(self, above: Place | None) -> Run | None:
-        if above is not None and above[1] == len(above[0].keys) - 1 < SPAN - 1:
-            return above[0]
-        return None
 
     def _begin(self, run: Run, start: int) -> None:
         """Begin the run at `start`, below a block that is dropped; if most of it is before that, the rest moves out."""
@@ -379,43 +320,3 @@ class Runs:
         for run, start in added:
             if start:
                 run.cut_blocks(start)
-
-
-def _match(firsts: Mapping[int, Run], hashes: array[int], guess: int = 0) -> tuple[int, int, int]:
-    """`Runs.match` of runs by our hashes of their first blocks."""
-    depth = 0
-    n = len(hashes)
-    device = -1
-    while depth < n:
-        run = firsts.get(hashes[depth])
-        if run is None:
-            break
-        blocks = run.blocks
-        start = run.start
-        count = len(blocks) - start
-        end = depth + count
-        if end > n or blocks[-1] != hashes[end - 1]:
-            if (
-                depth < guess < end
-                and guess < n
-                and blocks[start + guess - depth - 1] == hashes[guess - 1]
-                and blocks[start + guess - depth] != hashes[guess]
-            ):
-                count = guess - depth
-            else:
-                count = common_blocks(blocks, start, hashes, depth)
-                guess = depth + count
-        if device < 0 and run.mixed is None and run.tiers & DEVICE:
-            depth += count
-            continue
-        here = 0
-        if device < 0:
-            here = run.count_leading(0, count, DEVICE)
-            if here < count:
-                device = depth + here
-        if device >= 0:
-            here = run.count_leading(here, count, LOWER)
-            if here < count:
-                return device, depth + here, guess
-        depth += count
-    return depth if device < 0 else device, depth, guess

@@ -71,7 +71,7 @@ def make_fleet(size: int) -> tuple[PreciseIndex, list[EndpointId]]:
 
 def looked_at(index: PreciseIndex, path: Path) -> list[EndpointId]:
     """Return the endpoints whose tables a prompt asks."""
-    known = index._beginnings
+    known = index.matcher.beginnings
     assert isinstance(known, Beginnings)
     asked: list[EndpointId] = []
     tables = known._tables
@@ -117,7 +117,7 @@ def test_the_longest_unused_beginnings_are_forgotten() -> None:
             index.apply_events(endpoint, 0, [stored((1000 + beginning,), 0)])
         for _ in range(3):
             index.match_prompt(prompt_of((1000 + beginning, 1)))
-    known = index._beginnings
+    known = index.matcher.beginnings
     assert known is not None
     assert len(known._kept) == beginnings.MAX_KEPT
     assert looked_at(index, (1000 + 2 * beginnings.MAX_KEPT - 1, 1)) == []

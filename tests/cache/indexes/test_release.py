@@ -16,7 +16,7 @@ def test_a_table_needs_no_collector_to_go(how: str) -> None:
     """Neither that of an endpoint that left, once swept, nor those of an index that is gone."""
     index = PreciseIndex()
     index.apply_events(A, 0, [stored(tuple(range(2000)))])
-    (table,) = index._tables.values()
+    (table,) = index.tables.by_source.values()
     runs = weakref.ref(table._runs)
     gc.disable()
     try:

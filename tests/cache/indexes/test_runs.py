@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 
+from kvproxy.cache.indexes.run_matches import match_prompt
 from kvproxy.cache.indexes.runs import KEY_BITS, SPAN, Run, Runs
 
 GPU, CPU = 1, 2
@@ -103,7 +104,7 @@ def test_a_taken_name_undoes_the_whole_append(count: int) -> None:
     twice = names(10, seed=6)
     assert runs.append_blocks(twice + twice[:1], names(11, seed=7), None, GPU) is None
     check(runs, dict(zip(keys, blocks, strict=True)), more[:-1])
-    assert runs.match(blocks)[0] == count
+    assert match_prompt(runs.firsts, blocks)[0] == count
     assert runs.append_blocks(more[:-1], names(2 * SPAN, seed=4), runs.find_key(keys[-1]), GPU) is not None
 
 
@@ -158,9 +159,9 @@ def test_a_guess_changes_nothing_about_a_match(guess: int) -> None:
     assert runs.append_blocks(names(50, seed=7), others, branch, CPU) is not None
     for length in (1, 299, 300, 301, 511, 512, 513, 701, 1499, 1500):
         prompt = blocks[:length] + names(20, seed=length + 1000)
-        assert runs.match(prompt, guess)[:2] == (length, length)
-    assert runs.match(blocks[:701] + others + blocks[:9], guess)[:2] == (701, 751)
-    assert runs.match(array("Q"), guess)[:2] == (0, 0)
+        assert match_prompt(runs.firsts, prompt, guess)[:2] == (length, length)
+    assert match_prompt(runs.firsts, blocks[:701] + others + blocks[:9], guess)[:2] == (701, 751)
+    assert match_prompt(runs.firsts, array("Q"), guess)[:2] == (0, 0)
 
 
 def test_a_chain_is_swept_in_steps() -> None:

@@ -471,7 +471,7 @@ async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatc
 
     for number in range(5000):
         local.precise.apply_events(A, 0, [BlockStored((number,), None, array("I", [number] * 16), 16)])
-    (table,) = local.precise._tables.values()
+    (table,) = local.precise.tables.by_source.values()
     monkeypatch.setattr(local.precise, "sweep_rows", counted)
     consumer = _Consumer(local)
     consumer.forget(A)
