@@ -13,12 +13,13 @@ from kvproxy.base.installed import BaseFeature, installed
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import Metrics
     from kvproxy.base.types import Clock, RequestKind
+    from kvproxy.cache.actions.after_response import AfterResponse, OnTokens
     from kvproxy.cache.actions.hotness import KnownPrefix
-    from kvproxy.cache.actions.signals import Signals
-    from kvproxy.cache.actions.strategy_runner import OnTokens, StrategyRunner
+    from kvproxy.cache.breakers import OperationBreakers
     from kvproxy.cache.clients.tokens import TokenIds
     from kvproxy.cache.clients.vllm import ChatForm
     from kvproxy.cache.engines import Engines
+    from kvproxy.cache.metrics_scraper import EngineReadings
     from kvproxy.cache.overlap.facts import RequestFacts, Result
     from kvproxy.cache.overlap.reports import FollowsReports
     from kvproxy.cache.overlap.sources import OverlapSources
@@ -36,6 +37,7 @@ class CacheNeeds(NamedTuple):
 
     facts: bool = False  # match requests against the caches even if no policy wants it
     uses: bool = False  # count uses of prefixes, and keep the tokens of their prompts
+    lookups: bool = False  # keep the tokens of prompts, by which they are looked up in a store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +48,10 @@ class CacheParts:
     clusters: Mapping[str, Cluster]
     state: CacheState
     overlap: OverlapSources
-    actions: StrategyRunner
+    actions: AfterResponse
     engines: Engines
-    signals: Signals
+    breakers: OperationBreakers
+    signals: EngineReadings
     metrics: Metrics
     clock: Clock
     wall_clock: Clock
@@ -76,8 +79,10 @@ class CacheObserver:
         """Return the observer of a request whose facts are known; None: none. Its `finished` comes before the service
         learns from the request, and so before `tokens_known`."""
 
-    def tokens_known(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds, endpoint: Endpoint) -> None:
-        """Note that this endpoint has computed a prompt with this longest message prefix and these tokens."""
+    def tokens_known(
+        self, facts: RequestFacts, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint
+    ) -> None:
+        """Note that this endpoint has computed a prompt with these message prefixes (shortest first) and tokens."""
 
     def learned(self, facts: RequestFacts, result: Result) -> None:
         """Handle the end of a request, after the service has learned from it; `result.notes` takes a note."""
@@ -173,4 +178,4 @@ class CacheObservers:
 def find_needs(features: Iterable[CacheFeature], settings: KvCacheSettings) -> CacheNeeds:
     """Return the features' combined needs."""
     found = [feature.needs(settings) for feature in features]
-    return CacheNeeds(facts=any(one.facts for one in found), uses=any(one.uses for one in found))
+    return CacheNeeds(*map(any, zip(*found, strict=True))) if found else CacheNeeds()

@@ -1,4 +1,4 @@
-"""Reads the engines' metrics and this host's, again and again, out of every request's path, and gives each reading to
+"""Reads the engines' metrics, again and again, out of every request's path, and gives each reading to
 all that learns of it: load, ranks, the size of an index, the trust in an engine that restarted or sleeps."""
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.errors import ClientError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Sleep
-from kvproxy.cache.actions.signals import HostUse, Pressure, Signals
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cache.engines import Engines, RankFinder
 from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.metrics import HoldingMetrics, TierMetrics
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
-from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
@@ -65,11 +63,38 @@ class SharedReadings:
         return metrics if self._clock() - heard_at <= self._max_age_s else None
 
 
+class EngineReadings:
+    """Latest readings; one older than `max_age_s` no longer counts."""
+
+    def __init__(self, *, clock: Clock, max_age_s: float) -> None:
+        self.max_age_s = max_age_s
+        self._clock = clock
+        self._latest: dict[Endpoint, tuple[float, EngineMetrics]] = {}
+
+    def note_scrape(self, endpoint: Endpoint, metrics: EngineMetrics) -> None:
+        """Note a scrape of one engine."""
+        self._latest[endpoint] = (self._clock(), metrics)
+
+    def latest_scrape(self, endpoint: Endpoint) -> tuple[float, EngineMetrics] | None:
+        """Age in seconds and content of the latest scrape; None before the first."""
+        read_at, metrics = self._latest.get(endpoint, (0.0, None))
+        return None if metrics is None else (self._clock() - read_at, metrics)
+
+    def current_scrape(self, endpoint: Endpoint) -> EngineMetrics | None:
+        """Return the latest scrape, if it is not too old."""
+        latest = self.latest_scrape(endpoint)
+        return latest[1] if latest is not None and latest[0] <= self.max_age_s else None
+
+    def keep_only(self, endpoints: frozenset[Endpoint]) -> None:
+        """Forget the readings of all others."""
+        self._latest = {endpoint: reading for endpoint, reading in self._latest.items() if endpoint in endpoints}
+
+
 class ReadingIntake:
     """Gives each reading to all that learns of it: `signals`, the ledgers, the `indexes` by cluster, and the state."""
 
     def __init__(
-        self, state: CacheState, *, indexes: Mapping[str, LocalIndexes], signals: Signals, clock: Clock
+        self, state: CacheState, *, indexes: Mapping[str, LocalIndexes], signals: EngineReadings, clock: Clock
     ) -> None:
         self._signals = signals
         self._indexes = indexes
@@ -160,8 +185,7 @@ class MetricsScraper(BackgroundTask):
         state: CacheState,
         indexes: Mapping[str, LocalIndexes],
         engines: Engines,
-        lookups: LookupClient,
-        sample_host: Callable[[], HostUse],
+        read_store: Callable[[], Awaitable[None]],
         on_round: Callable[[], Awaitable[None]],
         clock: Clock,
         sleep: Sleep = asyncio.sleep,
@@ -169,15 +193,14 @@ class MetricsScraper(BackgroundTask):
         self._interval_s = settings.engine_metrics_interval
         self.readings = SharedReadings(clock=clock, max_age_s=self._interval_s)
         max_age_s = _STALE_INTERVALS * self._interval_s + _STALE_S
-        self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
+        self.signals = EngineReadings(clock=clock, max_age_s=max_age_s)
         self._intake = ReadingIntake(state, indexes=indexes, signals=self.signals, clock=clock)
         self._clusters = clusters
         self._indexes = indexes
         self._engines = engines
         self._rank_finder = RankFinder(engines, stated=settings.kv_event_sources)
-        self._lookups = lookups
+        self._read_store = read_store
         self._hotness = state.hotness(settings)
-        self._sample_host = sample_host
         self._on_round = on_round
         self._clock = clock
         self._sleep = sleep
@@ -192,7 +215,6 @@ class MetricsScraper(BackgroundTask):
         metrics.group(TierMetrics).cached.set_source(
             lambda: (((*of, place), n) for of, one in self._readings() for place, n in one.cached_from.items())
         )
-        metrics.group(TierMetrics).bytes.set_source(self.signals.memory_series)
 
     async def _run(self) -> None:
         interval_s = self._interval_s or WITHOUT_READING_S
@@ -219,24 +241,14 @@ class MetricsScraper(BackgroundTask):
             self.readings.hear(cluster, engine, metrics)
             self._intake.take(there, found, metrics)
 
-    def pressure(self, instance: str) -> Pressure:
-        """Return what bears on an LMCache instance: the fullest and busiest of the endpoints under its id."""
-        endpoints = [one for cluster in self._clusters.values() for one in cluster.endpoints]
-        readings = [self.signals.pressure(one) for one in endpoints if one.instance_id == instance]
-        return Pressure(
-            max((one.load for one in readings if one.load is not None), default=None),
-            max((one.memory for one in readings if one.memory is not None), default=None),
-        )
-
     async def _read_all(self) -> None:
-        self.signals.note_host(self._sample_host())
         engines = [(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
         reading = ask_each(engines, self._read, at_once=MAX_CONCURRENT)
-        outcomes, provided = await asyncio.gather(reading, self._read_provider(), return_exceptions=True)
+        outcomes, stored = await asyncio.gather(reading, self._read_store(), return_exceptions=True)
         if isinstance(outcomes, BaseException):
             raise outcomes
-        read = ["LMCache", *(f"{cluster.name}/{engine.id}" for cluster, engine in engines)]
-        for name, outcome in zip(read, (provided, *outcomes), strict=True):
+        read = ["the store", *(f"{cluster.name}/{engine.id}" for cluster, engine in engines)]
+        for name, outcome in zip(read, (stored, *outcomes), strict=True):
             if isinstance(outcome, Exception):  # the others are read all the same
                 log.error("[kvcache] the reading of %s is broken", name, exc_info=outcome)
         for name, cluster in self._clusters.items():
@@ -281,13 +293,6 @@ class MetricsScraper(BackgroundTask):
             if self.readings.tell is not None:
                 self.readings.tell(cluster.name, str(engine.id), metrics)
 
-    async def _read_provider(self) -> None:
-        try:
-            if self._lookups.provider is not None:
-                self.signals.note_memory(await self._lookups.provider.memory())
-        except ClientError as error:
-            log.debug("[kvcache] memory of LMCache: %s", error)
-
     def _engine_requests(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yield requests running and waiting at each engine."""
         for labels, metrics in self._readings():
@@ -299,5 +304,5 @@ class MetricsScraper(BackgroundTask):
         """Yield what engines reported that is not too old."""
         for name, cluster in self._clusters.items():
             for endpoint in cluster.endpoints:
-                if (reading := self.signals.latest_scrape(endpoint)) and reading[0] <= self.signals.max_age_s:
-                    yield (name, str(endpoint.id)), reading[1]
+                if (metrics := self.signals.current_scrape(endpoint)) is not None:
+                    yield (name, str(endpoint.id)), metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Self
@@ -14,9 +14,7 @@ from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest, utc_seconds
 from kvproxy.base.upstream.pool import UpstreamPool
-from kvproxy.cache.actions import signals
-from kvproxy.cache.actions.signals import HostUse
-from kvproxy.cache.actions.strategy_runner import StrategyRunner
+from kvproxy.cache.actions.after_response import AfterResponse
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.engines import Engines
 from kvproxy.cache.feature import CacheFeature, CacheNeeds, CacheObservers, CacheParts, find_chat_form, find_needs
@@ -53,7 +51,6 @@ class KvCache:
         clock: Clock = time.monotonic,
         wall_clock: Clock = utc_seconds,
         rng: random.Random | None = None,
-        sample_host: Callable[[], HostUse] = signals.sample_host,
         state: CacheState | None = None,
         reports: EngineReports | None = None,
         features: Sequence[CacheFeature] | None = None,
@@ -65,29 +62,22 @@ class KvCache:
         features = installed(CacheFeature) if features is None else features
         needs = find_needs(features, settings)
         #: Whether finished requests cause actions besides learning, KV events apart.
-        self._acts = bool(settings.lmcache_endpoint) or needs.uses
+        self._acts = needs.lookups or needs.uses
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self.pool = UpstreamPool(max_connections=MAX_CONNECTIONS, clock=clock)
         self.engines = self._make_engines(features)
         self.breakers = OperationBreakers(settings.circuit_breaker, clock=clock, metrics=metrics)
-        self.overlap = OverlapSources(
-            settings,
-            state=self.state,
-            clusters=clusters,
-            engines=self.engines,
-            breakers=self.breakers,
-            reports=EngineReports({}) if reports is None else reports,
-            keyed=needs.uses,
-            metrics=metrics,
-            clock=clock,
-        )
+        self.overlap = self._make_overlap(needs, EngineReports({}) if reports is None else reports, clock)
         #: Calls of every request, without a wrapper.
         self.gather = self.overlap.gather
+        self.look_up = self.overlap.look_up
         self.placed = self.overlap.placed
         self.move_prompt = self.overlap.move_prompt
-        self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock, rng=rng)
-        self.scraper = self._make_scraper(sample_host, clock)
-        self.actions = self._make_actions(needs, clock, rng)
+        self.feedback = PredictionFeedback(state=self.state, clock=clock, rng=rng)
+        self.scraper = self._make_scraper(clock)
+        hotness = self.state.hotness(settings)
+        tokens = self.overlap.tokens
+        self.actions = AfterResponse(hotness, tokens, counts_uses=needs.uses, metrics=metrics, clock=clock)
         parts = CacheParts(
             settings=settings,
             clusters=clusters,
@@ -95,6 +85,7 @@ class KvCache:
             overlap=self.overlap,
             actions=self.actions,
             engines=self.engines,
+            breakers=self.breakers,
             signals=self.scraper.signals,
             metrics=metrics,
             clock=clock,
@@ -111,32 +102,30 @@ class KvCache:
         timeout_s = settings.request_timeout
         return Engines(self.pool, timeout_s=timeout_s, tokenizer_url=settings.vllm_endpoint, find_form=find_form)
 
-    def _make_scraper(self, sample_host: Callable[[], HostUse], clock: Clock) -> MetricsScraper:
+    def _make_overlap(self, needs: CacheNeeds, reports: EngineReports, clock: Clock) -> OverlapSources:
+        return OverlapSources(
+            self.settings,
+            state=self.state,
+            clusters=self.clusters,
+            engines=self.engines,
+            breakers=self.breakers,
+            reports=reports,
+            looks_up=needs.lookups,
+            keyed=needs.uses,
+            metrics=self._metrics,
+            clock=clock,
+        )
+
+    def _make_scraper(self, clock: Clock) -> MetricsScraper:
         return MetricsScraper(
             self.settings,
             clusters=self.clusters,
             state=self.state,
             indexes=self.overlap.indexes,
             engines=self.engines,
-            lookups=self.overlap.lookups,
-            sample_host=sample_host,
+            read_store=lambda: self.overlap.store.read_memory(),
             on_round=self._tick,
             clock=clock,
-        )
-
-    def _make_actions(self, needs: CacheNeeds, clock: Clock, rng: random.Random) -> StrategyRunner:
-        return StrategyRunner(
-            self.settings,
-            hotness=self.state.hotness(self.settings),
-            priorities=self.state.priorities,
-            tokens=self.overlap.tokens,
-            lookups=self.overlap.lookups,
-            breakers=self.breakers,
-            pressure=self.scraper.pressure,
-            metrics=self._metrics,
-            counts_uses=needs.uses,
-            clock=clock,
-            rng=rng,
         )
 
     async def __aenter__(self) -> Self:
@@ -161,15 +150,10 @@ class KvCache:
         self.overlap.bind_gauges(self._metrics)
         self.feedback.bind_gauges(self._metrics)
         self.scraper.bind_gauges(self._metrics)
-        self.actions.bind_gauges(self._metrics)
+        self.actions.jobs.bind_gauges(self._metrics)
         hotness = self.actions.hotness
         self._metrics.group(IndexMetrics).index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
         self.observers.bind_gauges(self._metrics)
-
-    async def look_up(self, facts: RequestFacts) -> None:
-        """Ask the lookup service within what is left of the routing deadline, and complete the facts."""
-        holders = await self.overlap.look_up(facts)
-        self.overlap.add_lookup(facts, self.actions.without_undone(facts, holders))
 
     def refresh(self, facts: RequestFacts) -> None:
         """Refresh the facts of a request that was not placed yet from our own sources; a lookup's answer stays."""
@@ -205,7 +189,7 @@ class KvCache:
         on_prefilled = facts.indexes.followed.on_prefilled
         if on_prefilled is not None and endpoint is not None and result.prompt_tokens is not None:
             on_prefilled(endpoint, result.prompt_tokens - (result.cached_tokens or 0))
-        self.actions.run_strategies(facts, endpoint)
+        self.actions.note_served(facts, endpoint)
 
     def _end_session(self, facts: RequestFacts) -> None:
         """Drop the data kept for the session alone: it will not be requested again."""
@@ -226,7 +210,6 @@ class KvCache:
         """Between requests, after each round of the scraper."""
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
         self.feedback.keep_only(present)
-        self.actions.tick(self.overlap.instance_ids())
         for tick in self.observers.ticks:
             tick()
         await self.overlap.tier_counts.refresh()

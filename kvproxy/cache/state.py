@@ -14,7 +14,6 @@ from kvproxy.cache.feedback.prediction_stats import PredictionStats
 from kvproxy.cache.feedback.token_counts import BytesPerToken, CountedPrompts, HitRatioStats
 from kvproxy.cache.feedback.trust import CacheLosses
 from kvproxy.cache.overlap.index_state import IndexState
-from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.prefix.token_memory import TokenMemory
 from kvproxy.cache.settings import KvCacheSettings, TokenCacheSettings
 from kvproxy.cluster.endpoint import Endpoint
@@ -39,7 +38,6 @@ class CacheState:
     present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
     #: Called with the model, the prompt's keys, its bytes and its tokens as counted by an engine.
     on_counted: Callable[[str, Sequence[int], int, int], None] | None = None
-    priorities: dict[int, Priority] = field(default_factory=dict)  # that an operator set, by prefix key
     fresh: bool = True  # no service has run with it: a saved state may still fill it
     _of_features: dict[type, object] = field(default_factory=dict)
     _hotness: Hotness | None = None

@@ -5,6 +5,7 @@ Delete a line and its folder, and everything else works as before. The order is 
 """
 
 SHIPPED = (
+    "lmcache",
     "tracing",
     "access_log",
     "access_control",
@@ -18,7 +19,6 @@ SHIPPED = (
     "etcd",
     "pixiu",
     "kv_events",
-    "cache_strategies",
     "leases",
     "transfers",
     "warming",

@@ -11,6 +11,7 @@ from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.proxy.feature import ProxyFeature
 
 if TYPE_CHECKING:
+    import httpx
     from starlette.routing import Route
 
     from kvproxy.cluster.cluster import Cluster
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import ClusterFacts
+    from kvproxy.operate.doctor.deployment import ClusterFacts, Deployment, StoreFacts, Visit
     from kvproxy.operate.doctor.engine import EngineFacts
-    from kvproxy.operate.doctor.lmcache import LmcacheFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
@@ -112,9 +112,18 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         the KV memory of each of its engines that reports it."""
         return ()
 
-    def list_lmcache_checks(self, lmcache: LmcacheFacts) -> Sequence[Check]:
-        """Check of `kvproxy doctor` for LMCache, where one is configured."""
+    def list_checks(self, deployment: Deployment, visit: Visit) -> Iterable[Check]:
+        """Return checks of `kvproxy doctor` for what it adds to a deployment."""
         return ()
+
+    def list_store_checks(self, store: StoreFacts) -> Sequence[Check]:
+        """Check of `kvproxy doctor` for the store beside the engines, where one is configured."""
+        return ()
+
+    async def find_store_kind(self, http: httpx.AsyncClient, url: str) -> str:
+        """Return the kind of store that answers at a URL, for `kvproxy init`; "": none that it knows. Raises
+        ClientError."""
+        return ""
 
     def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
         """Check of `kvproxy doctor` for one cluster that has engines."""

@@ -176,7 +176,10 @@ class Service:
         """Serve a whole request: facts, the pick of `endpoint`, and a good answer."""
         facts = await self.ask(request)
         self.kv.placed(facts, endpoint)
-        self.kv.finished(facts, Result(endpoint, True, cached_tokens=cached))
+        result = Result(endpoint, True, cached_tokens=cached)
+        self.kv.finished(facts, result)
+        for learned in self.kv.observers.learned:
+            learned(facts, result)
         return facts
 
     async def settled(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cache.actions.hotness import KnownPrefix
@@ -39,8 +39,10 @@ class Notes(CacheObserver):
     def watch(self, facts: RequestFacts) -> Watch | None:
         return Watch(self.noted) if facts.model == "m" else None
 
-    def tokens_known(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds, endpoint: Endpoint) -> None:
-        self.noted.append(f"{len(tokens)} tokens at {endpoint.id}, {len(prefix.tokens)} of its prefix")
+    def tokens_known(
+        self, facts: RequestFacts, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint
+    ) -> None:
+        self.noted.append(f"{len(tokens)} tokens at {endpoint.id}, {len(used[-1].tokens)} of its prefix")
 
     def tick(self) -> None:
         self.noted.append("tick")

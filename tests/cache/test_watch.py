@@ -12,9 +12,7 @@ from kvproxy.cache.feature import CacheFeature, CacheNeeds
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing.load import EngineState
 from kvproxy.cluster.settings import EndpointSettings
-from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
-from tests.cache.fleet import simulated
-from tests.cache.support import A, B, Fake, Service, chat, cluster_of, long_text, running, settings, world
+from tests.cache.support import A, B, Fake, Service, chat, long_text, world
 from tests.support.clock import FakeClock
 from tests.support.until import until
 
@@ -54,13 +52,6 @@ async def test_an_engine_without_prefix_caching_holds_nothing() -> None:
         await round_of(service)
         await service.serve(chat(TURN), A)
         assert (await service.ask(chat(TURN))).preferred is None
-
-
-async def test_readings_become_pressure() -> None:
-    async with world({"a": engine(usage=0.75)}) as service:
-        await round_of(service)
-        pressure = service.kv.scraper.signals.pressure(service.cluster.endpoints[0])
-        assert (pressure.load, pressure.memory) == (0.25, 0.75)
 
 
 async def test_the_ledger_hears_of_the_engines_memory() -> None:
@@ -143,43 +134,6 @@ async def test_without_reading_leases_and_endpoints_are_still_followed() -> None
         await service.kv.scraper.scrape_all(reading=False)
         assert (await service.ask(chat(TURN))).preferred is None
     assert quiet.calls["/metrics"] == 0
-
-
-async def test_lmcaches_own_memory_is_read_too() -> None:
-    """The coordinator knows how full each instance is."""
-    async with simulated(names=("a",), controller=None, coordinator=CoordinatorSettings(capacity_chunks=4)) as place:
-        assert place.fleet.coordinator is not None
-        place.fleet.coordinator.admit("a", list(range(1024)), model_name="m")
-        config = settings(lmcache_endpoint=place.lmcache, provider="coordinator")
-        async with running(config, cluster_of(place.engines)) as service:
-            await round_of(service)
-            assert service.kv.scraper.signals.pressure(service.cluster.endpoints[0]).memory == 1.0
-
-
-async def test_a_lmcache_server_that_comes_later_is_copied_from_too() -> None:
-    """Whether servers read each other's memory is seen in every round, not at the start alone."""
-    listed: list[dict[str, Any]] = []
-    lmcache = Fake(
-        {
-            "/instances": lambda _: {"instances": listed},
-            "/instances/usage": lambda _: {"instances": [], "shared_modules": []},
-            "/directory/stats": lambda _: {"num_keys": 0},
-        }
-    )
-    async with world({"a": engine()}, lmcache, provider="coordinator") as service:
-        provider = service.kv.overlap.lookups.provider
-        assert provider is not None
-        await until(lambda: lmcache.calls["/instances"])  # the look at it that is taken at the start
-        assert not provider.copies
-        listed.append({"instance_id": "a", "ip": "127.0.0.1", "http_port": 1, "p2p_advertised_url": "x:1"})
-        await round_of(service)
-        assert provider.copies
-
-
-async def test_a_lmcache_that_is_down_says_nothing() -> None:
-    async with world({"a": engine()}, Fake({}), provider="coordinator") as service:
-        await round_of(service)
-        assert service.kv.scraper.signals.pressure(service.cluster.endpoints[0]).memory == 0.5
 
 
 @pytest.mark.parametrize(("counters", "held"), [((100, 200, 300), True), ((100, 200, 50), False)])

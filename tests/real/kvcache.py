@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.clients.lmcache_controller import LMCacheController
-from kvproxy.cache.providers import Prefix
 from kvproxy.cache.service import KvCache
+from kvproxy.cache.store import Prefix
+from kvproxy.features.lmcache.controller import LMCacheController
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until, until_says
 

@@ -23,7 +23,7 @@ from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
 
 _PINS = {"enable_pinning": True, "hot_content_threshold": 1, "pin_lease": "300s"}
-_PINNING = "cache_strategies" in SHIPPED
+_PINNING = "lmcache" in SHIPPED
 _WITHIN_S = 30.0
 #: Turns of a session at least.
 _TURNS = 4

@@ -67,8 +67,6 @@ class FeatureSettings:
     fields: Mapping[type[Model], Sequence[type[Model]]] = field(default_factory=dict)
     filters: Mapping[str, AddedFilter] = field(default_factory=dict)
     filter_order: Sequence[FilterOrder] = ()
-    #: Switches of `cache_strategy` whose strategies it has.
-    strategies: Sequence[str] = ()
     #: Its keys of the top level that are read at the start only: a reload names those that changed.
     read_at_start: Sequence[str] = ()
     #: Faults and doubts about its settings beside the rest of the configuration.

@@ -13,7 +13,6 @@ from itertools import islice
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.cache.clients.tokens import TokenIds
-from kvproxy.cache.prefix.eviction import Use
 
 #: Of a long chat only this many of its first and of its last message prefixes are counted.
 EDGE_PREFIXES = 4
@@ -88,8 +87,8 @@ class Hotness:
     def count_use(
         self, keys: Sequence[int], *, model: str, cache_salt: str, instance: str, now: float, session: int = 0
     ) -> list[KnownPrefix]:
-        """Return a prompt of `session` with these message prefixes (shortest first, the whole prompt last) was served
-        at `instance`."""
+        """Count a prompt of `session` with these message prefixes (shortest first, the whole prompt last), served at
+        `instance`."""
         edges = keys if len(keys) <= 2 * EDGE_PREFIXES else [*keys[:EDGE_PREFIXES], *keys[-EDGE_PREFIXES:]]
         if self.watch is not None:
             self.watch(edges, model, cache_salt, instance, session)
@@ -98,7 +97,7 @@ class Hotness:
     def adopt_use(
         self, edges: Sequence[int], *, model: str, cache_salt: str, instance: str, now: float, session: int = 0
     ) -> list[KnownPrefix]:
-        """As `use`, by another proxy's word."""
+        """As `count_use`, by another proxy's word."""
         used = []
         for key in edges:
             prefix = self._prefixes.get(key)
@@ -144,14 +143,6 @@ class Hotness:
             uses.popleft()
         return len(uses)
 
-    def recall_use(self, prefix: KnownPrefix, now: float) -> Use:
-        """How it was used within the window, which is how long ago an earlier use is taken to be."""
-        count = self.count_recent_uses(prefix, now)
-        uses = prefix.uses
-        idle_s = now - uses[-1] if count else self.window_s
-        gap_s = (uses[-1] - uses[0]) / (count - 1) if count > 1 else self.window_s
-        return Use(count, len(prefix.tokens), idle_s, gap_s)
-
     def walk_coldest(self, instance: str) -> Iterator[KnownPrefix]:
         """Prefixes with tokens that `instance` served, the longest unused first. Not to be changed meanwhile."""
         return (one for one in self._prefixes.values() if one.actionable and instance in one.instances)
@@ -168,10 +159,6 @@ class Hotness:
             if prefix is not None and session and prefix.session == session:
                 prefix.uses.clear()
                 self._prefixes.move_to_end(key, last=False)
-
-    def note_gone(self, prefix: KnownPrefix, instance: str) -> None:
-        """Note that `instance` no longer holds the prefix."""
-        prefix.instances.discard(instance)
 
     def note_emptied(self, instance: str) -> None:
         """Note that `instance` no longer holds any prefix."""

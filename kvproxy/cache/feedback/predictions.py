@@ -14,8 +14,6 @@ from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.last_served import NO_BLOCKS, NO_NAMES
-from kvproxy.cache.overlap.lookup import LookupClient
-from kvproxy.cache.overlap.lookup_service import EmptyLookups
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.routing.policy import Overlap
@@ -34,20 +32,11 @@ class PredictionFeedback:
     The scores and hit ratios are the state's.
     """
 
-    def __init__(
-        self,
-        *,
-        state: CacheState,
-        lookups: LookupClient,
-        clock: Clock,
-        rng: random.Random,
-    ) -> None:
+    def __init__(self, *, state: CacheState, clock: Clock, rng: random.Random) -> None:
         self._state = state
         self.uncounted = UncountedPrompts(state.bytes_per_token, rng=rng)
         self._bytes_per_token = state.bytes_per_token
-        self._lookups = lookups
         self._clock = clock
-        self._empty = EmptyLookups(clock=clock)
         self.predictions = state.predictions
         self.hit_ratios = state.hit_ratios
         self._losses = state.losses
@@ -146,9 +135,6 @@ class PredictionFeedback:
         )
         if contradicted and facts.reported is not None:
             facts.indexes.followed.reported.forget(facts.keys, facts.hashes, facts.media, facts.model)
-        if facts.holders_found is not None:
-            ever_hit = self._lookups.hits > 0
-            self._empty.observe_lookup(cached_tokens=cached, holders_named=facts.holders_found, ever_hit=ever_hit)
         if overlap is not None and predicted:
             self.predictions.count_prediction(
                 facts.cluster.name,

@@ -11,7 +11,7 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Tier
 from kvproxy.cache.metrics import IndexMetrics, KvCacheMetrics, TierMetrics
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
-from kvproxy.cache.providers import EVERY_INSTANCE, TierMemory
+from kvproxy.cache.store import EVERY_INSTANCE, TierMemory
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Self
 
-from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind
 from kvproxy.cache.breakers import OperationBreakers
@@ -21,17 +19,14 @@ from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.gauges import TierCounts, show_indexes
 from kvproxy.cache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
-from kvproxy.cache.overlap.lookup import LookupClient
-from kvproxy.cache.overlap.lookup_service import Connection
-from kvproxy.cache.overlap.lookup_task import LookupTask
-from kvproxy.cache.overlap.merge import HolderOverlap, in_steps
+from kvproxy.cache.overlap.merge import in_steps
 from kvproxy.cache.overlap.reported_prompts import ServedPrompt
 from kvproxy.cache.overlap.reports import EngineReports
 from kvproxy.cache.overlap.tokens import TokenSource
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.cache.providers import Holder, Prefix
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
+from kvproxy.cache.store import KvStore
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts
 
@@ -48,13 +43,14 @@ class OverlapSources:
         engines: Engines,
         breakers: OperationBreakers,
         reports: EngineReports,
+        looks_up: bool,
         keyed: bool,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
         self._settings = settings
+        self._looks_up = looks_up
         self._clusters = clusters
-        self._engines = engines
         self._clock = clock
         self._bytes_per_token = state.bytes_per_token
         self._counted = state.counted
@@ -73,19 +69,10 @@ class OverlapSources:
             metrics=metrics,
             clock=clock,
         )
-        self.lookups = LookupClient(breakers=breakers, metrics=metrics, clock=clock)
-        self._lookup_task = LookupTask(
-            settings,
-            tokens=self.tokens,
-            lookups=self.lookups,
-            known_instances=self.instance_ids,
-            metrics=metrics,
-            clock=clock,
-        )
+        self.store = KvStore()  # until a feature sets its own
         self.tier_counts = TierCounts(self.indexes, clusters, clock=clock)
         # Read once: settings are slow to read.
         self._min_tokens = settings.min_matched_tokens
-        self._looks_up = bool(settings.lmcache_endpoint)
         self._facts_seconds = metrics.group(KvCacheMetrics).facts_seconds.labels()
         self._running = AsyncExitStack()
         self._entered = False
@@ -96,7 +83,7 @@ class OverlapSources:
             state.index(cluster.name, endpoints=len(cluster.endpoints)),
             followed,
             follows_events=followed is not None,
-            lookups=bool(self._settings.lmcache_endpoint),
+            lookups=self._looks_up,
             keyed=keyed,
             clock=self._clock,
         )
@@ -108,9 +95,7 @@ class OverlapSources:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as starting:
             starting.push_async_callback(self.tokens.close)
-            starting.push_async_callback(self._lookup_task.close)
-            if self._looks_up:
-                self._connect(starting)
+            await starting.enter_async_context(self.store)
             self._running = starting.pop_all()
         self._entered = True
         return self
@@ -165,19 +150,15 @@ class OverlapSources:
                 _recall_reported(facts)
         self._assess(facts)
         if self._entered and request.continues is None and self._looks_up:
-            facts.wants_lookup = self._lookup_task.is_wanted(facts)
+            facts.wants_lookup = self.store.is_wanted(facts)
         self._facts_seconds.observe(self._clock() - began)
         return facts
 
-    async def look_up(self, facts: RequestFacts) -> list[HolderOverlap]:
-        """Return the lookup service's answer within the rest of the routing deadline."""
+    async def look_up(self, facts: RequestFacts) -> None:
+        """Ask the store within what is left of the routing deadline, and complete the facts."""
         facts.wants_lookup = False
-        return await self._lookup_task.ask(facts)
-
-    def add_lookup(self, facts: RequestFacts, looked_up: Sequence[HolderOverlap]) -> None:
-        """Add the lookup's answer to the facts."""
-        facts.lookup_overlaps = looked_up
-        if looked_up or facts.tokens_exact:
+        facts.lookup_overlaps = await self.store.look_up(facts)
+        if facts.lookup_overlaps or facts.tokens_exact:
             self._assess(facts)
 
     def refresh(self, facts: RequestFacts) -> None:
@@ -187,20 +168,6 @@ class OverlapSources:
         if facts.media:
             _recall_reported(facts)
         self._assess(facts)
-
-    def add_holders(self, facts: RequestFacts, find: Callable[[Prefix], Sequence[Holder]]) -> None:
-        """Add the holders of its prompt that a feature finds, before a lookup's answer about the same endpoints."""
-        if facts.tokens is None or self.lookups.provider is None:
-            return
-        found = self.lookups.count_overlaps(
-            find(Prefix(facts.tokens, facts.model, facts.request.cache_salt or "")),
-            endpoints=facts.endpoints,
-            known=self.instance_ids(),
-            local=facts.overlaps.by_endpoint,
-            hashes=facts.hashes,
-            denied=facts.indexes.denied,
-        )
-        facts.lookup_overlaps = [*found, *facts.lookup_overlaps]
 
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
         """Record the request's endpoint; an earlier attempt's entry is taken back."""
@@ -238,16 +205,15 @@ class OverlapSources:
         indexes.followed.reported.note_served(endpoint, served)
 
     def instance_ids(self) -> frozenset[str]:
-        """LMCache instance ids of all endpoints."""
+        """Ids of all endpoints at the store."""
         return frozenset(one.instance_id for cluster in self._clusters.values() for one in cluster.endpoints)
 
     def trust(self, cluster: str, endpoint: EndpointId) -> dict[str, float]:
         """By source: the share of an unbacked claim about the endpoint that is trusted; only what was ever tried."""
         indexes = self.indexes[cluster]
-        provider = self.lookups.provider
         sources = {FactSource.PRECISE: indexes.trust}
-        if provider is not None:
-            sources[provider.source] = indexes.lookup_trust
+        if self.store.source is not None:
+            sources[self.store.source] = indexes.lookup_trust
         return {source.value: one.trusted_share(endpoint) for source, one in sources.items() if endpoint in one}
 
     def _assess(self, facts: RequestFacts) -> None:
@@ -299,16 +265,8 @@ class OverlapSources:
         counts = [self._media_counts.look_up(facts.model, medium) for medium in facts.media]
         return MixedPrompt(facts.media, counts, bytes_per_token=bytes_per_token)
 
-    def _connect(self, starting: AsyncExitStack) -> None:
-        connection = Connection(
-            self._settings, self._engines.http.client(), lookups=self.lookups, known_instances=self.instance_ids
-        )
-        task = asyncio.create_task(connection.run(), name="kvcache connect")
-        starting.push_async_callback(cancel_tasks, [task])
-
     def bind_gauges(self, metrics: Metrics) -> None:
         self.tokens.bind_gauges(metrics)
-        self._lookup_task.bind_gauges(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)
         self.tier_counts.bind_gauges(metrics)
 

@@ -10,12 +10,12 @@ import msgspec
 
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.indexes.heat import Run
 from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.overlap.last_served import Served
 from kvproxy.cache.prefix.hashing import little_endian
+from kvproxy.cache.store import Action
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.work import Features
@@ -214,8 +214,8 @@ class Journal:
         if world.state is not None:
             world.state.on_counted = self.counted
         world.watch_engines(self.add)
-        if world.actions is not None:
-            world.actions.hotness.watch = self.used
+        if world.hotness is not None:
+            world.hotness.watch = self.used
         for name, table in world.limits.items():
             table.watch = partial(self.spend, name)
         for name, part in world.clusters.items():

@@ -10,11 +10,10 @@ from typing import Any
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.overlap.last_served import Served
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
-from kvproxy.cache.providers import ActionKind
+from kvproxy.cache.store import Action, ActionKind
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.remote_load import RemoteLoad
 from kvproxy.features.exchange import deltas
@@ -259,10 +258,10 @@ def _sampled(peer: PeerApplier, delta: deltas.Sample, world: SharedState, now: f
 
 
 def _used(peer: PeerApplier, delta: deltas.Used, world: SharedState, now: float) -> None:
-    if world.actions is None:
+    if world.hotness is None:
         peer.unknown += 1
     elif delta.keys:
-        world.actions.hotness.adopt_use(
+        world.hotness.adopt_use(
             numbers("Q", delta.keys),
             model=delta.model,
             cache_salt=delta.cache_salt,
@@ -273,12 +272,12 @@ def _used(peer: PeerApplier, delta: deltas.Used, world: SharedState, now: float)
 
 
 def _acted(peer: PeerApplier, delta: deltas.Acted, world: SharedState, now: float) -> None:
-    if world.actions is None or delta.kind not in ActionKind.__members__.values():
+    hotness = world.hotness
+    if hotness is None or world.store is None or delta.kind not in ActionKind.__members__.values():
         peer.unknown += 1
         return
     prefix = None
     if delta.key:
-        hotness = world.actions.hotness
         tokens = numbers("I", delta.tokens)
         prefix = hotness.find_prefix(delta.key) or KnownPrefix(
             delta.key, delta.model, delta.cache_salt, deque(maxlen=1), delta.key, tokens
@@ -286,7 +285,7 @@ def _acted(peer: PeerApplier, delta: deltas.Acted, world: SharedState, now: floa
         if tokens and not prefix.tokens:
             hotness.learn_tokens([prefix], tokens)
     action = Action(ActionKind(delta.kind), delta.instance, prefix, "elsewhere")
-    world.actions.adopt_action(action, now - delta.age_s)
+    world.store.adopt_action(action, now - delta.age_s)
 
 
 def _spent(peer: PeerApplier, delta: deltas.Spent, world: SharedState, now: float) -> None:

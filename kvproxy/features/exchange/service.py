@@ -20,8 +20,8 @@ from kvproxy.base.background_task import TaskSet, run_in_slices
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
-from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.service import KvCache
+from kvproxy.cache.store import Action
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.claims import PeerClaims
@@ -129,8 +129,8 @@ class SyncService(Companion):
         self._world = world
         self._handover.follow(world, kvcache, clusters)
         self.journal.follow(world)
-        if world.actions is not None:
-            world.actions.executor.claims = self
+        if world.store is not None:
+            world.store.locks = self
 
     @property
     def joining(self) -> bool:

@@ -10,11 +10,12 @@ from typing import Protocol
 
 from kvproxy.base.resilience.retry import RetryBudget
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.actions.strategy_runner import StrategyRunner
+from kvproxy.cache.actions.hotness import Hotness
 from kvproxy.cache.metrics_scraper import MetricsScraper
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.state import CacheState
+from kvproxy.cache.store import KvStore
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.prober import ProbeOutcome, TellProbe
 from kvproxy.cluster.routing.admission import Admission
@@ -79,7 +80,8 @@ class SharedState:
 
     clusters: Mapping[str, ClusterPart]
     state: CacheState | None = None
-    actions: StrategyRunner | None = None
+    hotness: Hotness | None = None
+    store: KvStore | None = None
     scraper: MetricsScraper | None = None
     limits: Mapping[str, ChargedLimits] = field(default_factory=dict)  # by filter
     budgets: Mapping[str, RetryBudget] = field(default_factory=dict)
@@ -97,7 +99,9 @@ class SharedState:
         parts = {name: RunningCluster(cluster, kvcache) for name, cluster in clusters.items()}
         if kvcache is None:
             return cls(parts, limits=limits, budgets=budgets)
-        return cls(parts, kvcache.state, kvcache.actions, kvcache.scraper, limits, budgets)
+        hotness = kvcache.actions.hotness
+        store = kvcache.overlap.store
+        return cls(parts, kvcache.state, hotness, store, kvcache.scraper, limits, budgets)
 
     def keep_apart(self, own: Origin, lags_s: Mapping[Origin, float]) -> None:
         """Pass the number of deciding processes, and their delay, to the policies."""

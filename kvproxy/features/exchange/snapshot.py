@@ -12,10 +12,8 @@ from xxhash import xxh3_64
 
 from kvproxy.base.background_task import TaskSet, run_in_slices
 from kvproxy.base.types import Clock
-from kvproxy.cache.actions.executor import ActionLocks
-from kvproxy.cache.actions.strategies import Action
-from kvproxy.cache.providers import ActionKind
 from kvproxy.cache.service import KvCache
+from kvproxy.cache.store import Action, ActionKind, ActionLocks
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.bounded_queue import BoundedQueue
@@ -113,8 +111,8 @@ def _deltas(world: SharedState, now: float) -> Iterator[Delta]:
                 yield deltas.Drained(name, str(endpoint), draining)
     for limit, table in world.limits.items():
         yield from _spent(limit, table.missing(now))
-    if world.actions is not None:
-        for (instance, _), pin in world.actions.list_pins(now).items():
+    if world.store is not None:
+        for (instance, _), pin in world.store.list_pins(now).items():
             yield acted(Action(ActionKind.PIN, instance, pin.prefix, "pinned"), now - pin.pinned_at)
 
 

@@ -16,12 +16,11 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.feature import CacheObserver, CacheParts
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.prefix.cache_marks import read_ttl_s
-from kvproxy.cache.providers import ActionKind
+from kvproxy.cache.store import Action, ActionKind
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.selector import Decision
@@ -384,10 +383,8 @@ class Leasing(CacheObserver):
     def __init__(self, parts: CacheParts) -> None:
         settings = parts.settings
         self.settings = part_of(settings, LeasePlace).leases
-        self.book = parts.state.of(LeaseState).book_at(settings.lmcache_endpoint)
-        self._renewal_s = settings.cache_strategy.pin_renewal_s
-        self._executor = parts.actions.executor
-        self._lookups = parts.overlap.lookups
+        self._store = parts.overlap.store
+        self.book = parts.state.of(LeaseState).book_at(self._store.address)
         self._metrics = parts.metrics.group(LeaseMetrics)
         self._clock = parts.clock
 
@@ -428,8 +425,11 @@ class Leasing(CacheObserver):
             )
         return kept
 
-    def tokens_known(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds, endpoint: Endpoint) -> None:
+    def tokens_known(
+        self, facts: RequestFacts, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint
+    ) -> None:
         """Lease this prompt if its conversation is expected back."""
+        prefix = used[-1]
         waiting = self.book.waiting.get(prefix.key)
         if waiting is None:
             return
@@ -451,7 +451,7 @@ class Leasing(CacheObserver):
             self._count_end(lease, result)
         if not self._counts:
             for lease in self.book.leases.values():
-                if lease.held and lease.returned_at is None and now - lease.pinned_at >= self._renewal_s:
+                if lease.held and lease.returned_at is None and now - lease.pinned_at >= self._store.pin_renewal_s:
                     self._pin(lease, "renewal")
         self._take_back()
 
@@ -483,23 +483,22 @@ class Leasing(CacheObserver):
     @property
     def _counts(self) -> bool:
         """True if pins are counted, and stay until they are taken back."""
-        return ActionKind.UNPIN in self._lookups.supported
+        return ActionKind.UNPIN in self._store.supported
 
     def _refuse(self, lease: Lease) -> str:
         """Why nothing pins it there; "" if LMCache does."""
         action = Action(ActionKind.PIN, lease.instance, lease.prefix, "")
-        pins = ActionKind.PIN in self._lookups.supported and not self._executor.is_disabled(action)
-        return "" if pins else "no_pins"
+        return "" if self._store.can_do(action) else "no_pins"
 
     def _pin(self, lease: Lease, reason: str) -> None:
         action = Action(ActionKind.PIN, lease.instance, lease.prefix, f"lease {reason}", own=True)
-        self._executor.submit(action, self.done)
+        self._store.submit(action, self.done)
 
     def _take_back(self) -> None:
         if not self._counts:
             self.book.released.clear()
         for (instance, _), prefix in list(self.book.released.items()):
-            self._executor.submit(Action(ActionKind.UNPIN, instance, prefix, "lease over", own=True), self.done)
+            self._store.submit(Action(ActionKind.UNPIN, instance, prefix, "lease over", own=True), self.done)
 
     def _end_session(self, session: int) -> None:
         for lease in self.book.end_session(session):

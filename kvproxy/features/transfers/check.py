@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.features.transfers.settings import TransferPlace
-from kvproxy.operate.doctor.lmcache import LmcacheFacts
+from kvproxy.operate.doctor.deployment import StoreFacts
 from kvproxy.operate.doctor.report import Finding, check, ok, warning
 
 
 @check("actions", calls=4)
-async def check_transfers(lmcache: LmcacheFacts) -> Sequence[Finding]:
+async def check_transfers(store: StoreFacts) -> Sequence[Finding]:
     """Compare the service's ways to copy with the settings."""
-    wanted = part_of(lmcache.settings, TransferPlace).transfers.on_demand
-    return [judge_transfers(lmcache.where, await lmcache.find_copying(), wanted=wanted)]
+    wanted = part_of(store.settings, TransferPlace).transfers.on_demand
+    return [judge_transfers(store.where, await store.find_copying(), wanted=wanted)]
 
 
 def judge_transfers(where: str, lever: str, *, wanted: bool) -> Finding:

@@ -14,7 +14,7 @@ from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from kvproxy.cache.feature import CacheObserver, CacheParts
-    from kvproxy.operate.doctor.lmcache import LmcacheFacts
+    from kvproxy.operate.doctor.deployment import StoreFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.receipts.receipt import Receipt
 
@@ -46,11 +46,11 @@ class TransfersFeature(Feature):
             waited = f"; it waited {format_seconds(found.waited_s)} for them" if found.waited_s else ""
             yield f"{found.result}, {found.moved} tokens moved{waited}"
 
-    def list_lmcache_checks(self, lmcache: LmcacheFacts) -> Sequence[Check]:
+    def list_store_checks(self, store: StoreFacts) -> Sequence[Check]:
         """Return the check of the service's ways to copy."""
         from kvproxy.features.transfers.check import check_transfers
 
-        return (check_transfers(lmcache),)
+        return (check_transfers(store),)
 
 
 FEATURE = TransfersFeature()

@@ -20,8 +20,7 @@ from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.feature import CacheObserver, CacheParts, RequestWatch
 from kvproxy.cache.overlap.facts import RequestFacts
-from kvproxy.cache.overlap.sources import OverlapSources
-from kvproxy.cache.providers import ActionKind
+from kvproxy.cache.store import ActionKind
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.costs import own_s
 from kvproxy.cluster.routing.policy import Overlap, PickRequest
@@ -75,9 +74,9 @@ class CopyDeadline:
 class OnDemand:
     """Made by `transfers`, within its limits and under its rules. Requests that go the same way share a copy."""
 
-    def __init__(self, transfers: Transfers, overlap: OverlapSources) -> None:
+    def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._overlap = overlap
+        self._store = transfers.store
         self._max_wait_s = transfers.settings.max_wait
         self._clock = transfers.clock
         self._planner = TransferPlanner(self._terms(), rng=transfers.rng)
@@ -149,13 +148,12 @@ class OnDemand:
             self._count_moved(request.facts, result)
 
     def _count_moved(self, facts: RequestFacts, result: TransferResult) -> None:
-        provider = self._overlap.lookups.provider
         held = facts.overlaps.by_endpoint.get(result.endpoint, NOT_HELD)
         overlap = landed(held, min(result.moved, result.tokens), Tier.HOST)
         if overlap is held:
             return
-        if provider is not None:
-            overlap = msgspec.structs.replace(overlap, source=provider.source)
+        if self._store.source is not None:
+            overlap = msgspec.structs.replace(overlap, source=self._store.source)
         by_endpoint = {**facts.overlaps.by_endpoint, result.endpoint: overlap}
         facts.overlaps = msgspec.structs.replace(facts.overlaps, by_endpoint=by_endpoint)
 
@@ -181,12 +179,11 @@ class OnDemand:
     def _sources(self, facts: RequestFacts) -> tuple[Mapping[EndpointId, int], Mapping[EndpointId, int]]:
         """Return what a lookup service reported that endpoints have in memory, and that their instances read from
         farther."""
-        provider = self._overlap.lookups.provider
         published = dict[EndpointId, int]()
         stored = dict[EndpointId, int]()
         for told in facts.lookup_overlaps:
             near = near_tokens(Overlap(0, told.lower)) if told.lower else told.tokens
-            if provider is not None and provider.copies:
+            if self._store.copies:
                 published[told.endpoint] = max(near, published.get(told.endpoint, 0))
             if told.tokens > near:
                 stored[told.endpoint] = max(told.tokens, stored.get(told.endpoint, 0))
@@ -243,7 +240,7 @@ class OnDemand:
                 request.result.result = result
                 request.result.moved = tokens
             if tokens:
-                self._overlap.add_holders(request.facts, self._transfers.copied.find_holders)
+                self._store.add_holders(request.facts, self._transfers.copied.find_holders)
 
 
 class CopyObserver(CacheObserver):
@@ -251,8 +248,8 @@ class CopyObserver(CacheObserver):
 
     def __init__(self, parts: CacheParts) -> None:
         transfers = Transfers(parts)
-        parts.actions.adopted[ActionKind.TRANSFER] = transfers.done
-        self.on_demand = OnDemand(transfers, parts.overlap)
+        transfers.store.adopted[ActionKind.TRANSFER] = transfers.done
+        self.on_demand = OnDemand(transfers)
 
     def watch(self, facts: RequestFacts) -> RequestWatch:
         """Follow the request from now on."""

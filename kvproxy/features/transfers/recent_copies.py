@@ -6,13 +6,14 @@ from cachetools import TTLCache
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.types import Clock, Tier
-from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS
 from kvproxy.cache.clients.tokens import TokenIds
-from kvproxy.cache.providers import Holder, Prefix
+from kvproxy.cache.store import Holder, Prefix
 
 #: How long, and for how many beginnings of prompts, copies are kept; full memory may have lost them by then.
 _KEPT_S = 60.0
 _KEPT = 10_000
+#: Tokens by which beginnings are told apart: LMCache's default chunk.
+_BEGINNING_TOKENS = 256
 
 
 class RecentCopies:
@@ -46,7 +47,7 @@ class RecentCopies:
 
 
 def _beginning(prefix: Prefix) -> tuple[str, str, int]:
-    return prefix.model, prefix.cache_salt, _digest(prefix.tokens[:CHUNK_TOKENS])
+    return prefix.model, prefix.cache_salt, _digest(prefix.tokens[:_BEGINNING_TOKENS])
 
 
 def _digest(tokens: TokenIds) -> int:

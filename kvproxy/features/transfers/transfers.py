@@ -12,9 +12,8 @@ from functools import partial
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.feature import CacheParts
-from kvproxy.cache.providers import ActionKind, Prefix
+from kvproxy.cache.store import Action, ActionKind, Prefix
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import prefill_s
@@ -78,13 +77,13 @@ OnTransferred = Callable[[str, int], None]
 
 
 class Transfers:
-    """Made by the executor, under its rules."""
+    """Made by the store, under its rules."""
 
     def __init__(self, parts: CacheParts) -> None:
         self.settings = part_of(parts.settings, TransferPlace).transfers
         self.copied = RecentCopies(parts.clock)
-        parts.overlap.lookups.find_more = self.copied.find_holders
-        self._executor = parts.actions.executor
+        self.store = parts.overlap.store
+        self.store.find_more = self.copied.find_holders
         self.metrics = parts.metrics.group(TransferMetrics)
         self.clock = parts.clock
         self.rng = parts.rng
@@ -114,7 +113,7 @@ class Transfers:
             ActionKind.TRANSFER, target.instance_id, prefix, reason, source=source, timeout_s=self.settings.timeout
         )
         over = partial(self._over, target.id, prefix, action, on_over)
-        if not self._executor.submit(action, self.done, over):
+        if not self.store.submit(action, self.done, over):
             return False
         self.link.begin(tokens)
         return True

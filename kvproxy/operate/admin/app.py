@@ -146,7 +146,7 @@ def build_admin_app(
         HealthRoutes(operated),
         LiveView(operated, history),
         EndpointRoutes(operated, audit),
-        CacheRoutes(operated, audit),
+        CacheRoutes(operated),
         RoutingRoutes(operated),
         DecisionRoutes(operated),
         PickRoutes(operated),

@@ -24,12 +24,12 @@ async def cache_status(service: KvCache) -> dict[str, object]:
     overlap = service.overlap
     settings = service.settings
     memory = overlap.tokens.memory
-    provider = overlap.lookups.provider
+    source = overlap.store.source
     return {
         "sources": {
             "approximate": True,
             "precise": any(one.followed.any for one in overlap.indexes.values()),
-            "lookup": None if provider is None else provider.source.value,
+            "lookup": None if source is None else source.value,
         },
         "indexes": {name: await _index_status(service, cluster) for name, cluster in list(service.clusters.items())},
         "token_memory": {
@@ -45,7 +45,6 @@ async def cache_status(service: KvCache) -> dict[str, object]:
         },
         "breakers": service.breakers.states(),
         "troubles": troubles(service),
-        "switched_off": [f"{kind} at {instance}" for kind, instance in service.actions.executor.switched_off],
         "bytes_per_token": service.state.bytes_per_token.typical,
     }
 
@@ -84,7 +83,7 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
 
 
 def running_jobs(service: KvCache) -> list[dict[str, object]]:
-    """Background work under way: what, and at which LMCache instance."""
+    """Background work under way: what, and at which instance of the store."""
     return [{"about": job.about, "instance": job.lane} for job in service.actions.jobs.running]
 
 
@@ -162,7 +161,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
         "hit_ratio": msgspec.to_builtins(service.state.hit_ratios.read_shares((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
         "precise_blocks": indexes.precise.count_rows(endpoint.id),
-        "tiers": overlap.tier_counts.describe(cluster, endpoint, service.scraper.signals.memory),
+        "tiers": overlap.tier_counts.describe(cluster, endpoint, overlap.store.memory),
     }
 
 

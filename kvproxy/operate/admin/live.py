@@ -231,7 +231,7 @@ class LiveView:
         return {
             "running": running_jobs(kvcache),
             "waiting": kvcache.actions.jobs.waiting,
-            "leases": len(kvcache.actions.list_pins(now)),
+            "leases": len(kvcache.overlap.store.list_pins(now)),
             "breakers": kvcache.breakers.states(),
             "hot": self._hot,
             **kvcache.observers.describe("live", now),

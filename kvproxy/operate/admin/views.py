@@ -1,5 +1,5 @@
-"""Common views: the last decisions (why a request went where it went, and how it ended), and the cache's side, where
-prefixes are given priorities. Hashes only, never a prompt."""
+"""Common views: the last decisions (why a request went where it went, and how it ended), and the cache's side.
+Hashes only, never a prompt."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.base.errors import Problem
-from kvproxy.cache.actions.strategies import MAX_PRIORITIES
-from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
-from kvproxy.cache.prefix.eviction import Priority
+from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cache.service import KvCache
 from kvproxy.operate.admin.cache_status import cache_status, hot_prefixes
-from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_number, reply_json
+from kvproxy.operate.admin.replies import RequestRefused, read_number, reply_json
 from kvproxy.operate.receipts.explain import explain_notes
 from kvproxy.operate.receipts.receipt import receipt_type
 from kvproxy.operate.runtime.operated import AdminTarget, OperatorFinding
@@ -30,8 +28,6 @@ from kvproxy.proxy.request.exchange import RESULTS
 
 MAX_LIMIT = 1000
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_PREFIX = re.compile(r"[0-9a-f]{16}")
-_PRIORITIES = {one.name.lower(): one for one in Priority}
 
 
 def list_decisions(
@@ -136,11 +132,10 @@ class DecisionRoutes:
 
 
 class CacheRoutes:
-    """Routes for cached, hot and pinned prefixes, and for the operator's priorities."""
+    """Routes for cached, hot and pinned prefixes."""
 
-    def __init__(self, operated: AdminTarget, audit: Audit) -> None:
+    def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
-        self._audit = audit
 
     def list_routes(self) -> list[Route]:
         """Their paths."""
@@ -148,8 +143,6 @@ class CacheRoutes:
             Route("/cache/status", self._status, methods=["GET"]),
             Route("/cache/hot", self._hot, methods=["GET"]),
             Route("/cache/leases", self._leases, methods=["GET"]),
-            Route("/cache/priorities", self._priorities, methods=["GET"]),
-            Route("/cache/priorities/{prefix}", self._set_priority, methods=["PUT"]),
         ]
 
     async def _status(self, request: Request) -> Response:
@@ -163,10 +156,8 @@ class CacheRoutes:
         return reply_json(
             {
                 **await cache_status(self._service()),
-                **self._service().observers.describe("status", self._operated.clock()),
-                "lookups": metrics.group(KvCacheMetrics).lookups.sum_by("outcome"),
                 "tokenizes": metrics.group(KvCacheMetrics).tokenizes.sum_by("outcome"),
-                "actions": metrics.group(HoldingMetrics).actions.sum_by("result"),
+                **self._service().observers.describe("status", self._operated.clock()),
                 "predictions": predictions,
             }
         )
@@ -180,28 +171,6 @@ class CacheRoutes:
         now = self._operated.clock()
         described = service.observers.describe("pins", now)
         return reply_json({"leases": [], **described})
-
-    async def _priorities(self, request: Request) -> Response:
-        limit = read_number(request, default=20, most=MAX_LIMIT)
-        return reply_json({"prefixes": self._service().actions.describe_prefixes(limit)})
-
-    async def _set_priority(self, request: Request) -> Response:
-        """One prefix, by the name that the audit log gives it."""
-        actions = self._service().actions
-        name = request.path_params["prefix"]
-        if not _PREFIX.fullmatch(name):
-            raise RequestRefused(
-                404, Problem("prefix", "not the name of a prefix", "16 hex digits, as in the audit log")
-            )
-        body = await read_json_object(request)
-        wanted = body.get("priority")
-        if list(body) != ["priority"] or not isinstance(wanted, str) or wanted not in _PRIORITIES:
-            raise RequestRefused(422, Problem("priority", "not a priority", f"one of {', '.join(_PRIORITIES)}"))
-        if not actions.set_priority(int(name, 16), _PRIORITIES[wanted]):
-            fix = "set others to normal; `GET /cache/priorities` lists them"
-            raise RequestRefused(409, Problem("prefix", f"more than {MAX_PRIORITIES} prefixes have a priority", fix))
-        self._audit.write_line(request, "cache.priority", prefix=name, priority=wanted)
-        return reply_json({"prefix": name, "set": wanted})
 
     def _alarms(self) -> Sequence[OperatorFinding]:
         return self._service().state.predictions.raised_alarms()

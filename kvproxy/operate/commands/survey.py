@@ -13,16 +13,14 @@ from typing import Any, cast
 import httpx
 
 from kvproxy.base.errors import ClientError, ConfigError, Problem
+from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import API_PATHS, url_fault
-from kvproxy.cache.clients.lmcache_controller import LMCacheController
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
-from kvproxy.cache.clients.tokens import token_array
 from kvproxy.cache.clients.vllm import VllmClient
-from kvproxy.cache.providers import Prefix
 from kvproxy.operate.config.load import load_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.shorthand import parse_endpoint, split_address
 from kvproxy.operate.config.yaml_text import parse_yaml_with_places
+from kvproxy.operate.feature import Feature
 
 _TIMEOUT_S = 3.0
 _WORDS = {
@@ -158,13 +156,13 @@ async def _answers(http: httpx.AsyncClient, url: str) -> bool:
 
 
 async def _lmcache(http: httpx.AsyncClient, url: str) -> SeenLmCache:
-    try:
-        if await LMCacheCoordinator(http, url, timeout_s=_TIMEOUT_S).answers():
-            return SeenLmCache(url, "coordinator")
-        await LMCacheController(http, url, timeout_s=_TIMEOUT_S).lookup(Prefix(token_array([]), ""))
-    except ClientError as error:
-        return SeenLmCache(url, trouble=f"no answer as LMCache's ({_short(error)})")
-    return SeenLmCache(url, "controller")
+    for feature in installed(Feature):
+        try:
+            if kind := await feature.find_store_kind(http, url):
+                return SeenLmCache(url, kind)
+        except ClientError as error:
+            return SeenLmCache(url, trouble=f"no answer as LMCache's ({_short(error)})")
+    return SeenLmCache(url, trouble="no installed feature uses it")
 
 
 def survey_engines(given: Sequence[str], *, listen: str, policy: str) -> tuple[Config, list[Problem]]:

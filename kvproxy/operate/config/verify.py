@@ -210,12 +210,9 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
             yield error_at((*at, name), fault)
     strategy = settings.cache_strategy
     plan = (*at, "cache_strategy")
-    known = {name for feature in settings_of_features() for name in feature.strategies}
     for name in strategy.enabled:
         if not settings.lmcache_endpoint:
             yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
-        elif name not in known:
-            yield error_at((*plan, name), "no installed feature does that")
     if settings.lookup_routing_timeout > settings.request_timeout:
         longer = (
             f"{settings.lookup_routing_timeout:g} s is longer than request_timeout ({settings.request_timeout:g} s)"

@@ -74,7 +74,7 @@ async def check_open_files(deployment: Deployment) -> Sequence[Finding]:
     """Open files of this shell or service, which `kvproxy serve` inherits."""
     config = deployment.config
     needed = config.limits.connections + len(deployment.engines) * config.pool.max_connections + _OTHER_FILES
-    if deployment.kvcache is not None and deployment.kvcache.lmcache_endpoint:
+    if deployment.looks_up:
         needed += 2 * MAX_CONNECTIONS
     allowed = deployment.open_files
     if allowed in (resource.RLIM_INFINITY, -1) or allowed >= needed:

@@ -25,8 +25,6 @@ from kvproxy.operate.doctor.check_configuration import (
     convert_problems,
 )
 from kvproxy.operate.doctor.check_engine_setup import check_cors, check_ranks, check_sglang
-from kvproxy.operate.doctor.check_lmcache import check_actions, check_instances, check_service
-from kvproxy.operate.doctor.check_lookup import check_chunk_size, check_lookup, check_lookup_time
 from kvproxy.operate.doctor.check_models import (
     check_duplicates,
     check_models,
@@ -43,7 +41,7 @@ from kvproxy.operate.doctor.check_trial import (
     check_tokenize,
     priority_mode,
 )
-from kvproxy.operate.doctor.deployment import Deployment, survey_deployment
+from kvproxy.operate.doctor.deployment import Deployment, Visit, survey_deployment
 from kvproxy.operate.doctor.report import Check, DoctorReport, Finding, Severity, SkippedCheck, warning
 from kvproxy.operate.doctor.tools import Tools
 from kvproxy.operate.feature import Feature
@@ -83,24 +81,22 @@ async def _run(check: Check, timeout_s: float) -> Sequence[Finding] | SkippedChe
 def list_full_checks(deployment: Deployment, problems: Sequence[Problem]) -> list[Check]:
     """Return all checks, with two requests of one token to each engine (one more if its KV events were silent, and if
     it gets a priority)."""
-    return [*_quiet(deployment, problems, trial=True), *_trials(deployment), *_lookups(deployment)]
+    own = _own(deployment, Visit.FULL)
+    return [*_quiet(deployment, problems, trial=True), *_trials(deployment), *own]
 
 
 def list_timed_checks(deployment: Deployment) -> list[Check]:
     """Return what must run alone, after all the rest: it measures time."""
-    if deployment.lmcache is None or not deployment.engines:
-        return []
-    return [check_lookup_time(deployment.lmcache, deployment.engines)]
+    return list(_own(deployment, Visit.TIMED))
 
 
 def list_light_checks(deployment: Deployment, problems: Sequence[Problem] = ()) -> list[Check]:
     """Return what can be asked without generating anything."""
-    return list(_quiet(deployment, problems, trial=False))
+    return [*_quiet(deployment, problems, trial=False), *_own(deployment, Visit.LIGHT)]
 
 
 def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) -> Iterator[Check]:
     wall_clock = deployment.tools.wall_clock
-    lmcache = deployment.lmcache
     yield check_configuration(problems, deployment.undiscovered)
     yield check_open_files(deployment)
     yield check_certificates(deployment.config, wall_clock)
@@ -122,13 +118,6 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
         yield check_versions(cluster)
         for feature in installed(Feature):
             yield from feature.list_cluster_checks(cluster)
-    if lmcache is not None:
-        yield check_connection(lmcache.where, lmcache.origin, lmcache.try_link, wall_clock)
-        yield check_service(lmcache)
-        yield check_instances(lmcache, deployment, trial=trial)
-        yield check_actions(lmcache)
-        for feature in installed(Feature):
-            yield from feature.list_lmcache_checks(lmcache)
 
 
 def _trials(deployment: Deployment) -> Iterator[Check]:
@@ -147,12 +136,10 @@ def _trials(deployment: Deployment) -> Iterator[Check]:
     yield check_duplicates(deployment)
 
 
-def _lookups(deployment: Deployment) -> Iterator[Check]:
-    if deployment.lmcache is None:
-        return
-    for engine in deployment.engines:
-        yield check_lookup(engine, deployment.lmcache)
-        yield check_chunk_size(engine, deployment.lmcache)
+def _own(deployment: Deployment, visit: Visit) -> Iterator[Check]:
+    """Yield the checks of features."""
+    for feature in installed(Feature):
+        yield from feature.list_checks(deployment, visit)
 
 
 async def diagnose_setup(

@@ -6,18 +6,19 @@ import asyncio
 import resource
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from enum import Enum
+from typing import Protocol, TypeVar
 
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.errors import ClientError, DiscoveryError, Refused
-from kvproxy.cache.feature import find_reports
+from kvproxy.base.installed import installed
+from kvproxy.cache.feature import CacheFeature, find_needs, find_reports
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.discovery import sources_of
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EventSources
 from kvproxy.cluster.sources.entries import Source, split_answer
 from kvproxy.operate.config.schema import Config, find_kvcache_settings
 from kvproxy.operate.doctor.engine import EngineFacts
-from kvproxy.operate.doctor.lmcache import LmcacheFacts
 from kvproxy.operate.doctor.report import Finding, problem, warning
 from kvproxy.operate.doctor.tools import Tools
 from kvproxy.operate.doctor.trial import TrialPlan
@@ -27,22 +28,44 @@ _FORBIDDEN = 403
 _RIGHTS = "give the account a Role with these rights, as on the page of this discovery"
 #: Duration for which a watched source is followed, to see that it works.
 _WATCHED_S = 1.0
-#: A lookup needs two whole chunks of LMCache's default size to be distinguished from chance.
+#: A lookup needs two whole chunks of a store's usual size to be distinguished from chance.
 _LOOKUP_TOKENS = 2 * 256
+
+
+class Visit(Enum):
+    """Which checks are made together."""
+
+    LIGHT = "light"  # what can be asked without generating anything
+    FULL = "full"  # the same and more, with requests to the engines
+    TIMED = "timed"  # alone, after all the rest: time is measured
+
+
+class StoreFacts(Protocol):
+    """The store beside the engines, as far as several features check it."""
+
+    @property
+    def where(self) -> str: ...
+    @property
+    def settings(self) -> KvCacheSettings: ...
+
+    async def find_copying(self) -> str:
+        """By which lever KV can be copied into an instance's memory; "": by none. Moves nothing."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """Engines in the order of the configuration; `undiscovered` has a finding for each discovery that failed.
 
-    `kvcache` is None without that filter, `lmcache` without its service. `open_files` is the process's limit.
+    `kvcache` is None without that filter; `looks_up`: a store beside the engines is asked for prompts. `open_files` is
+    the process's limit.
     """
 
     config: Config
     engines: tuple[EngineFacts, ...]
     tools: Tools
     kvcache: KvCacheSettings | None = None
-    lmcache: LmcacheFacts | None = None
+    looks_up: bool = False
     tokenizer: EngineFacts | None = None
     undiscovered: tuple[Finding, ...] = ()
     open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -78,7 +101,7 @@ class ClusterFacts:
 async def survey_deployment(config: Config, *, tools: Tools, open_files: int | None = None) -> Deployment:
     """Return the deployment of a configuration, its discoveries asked once."""
     kvcache = find_kvcache_settings(config)
-    lookups = kvcache is not None and bool(kvcache.lmcache_endpoint)
+    lookups = kvcache is not None and find_needs(installed(CacheFeature), kvcache).lookups
     engines: list[EngineFacts] = []
     undiscovered: list[Finding] = []
     for name, cluster in config.clusters.items():
@@ -106,7 +129,7 @@ async def survey_deployment(config: Config, *, tools: Tools, open_files: int | N
         tuple(engines),
         tools,
         kvcache,
-        LmcacheFacts(kvcache, tools=tools) if kvcache is not None and lookups else None,
+        lookups,
         _tokenizer(kvcache, tools),
         tuple(undiscovered),
         resource.getrlimit(resource.RLIMIT_NOFILE)[0] if open_files is None else open_files,

@@ -45,17 +45,17 @@ def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
     """Return True if the largest match is preferred to the policy's choice."""
     if settings.prefer is not None:
         return settings.prefer
-    return bool(settings.lmcache_endpoint) and not policy_types()[policy].uses_overlap
+    return not policy_types()[policy].uses_overlap and find_needs(installed(CacheFeature), settings).lookups
 
 
 def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
     """Return whether something uses what endpoints hold: a policy (the cluster's own, one without effect, one that
-    clients may ask for), a preference, a header that names it, LMCache, or a feature. (Receipts do as well.)"""
+    clients may ask for), a preference, a header that names it, or a feature. (Receipts do as well.)"""
     policies = list_policies(cluster)
     return (
         any(policy_types()[policy].uses_overlap for policy in policies)
         or any(prefers(settings, policy) for policy in policies)
-        or bool(settings.preference_header or settings.lmcache_endpoint)
+        or bool(settings.preference_header)
         or find_needs(installed(CacheFeature), settings).facts
     )
 

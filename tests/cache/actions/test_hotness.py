@@ -106,7 +106,7 @@ def test_the_coldest_come_first_and_only_where_they_were_served() -> None:
         under_test.learn_tokens(use(under_test, [key], instance=instance), tokens(10, start=key))
     use(under_test, [1], instance="a")
     assert [one.key for one in under_test.walk_coldest("a")] == [3, 1]
-    under_test.note_gone(next(under_test.walk_coldest("a")), "a")
+    next(under_test.walk_coldest("a")).instances.discard("a")
     assert [one.key for one in under_test.walk_coldest("a")] == [1]
     under_test.note_emptied("a")
     assert not list(under_test.walk_coldest("a"))

@@ -10,7 +10,7 @@ import pytest
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.cache.providers import ActionKind
+from kvproxy.cache.store import ActionKind
 from kvproxy.features.exchange.deltas import (
     Acted,
     Counted,
@@ -149,9 +149,10 @@ async def test_actions_of_other_processes(hearing: Hearing) -> None:
     """A pin is a lease here too; a kind that a later version knows is counted."""
     assert hearing.one.proxy.kvcache is not None
     actions = hearing.one.proxy.kvcache.actions
+    store = hearing.one.proxy.kvcache.overlap.store
     done: list[tuple[ActionKind, str, KnownPrefix | None]] = []
-    adopt = actions.adopt_action
-    actions.adopt_action = lambda action, at: (  # type: ignore[method-assign]
+    adopt = store.adopt_action
+    store.adopt_action = lambda action, at: (  # type: ignore[method-assign]
         done.append((action.kind, action.instance_id, action.prefix)), adopt(action, at),
     )[1]  # fmt: skip
     tokens = array("I", range(64)).tobytes()

@@ -24,7 +24,7 @@ from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.overlap.gauges import TierCounts
 from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
-from kvproxy.cache.providers import TierMemory
+from kvproxy.cache.store import TierMemory
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.policy import FactSource
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings

@@ -14,9 +14,8 @@ import httpx
 
 from kvproxy.app import Proxy
 from kvproxy.cache.actions.hotness import common_tokens
-from kvproxy.cache.actions.strategies import Action
-from kvproxy.cache.providers import ActionKind
 from kvproxy.cache.service import KvCache
+from kvproxy.cache.store import Action, ActionKind
 from kvproxy.features.leases.leases import LeaseBook, Leasing
 from kvproxy.features.leases.note import LeaseResult
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
@@ -180,7 +179,7 @@ async def test_a_hot_prompt_under_lease_is_pinned_for_both() -> None:
     async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at, kvcache=hot) as proxy:
         await proxy.ask()
         assert lmcache.calls["/pin"] == 2
-        assert len(proxy.kv.actions.list_pins(proxy.clock())) == 1
+        assert len(proxy.kv.overlap.store.list_pins(proxy.clock())) == 1
         assert [lease.held for lease in proxy.book.leases.values()] == [True]
 
 
@@ -201,7 +200,7 @@ async def test_a_lease_is_one_process_own() -> None:
     """Others would take its pin for one of their hot prefixes, and take it back as cold."""
     one, lmcache, others = Engine(), controller(lambda _: {}), RemoteLoad()
     async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at) as proxy:
-        proxy.kv.actions.executor.claims = others
+        proxy.kv.overlap.store.locks = others
         await proxy.ask()
         assert lmcache.calls["/pin"] == 1
         [held] = proxy.book.leases.values()
@@ -240,7 +239,7 @@ async def test_the_coordinators_pins_are_taken_back() -> None:
     async with simulated(names=("a",), controller=None, coordinator=CoordinatorSettings()) as place:
         async with world(place.engines["a"], lmcache=place.lmcache) as proxy:
             proxy.model = "tiny"
-            await until(lambda: proxy.kv.overlap.lookups.provider is not None)
+            await until(lambda: proxy.kv.overlap.store.source is not None)
             await proxy.ask(prompt_cache_retention="1h")
             assert (pins(place, "POST"), pins(place, "DELETE")) == (1, 0)
             await proxy.ask(
@@ -280,7 +279,7 @@ async def test_switched_off_by_a_reload_nothing_stays_pinned() -> None:
         world(place.engines["a"], lmcache=place.lmcache) as proxy,
     ):
         proxy.model = "tiny"
-        await until(lambda: proxy.kv.overlap.lookups.provider is not None)
+        await until(lambda: proxy.kv.overlap.store.source is not None)
         await proxy.ask(prompt_cache_retention="1h")
         raw = {"endpoints": {"a": place.engines["a"]}, "health": {"active": False}}
         assert proxy.count("lease_entries", what="leases") == 1
@@ -300,7 +299,7 @@ async def test_at_another_lmcache_nothing_is_held_yet() -> None:
         world(place.engines["a"], lmcache=place.lmcache) as proxy,
     ):
         proxy.model = "tiny"
-        await until(lambda: proxy.kv.overlap.lookups.provider is not None)
+        await until(lambda: proxy.kv.overlap.store.source is not None)
         await proxy.ask(prompt_cache_retention="1h")
         cache = {"lmcache_endpoint": other.lmcache, "leases": {"enabled": True}}
         raw = {"endpoints": {"a": place.engines["a"]}, "health": {"active": False},

@@ -30,7 +30,7 @@ async def test_the_endpoint_is_named_when_the_copy_is_there() -> None:
         async with running_picker(endpoints={"a": a, "b": b}, queue={}, filters=filters) as picker:
             cluster, kv = picker.proxy.clusters["default"], picker.proxy.kvcache
             assert kv is not None
-            await until(lambda: kv.overlap.lookups.possible)
+            await until(lambda: kv.overlap.store.possible)
             cluster.operator.drain_endpoint(EndpointId("a"))
             envoy = picker.ask()
             asked = asyncio.create_task(envoy.pick(chat(PROMPT)))

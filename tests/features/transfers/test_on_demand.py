@@ -109,7 +109,7 @@ async def stage(service: Fake, receipts: Path | None = None, **transfers: Any) -
             assert kv is not None
             copies = kv.observers.find(CopyObserver)
             assert copies is not None
-            await until(lambda: kv.overlap.lookups.possible)
+            await until(lambda: kv.overlap.store.possible)
             cluster.operator.drain_endpoint(A)
             yield Stage(proxy, service, copies.on_demand, go_on, engines[1])
             go_on.set()

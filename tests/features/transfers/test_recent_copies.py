@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproxy.cache.providers import Prefix
+from kvproxy.cache.store import Prefix
 from kvproxy.features.transfers.recent_copies import RecentCopies
 from tests.cache.support import tokens
 from tests.support.clock import FakeClock

@@ -57,7 +57,7 @@ async def prepared(
             **changes,
         }
         async with world({"a": engine(), "b": engine()}, clock=clock, **more) as service:
-            await until(lambda: service.kv.overlap.lookups.possible)
+            await until(lambda: service.kv.overlap.store.possible)
             copies = service.kv.observers.find(CopyObserver)
             assert copies is not None
             yield service, copies.on_demand._transfers

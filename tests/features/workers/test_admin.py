@@ -17,9 +17,9 @@ from kvproxy.features.workers.supervisor import Slot
 from kvproxy.operate.config.load import load_config
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.listener.server import serve
-from tests.cache.actions.support import serve as routed
 from tests.cache.fleet import simulated
 from tests.cache.support import long_text
+from tests.features.lmcache.support import serve as routed
 from tests.features.workers.together import Together, begin_worker, together
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat

@@ -8,9 +8,9 @@ from kvproxy.base.errors import ClientError, ClientTimeout, NotSupported, Proble
 from kvproxy.cache.clients.engine_metrics import CacheConfig, EngineMetrics
 from kvproxy.cache.clients.event_sources import KvEventSource
 from kvproxy.cache.settings import CacheStrategySettings
+from kvproxy.features.lmcache.check_lookup import judge_chunk_size, judge_lookup_times
+from kvproxy.features.lmcache.check_service import judge_strategies
 from kvproxy.operate.doctor.check_configuration import convert_problems
-from kvproxy.operate.doctor.check_lmcache import judge_strategies
-from kvproxy.operate.doctor.check_lookup import judge_chunk_size, judge_lookup_times
 from kvproxy.operate.doctor.check_models import may_be_one
 from kvproxy.operate.doctor.check_trial import judge_caching, judge_tokenize
 from kvproxy.operate.doctor.engine import Counters, PromptLengths, parse_counters, parse_prompt_lengths

@@ -161,7 +161,7 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             answer = await running.client.post("/v1/chat/completions", json=body)
             went = endpoint(running, answer.headers["x-kvproxy-endpoint"])
             await until(lambda: local.precise.count_rows(went.id) > 0)
-            await until(lambda: len(before.actions.list_pins(running.proxy.clock())) == 1)
+            await until(lambda: len(before.overlap.store.list_pins(running.proxy.clock())) == 1)
             rows, followed = local.precise.count_rows(went.id), streams.streams(went)
             await reload(running, place.engines, changes, filters=filters)
             assert service(running) is before
@@ -169,7 +169,7 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             assert streams.streams(went) == followed
             await streams.follow_endpoints()
             assert streams.streams(went) == followed
-            assert len(before.actions.list_pins(running.proxy.clock())) == 1
+            assert len(before.overlap.store.list_pins(running.proxy.clock())) == 1
 
 
 async def test_pins_when_other_settings_of_the_cache_change() -> None:
@@ -188,11 +188,11 @@ async def test_pins_when_other_settings_of_the_cache_change() -> None:
         before = service(running)
         body = {"model": "tiny", "messages": [{"role": "user", "content": TURN}], "max_tokens": 1}
         await running.client.post("/v1/chat/completions", json=body)
-        await until(lambda: len(before.actions.list_pins(running.proxy.clock())) == 1)
-        (pinned,) = before.actions.list_pins(running.proxy.clock())
+        await until(lambda: len(before.overlap.store.list_pins(running.proxy.clock())) == 1)
+        (pinned,) = before.overlap.store.list_pins(running.proxy.clock())
         await reload(running, place.engines, {}, filters=filters(place.lmcache, min_matched_tokens=7))
         assert service(running) is not before
-        assert list(service(running).actions.list_pins(running.proxy.clock())) == [pinned]
+        assert list(service(running).overlap.store.list_pins(running.proxy.clock())) == [pinned]
 
 
 async def test_event_streams_when_other_settings_of_the_cache_change() -> None:

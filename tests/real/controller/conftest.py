@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_controller import LMCacheController
+from kvproxy.features.lmcache.controller import LMCacheController
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import lmcache
 from tests.real.engines.lmcache import Controller, Worker

@@ -10,8 +10,8 @@ from array import array
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_controller import LMCacheController
-from kvproxy.cache.providers import ActionKind, Prefix
+from kvproxy.cache.store import ActionKind, Prefix
+from kvproxy.features.lmcache.controller import LMCacheController
 from tests.real.conftest import Saw
 from tests.real.controller.conftest import Lmcache
 from tests.real.kvcache import Asked, ask, chat_tokens, found, with_kvcache

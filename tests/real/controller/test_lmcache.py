@@ -10,9 +10,10 @@ import httpx
 import pytest
 
 from kvproxy.base.errors import ClientError, NotSupported, UnknownInstance
-from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS, LMCacheController
-from kvproxy.cache.providers import ActionKind, Effect, Prefix
 from kvproxy.cache.settings import CacheStrategySettings
+from kvproxy.cache.store import ActionKind, Prefix
+from kvproxy.features.lmcache.controller import CHUNK_TOKENS, LMCacheController
+from kvproxy.features.lmcache.provider import Effect
 from tests.real.conftest import Saw
 from tests.real.controller.conftest import Lmcache
 from tests.real.kvcache import found

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
+from kvproxy.features.lmcache.coordinator import LMCacheCoordinator
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import lmcache
 from tests.real.engines.lmcache import Coordinator, Server

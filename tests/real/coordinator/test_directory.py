@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
-from kvproxy.cache.providers import ActionKind, Prefix
+from kvproxy.cache.store import ActionKind, Prefix
+from kvproxy.features.lmcache.coordinator import LMCacheCoordinator
 from tests.real.conftest import Saw
 from tests.real.engines.lmcache import Coordinator
 from tests.real.engines.place import TINY

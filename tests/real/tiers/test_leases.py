@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator
 from kvproxy.features.leases.leases import Leasing
+from kvproxy.features.lmcache.coordinator import LMCacheCoordinator
 from tests.real.conftest import Saw
 from tests.real.engines.place import MID
 from tests.real.kvcache import ask, chat_tokens, with_kvcache

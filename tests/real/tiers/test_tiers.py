@@ -13,9 +13,10 @@ import pytest
 
 from kvproxy.base.errors import ClientError, UnknownInstance
 from kvproxy.base.types import Tier
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinator, Prefetch
-from kvproxy.cache.providers import ActionKind, Effect, Prefix
+from kvproxy.cache.store import ActionKind, Prefix
 from kvproxy.cluster.routing.onboarding import TIER_WEIGHTS
+from kvproxy.features.lmcache.coordinator import LMCacheCoordinator, Prefetch
+from kvproxy.features.lmcache.provider import Effect
 from tests.real.conftest import Saw
 from tests.real.engines.place import MID
 from tests.real.kvcache import ask, chat_tokens, decided, with_kvcache

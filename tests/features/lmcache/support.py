@@ -1,0 +1,40 @@
+"""Known prefixes and pressures for the strategies."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
+from kvproxy.cache.settings import CacheStrategySettings
+from kvproxy.features.lmcache.pressure import Pressure
+from kvproxy.features.lmcache.strategies import PressureOf, Served
+from tests.cache.support import tokens
+
+CALM = Pressure(0.0, 0.0)
+BUSY = Pressure(1.0, 1.0)
+UNKNOWN = Pressure()
+
+
+def hotness() -> Hotness:
+    return Hotness(window_s=300, max_records=100, max_keys=1000)
+
+
+def strategy(**changes: Any) -> CacheStrategySettings:
+    """Hot from the second use on; prompts of any length are compressed."""
+    return CacheStrategySettings.model_validate({"hot_content_threshold": 2, "compress_min_tokens": 0, **changes})
+
+
+def everywhere(pressure: Pressure) -> PressureOf:
+    return lambda _: pressure
+
+
+def serve(
+    known: Hotness, *keys: int, now: float = 0.0, instance: str = "a", of: array[int] | None = None, times: int = 1
+) -> Served:
+    """Return a prompt with these message prefixes was served; its tokens begin with its first key unless given."""
+    used: list[KnownPrefix] = []
+    for _ in range(times):
+        used = known.count_use(list(keys), model="m", cache_salt="", instance=instance, now=now)
+        known.learn_tokens(used, tokens(512, start=keys[0] * 10_000) if of is None else of)
+    return Served(instance, used)

@@ -1,0 +1,34 @@
+"""Strategies of a cache service, over fake engines and a fake LMCache."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.features.lmcache.strategies import RecordState
+from tests.cache.support import A, chat, controller, world
+from tests.cache.support import engine as answering
+from tests.cache.test_watch import TURN, round_of
+from tests.support.clock import FakeClock
+
+
+async def test_leases_are_renewed_between_requests(clock: FakeClock) -> None:
+    """The round ticks the strategies."""
+    strategy = {"enable_pinning": True, "hot_content_threshold": 1, "pin_lease": 300}
+    lmcache = controller(lambda _: {})
+    async with world({"a": answering()}, lmcache, clock=clock, cache_strategy=strategy) as service:
+        await round_of(service)  # nothing is pinned yet
+        await service.serve(chat(TURN), A)
+        await service.settled()
+        assert lmcache.calls["/pin"] == 1
+        clock.advance(250)
+        await round_of(service)
+        await service.settled()
+        assert lmcache.calls["/pin"] == 2
+
+
+@pytest.mark.parametrize(("other", "kept"), [("http://127.0.0.1:1", True), ("http://127.0.0.1:2", False)])
+def test_pins_are_kept_while_the_lmcache_is_the_same(other: str, kept: bool) -> None:
+    """Pins and compressed prefixes: forgotten, they would never be undone."""
+    state = RecordState()
+    record = state.record_at("http://127.0.0.1:1")
+    assert (state.record_at(other) is record) is kept
