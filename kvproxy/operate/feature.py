@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import ClusterFacts, Deployment, StoreFacts, Visit
-    from kvproxy.operate.doctor.engine import EngineFacts
+    from kvproxy.operate.doctor.deployment import Deployment, StoreFacts
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.receipt import Receipt
@@ -112,8 +111,8 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         the KV memory of each of its engines that reports it."""
         return ()
 
-    def list_checks(self, deployment: Deployment, visit: Visit) -> Iterable[Check]:
-        """Return checks of `kvproxy doctor` for what it adds to a deployment."""
+    def list_checks(self, deployment: Deployment, *, trial: bool) -> Iterable[Check]:
+        """Return checks of `kvproxy doctor` for what it adds to a deployment. `trial`: prompts are sent."""
         return ()
 
     def list_store_checks(self, store: StoreFacts) -> Sequence[Check]:
@@ -124,11 +123,3 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         """Return the kind of store that answers at a URL, for `kvproxy init`; "": none that it knows. Raises
         ClientError."""
         return ""
-
-    def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
-        """Check of `kvproxy doctor` for one cluster that has engines."""
-        return ()
-
-    def list_engine_checks(self, engine: EngineFacts, *, trial: bool) -> Sequence[Check]:
-        """Check of `kvproxy doctor` for one engine. `trial`: prompts are sent."""
-        return ()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.admin.findings import Trouble
     from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import ClusterFacts
+    from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.receipts.receipt import Receipt
     from kvproxy.operate.runtime.operated import AdminTarget
@@ -87,12 +87,13 @@ class Disaggregation(Feature):
 
         return find_pairs_out(operated.clusters)
 
-    def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
-        """Return the canary on each pair, or a look for the connector."""
+    def list_checks(self, deployment: Deployment, *, trial: bool) -> Iterator[Check]:
+        """Yield the canary on each pair, or a look for the connector."""
         from kvproxy.features.disaggregation.check import check_connector, check_pairs
 
-        settings = part_of(cluster.settings, DisaggregationPlace).disaggregation
-        return ((check_connector if settings.connector is Connector.OFF else check_pairs)(cluster),)
+        for cluster in deployment.clusters:
+            settings = part_of(cluster.settings, DisaggregationPlace).disaggregation
+            yield (check_connector if settings.connector is Connector.OFF else check_pairs)(cluster)
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""

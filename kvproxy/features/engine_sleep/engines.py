@@ -14,8 +14,8 @@ from kvproxy.base.background_task import TaskSet
 from kvproxy.base.errors import ClientError, DiscoveryError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
-from kvproxy.cache.actions.signals import Signals
 from kvproxy.cache.feature import CacheObserver, CacheParts
+from kvproxy.cache.metrics_scraper import EngineReadings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.engine import Engine
@@ -234,7 +234,7 @@ def find_sleeping(cluster: Cluster, model: str, now: float) -> list[Engine]:
     return [*dict.fromkeys(one.engine for one in asleep)]
 
 
-def _read_idle(signals: Signals, endpoints: Sequence[Endpoint]) -> int | None:
+def _read_idle(signals: EngineReadings, endpoints: Sequence[Endpoint]) -> int | None:
     """Return the prompt tokens that an engine without requests has computed so far; None: it has requests, or does
     not report them."""
     total = 0

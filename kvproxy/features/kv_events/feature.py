@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvproxy.features.kv_events.trial import WatchedStreams
     from kvproxy.operate.admin.findings import Trouble
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.engine import EngineFacts
+    from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.runtime.operated import AdminTarget
 
@@ -80,11 +80,14 @@ class KvEvents(Feature):
         """Return one row."""
         return (describe_capability(config, operated),)
 
-    def list_engine_checks(self, engine: EngineFacts, *, trial: bool) -> Sequence[Check]:
-        """Return whether it publishes, and whether its events arrive while a prompt is sent."""
+    def list_checks(self, deployment: Deployment, *, trial: bool) -> Iterator[Check]:
+        """Yield whether each engine publishes, and whether its events arrive while a prompt is sent."""
         from kvproxy.features.kv_events.check import check_event_sources, check_kv_events
 
-        return (check_event_sources(engine), *((check_kv_events(engine),) if trial else ()))
+        for engine in deployment.engines:
+            yield check_event_sources(engine)
+            if trial:
+                yield check_kv_events(engine)
 
 
 def describe_capability(config: Config, operated: AdminTarget | None) -> Capability:

@@ -95,7 +95,7 @@ async def _empty(engine: EngineFacts, lmcache: LmcacheFacts, found: LookupAnswer
     return problem(engine.where, what, "make controller and engines hash alike; see the causes", (*_HASHES, *_EMPTY))
 
 
-@check("lookup time", calls=LOOKUP_CALLS + 20)
+@check("lookup time", calls=LOOKUP_CALLS + 20, alone=True)
 async def check_lookup_time(lmcache: LmcacheFacts, engines: Sequence[EngineFacts]) -> Sequence[Finding]:
     """Compare lookups in a row with the time that the routing path gives them."""
     trials = await gather_facts(engines, lambda engine: engine.trials.try_generating())

@@ -16,29 +16,27 @@ from kvproxy.features.lmcache.controller import LMCacheController
 from kvproxy.features.lmcache.coordinator import LMCacheCoordinator
 from kvproxy.features.lmcache.service_facts import LmcacheFacts
 from kvproxy.operate.doctor.check_reachability import check_connection
-from kvproxy.operate.doctor.deployment import Deployment, Visit
+from kvproxy.operate.doctor.deployment import Deployment
 from kvproxy.operate.doctor.report import Check
 from kvproxy.operate.feature import Feature
 
 _TIMEOUT_S = 3.0
 
 
-def list_checks(lmcache: LmcacheFacts, deployment: Deployment, visit: Visit) -> Iterator[Check]:
+def list_checks(lmcache: LmcacheFacts, deployment: Deployment, *, trial: bool) -> Iterator[Check]:
     """Yield the checks of one visit."""
-    if visit is Visit.TIMED:
-        if deployment.engines:
-            yield check_lookup_time(lmcache, deployment.engines)
-        return
     yield check_connection(lmcache.where, lmcache.origin, lmcache.try_link, deployment.tools.wall_clock)
     yield check_service(lmcache)
-    yield check_instances(lmcache, deployment, trial=visit is Visit.FULL)
+    yield check_instances(lmcache, deployment, trial=trial)
     yield check_actions(lmcache)
     for feature in installed(Feature):
         yield from feature.list_store_checks(lmcache)
-    if visit is Visit.FULL:
+    if trial:
         for engine in deployment.engines:
             yield check_lookup(engine, lmcache)
             yield check_chunk_size(engine, lmcache)
+        if deployment.engines:
+            yield check_lookup_time(lmcache, deployment.engines)
 
 
 async def find_kind(http: httpx.AsyncClient, url: str) -> Provider:

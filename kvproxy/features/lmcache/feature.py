@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvproxy.cache.feature import CacheObserver, CacheParts, View
     from kvproxy.cache.settings import KvCacheSettings
     from kvproxy.operate.admin.replies import Audit
-    from kvproxy.operate.doctor.deployment import Deployment, Visit
+    from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.runtime.operated import AdminTarget
 
@@ -48,14 +48,14 @@ class LMCache(Feature):
         strategies = None if own is None else own.store.strategies
         return {"leases": strategies.describe_pins(now)} if view == "pins" and strategies is not None else {}
 
-    def list_checks(self, deployment: Deployment, visit: Visit) -> Iterable[Check]:
+    def list_checks(self, deployment: Deployment, *, trial: bool) -> Iterable[Check]:
         """Return the checks of the service, its instances and its lookups."""
         if deployment.kvcache is None or not deployment.looks_up:
             return ()
         from kvproxy.features.lmcache.doctor import list_checks
         from kvproxy.features.lmcache.service_facts import LmcacheFacts
 
-        return list_checks(LmcacheFacts(deployment.kvcache, tools=deployment.tools), deployment, visit)
+        return list_checks(LmcacheFacts(deployment.kvcache, tools=deployment.tools), deployment, trial=trial)
 
     async def find_store_kind(self, http: httpx.AsyncClient, url: str) -> str:
         """Return `controller` or `coordinator`."""

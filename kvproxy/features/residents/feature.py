@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ListClusters, ObservedCluster
     from kvproxy.cluster.routing.admission import Admission
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import ClusterFacts
+    from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.feature import StatusPart
     from kvproxy.operate.merge import Rule
@@ -95,11 +95,11 @@ class Sessions(Feature):
         """Return one row."""
         return (describe_capability(config, None if operated is None else operated.clusters.values()),)
 
-    def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
+    def list_checks(self, deployment: Deployment, *, trial: bool) -> Sequence[Check]:
         """Return whether the engines show their memory."""
         from kvproxy.features.residents.memory_check import check_session_memory
 
-        return (check_session_memory(cluster),) if admits_sessions(cluster.settings) else ()
+        return [check_session_memory(one) for one in deployment.clusters if admits_sessions(one.settings)]
 
     def advise(self, receipts: Sequence[Receipt], memory_tokens: Sequence[int]) -> Iterator[str]:
         """Yield how far the contexts of sessions exceeded the memory, when, and what that takes."""

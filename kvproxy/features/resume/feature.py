@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.feature import ClusterObserver, ClusterTools, ObservedCluster
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import ClusterFacts
+    from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.feature import Capability
     from kvproxy.operate.merge import Rule
@@ -69,13 +69,13 @@ class Resume(Feature):
         if (note := note_of(receipt, NOTE, ResumeNote)) is not None:
             yield from map(describe_leg, note.legs)
 
-    def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
+    def list_checks(self, deployment: Deployment, *, trial: bool) -> Sequence[Check]:
         """Return the check of the model's template, where text is continued."""
         from kvproxy.features.resume.check import check_continuation
 
-        routes = cluster.deployment.config.routes
+        routes = deployment.config.routes
         texts = {route.cluster for route in routes if part_of(route, ResumePlace).resume is Grade.TEXT}
-        return (check_continuation(cluster),) if cluster.name in texts else ()
+        return [check_continuation(cluster) for cluster in deployment.clusters if cluster.name in texts]
 
     def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
         """Return one row."""

@@ -10,7 +10,7 @@ from kvproxy.features.shield.settings import ShieldMode, ShieldPlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
-    from kvproxy.operate.doctor.deployment import ClusterFacts
+    from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.runtime.operated import AdminTarget, OperatorFinding
     from kvproxy.proxy.filters.chain import FilterType
@@ -37,11 +37,12 @@ class Shield(Feature):
         mode = _mode(operated.config)
         return () if mode == "off" else find_open_faults(operated.clusters, mode)
 
-    def list_cluster_checks(self, cluster: ClusterFacts) -> Sequence[Check]:
+    def list_checks(self, deployment: Deployment, *, trial: bool) -> Sequence[Check]:
         """Return the same for the doctor."""
         from kvproxy.features.shield.check import check_faults
 
-        return () if _mode(cluster.deployment.config) == "off" else (check_faults(cluster),)
+        is_on = _mode(deployment.config) != "off"
+        return [check_faults(cluster) for cluster in deployment.clusters] if is_on else ()
 
 
 def _mode(config: ServingSettings) -> ShieldMode:

@@ -41,7 +41,7 @@ from kvproxy.operate.doctor.check_trial import (
     check_tokenize,
     priority_mode,
 )
-from kvproxy.operate.doctor.deployment import Deployment, Visit, survey_deployment
+from kvproxy.operate.doctor.deployment import Deployment, survey_deployment
 from kvproxy.operate.doctor.report import Check, DoctorReport, Finding, Severity, SkippedCheck, warning
 from kvproxy.operate.doctor.tools import Tools
 from kvproxy.operate.feature import Feature
@@ -81,18 +81,18 @@ async def _run(check: Check, timeout_s: float) -> Sequence[Finding] | SkippedChe
 def list_full_checks(deployment: Deployment, problems: Sequence[Problem]) -> list[Check]:
     """Return all checks, with two requests of one token to each engine (one more if its KV events were silent, and if
     it gets a priority)."""
-    own = _own(deployment, Visit.FULL)
+    own = _of_features(deployment, trial=True)
     return [*_quiet(deployment, problems, trial=True), *_trials(deployment), *own]
-
-
-def list_timed_checks(deployment: Deployment) -> list[Check]:
-    """Return what must run alone, after all the rest: it measures time."""
-    return list(_own(deployment, Visit.TIMED))
 
 
 def list_light_checks(deployment: Deployment, problems: Sequence[Problem] = ()) -> list[Check]:
     """Return what can be asked without generating anything."""
-    return [*_quiet(deployment, problems, trial=False), *_own(deployment, Visit.LIGHT)]
+    return [*_quiet(deployment, problems, trial=False), *_of_features(deployment, trial=False)]
+
+
+def _of_features(deployment: Deployment, *, trial: bool) -> Iterator[Check]:
+    for feature in installed(Feature):
+        yield from feature.list_checks(deployment, trial=trial)
 
 
 def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) -> Iterator[Check]:
@@ -111,13 +111,9 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
         yield check_clock(engine, trial=trial)
         if not any(spec.name == "cors" for spec in deployment.config.filters):
             yield check_cors(engine)
-        for feature in installed(Feature):
-            yield from feature.list_engine_checks(engine, trial=trial)
     for cluster in deployment.clusters:
         yield check_models(cluster)
         yield check_versions(cluster)
-        for feature in installed(Feature):
-            yield from feature.list_cluster_checks(cluster)
 
 
 def _trials(deployment: Deployment) -> Iterator[Check]:
@@ -136,12 +132,6 @@ def _trials(deployment: Deployment) -> Iterator[Check]:
     yield check_duplicates(deployment)
 
 
-def _own(deployment: Deployment, visit: Visit) -> Iterator[Check]:
-    """Yield the checks of features."""
-    for feature in installed(Feature):
-        yield from feature.list_checks(deployment, visit)
-
-
 async def diagnose_setup(
     config: Config | None, problems: Sequence[Problem] = (), *, tools: Tools, open_files: int | None = None
 ) -> DoctorReport:
@@ -155,8 +145,9 @@ async def diagnose_setup(
     async with tools:
         deployment = await survey_deployment(config, tools=tools, open_files=open_files)
         timeout_s = tools.timeouts.exchange_s
-        visited = await run_checks(list_full_checks(deployment, problems), timeout_s=timeout_s)
-        return visited.merge_report(await run_checks(list_timed_checks(deployment), timeout_s=timeout_s))
+        checks = list_full_checks(deployment, problems)
+        visited = await run_checks([one for one in checks if not one.alone], timeout_s=timeout_s)
+        return visited.merge_report(await run_checks([one for one in checks if one.alone], timeout_s=timeout_s))
 
 
 async def diagnose_lightly(config: Config, *, tools: Tools, open_files: int | None = None) -> DoctorReport:

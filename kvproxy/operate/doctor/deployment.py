@@ -6,7 +6,6 @@ import asyncio
 import resource
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol, TypeVar
 
 from kvproxy.base.background_task import cancel_tasks
@@ -30,14 +29,6 @@ _RIGHTS = "give the account a Role with these rights, as on the page of this dis
 _WATCHED_S = 1.0
 #: A lookup needs two whole chunks of a store's usual size to be distinguished from chance.
 _LOOKUP_TOKENS = 2 * 256
-
-
-class Visit(Enum):
-    """Which checks are made together."""
-
-    LIGHT = "light"  # what can be asked without generating anything
-    FULL = "full"  # the same and more, with requests to the engines
-    TIMED = "timed"  # alone, after all the rest: time is measured
 
 
 class StoreFacts(Protocol):

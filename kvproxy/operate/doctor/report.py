@@ -44,16 +44,17 @@ class Check:
     """One question about `where`. `calls` is how many exchanges it waits for, one after another, at most: its deadline.
 
     `collect` returns the findings, good ones included. A ClientError means that the check was not possible; the check
-    that owns the failed exchange reports the cause."""
+    that owns the failed exchange reports the cause. `alone`: it measures time, and runs after all the rest."""
 
     name: str
     where: str
     calls: int
     collect: Callable[[], Awaitable[Sequence[Finding]]]
+    alone: bool = False
 
 
 def check(
-    name: str, *, calls: int, where: str = ""
+    name: str, *, calls: int, where: str = "", alone: bool = False
 ) -> Callable[[Callable[P, Awaitable[Sequence[Finding]]]], Callable[P, Check]]:
     """Decorate a function that finds: called, it returns a check bound to its arguments. Without `where`, its first
     argument's is used."""
@@ -62,7 +63,7 @@ def check(
         @wraps(collect)
         def bind(*args: P.args, **options: P.kwargs) -> Check:
             subject: Any = args[0]
-            return Check(name, where or subject.where, calls, partial(collect, *args, **options))
+            return Check(name, where or subject.where, calls, partial(collect, *args, **options), alone)
 
         return bind
 
