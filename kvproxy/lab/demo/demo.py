@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from random import Random
-from types import TracebackType
 from typing import TextIO
 
 import httpx
@@ -24,6 +24,7 @@ import httpx
 from kvproxy.app import Proxy
 from kvproxy.lab.demo.demo_traffic import DemoReply, Mix, keep_trickling, run_mix
 from kvproxy.lab.demo.kill import run_kill
+from kvproxy.lab.replay.results import percentile
 from kvproxy.lab.served import serve_fleet
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import FleetSettings, clone_engines
@@ -32,6 +33,7 @@ from kvproxy.lab.simulator.retention import TierSettings
 from kvproxy.lab.simulator.sglang_settings import EventSettings, SglangSettings
 from kvproxy.lab.simulator.timing import EngineTiming
 from kvproxy.lab.simulator.vllm_settings import NixlLinks, VllmSettings
+from kvproxy.operate.commands.progress import ProgressBar
 from kvproxy.operate.commands.serving import run_loop
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
@@ -135,13 +137,13 @@ async def start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *
     public = await stack.enter_async_context(Server(proxy, port=ports[0], drain_s=1.0))
     proxy.public_url = public.url
 
-    def count(name: str, **labels: str) -> float:
+    def read(name: str, **labels: str) -> float:
         return proxy.metrics.registry.get_sample_value(name, {"cluster": "default", **labels}) or 0.0
 
-    count_legs = partial(count, "kvproxy_disaggregated_requests_total", result="pulled")
+    count_legs = partial(read, "kvproxy_disaggregated_requests_total", result="pulled")
     if fleet.disaggregated:
         async with asyncio.timeout(_PROVEN_S):
-            while not count("kvproxy_disaggregation_pairs", state="good"):  # noqa: ASYNC110 - a gauge, no event
+            while not read("kvproxy_disaggregation_pairs", state="good"):  # noqa: ASYNC110 - a gauge, no event
                 await asyncio.sleep(0.1)
     if not stays:
         return ProxyAddress(public.url, count_legs=count_legs)
@@ -164,7 +166,6 @@ def _free(port: int) -> bool:
         return True
 
 
-_BAR = 32
 #: Tasks that want to run for each core, from which on a machine is busy.
 _BUSY = 1.5
 #: Names of the engines, and the proxy's source of their cache contents.
@@ -181,8 +182,6 @@ Each engine's own memory holds the KV of two and a half conversations; host memo
 one up from there takes {read}, to compute it again {computed}, and only the engine that computed it has it there.
 Both runs are routed by kv_aware, which follows the engines' KV events: tier-blind sees engine memory alone,
 tier-aware host memory too."""
-#: Of progress, where the output is no terminal; the last one is the end.
-_LINES = 4
 
 
 def main(args: argparse.Namespace) -> int:
@@ -247,9 +246,12 @@ async def run_demo(demo: DemoOptions, out: TextIO) -> int:
 async def _play(mix: Mix, url: str, policy: str, out: TextIO) -> list[DemoReply]:
     """Return the same conversations through a proxy with this policy."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        print(f"\n{policy}", file=out)
-        with TrafficProgress(mix.requests, out) as progress:
-            return await run_mix(mix, client, on_reply=progress.count_reply)
+        bar = ProgressBar(mix.requests, out=out)
+        bar.begin(policy)
+        answered = count(1)
+        replies = await run_mix(mix, client, on_reply=lambda _: bar.advance(next(answered)))
+        bar.close()
+        return replies
 
 
 async def _stay(mix: Mix, place: ProxyAddress, out: TextIO) -> None:
@@ -262,37 +264,6 @@ async def _stay(mix: Mix, place: ProxyAddress, out: TextIO) -> None:
     async with httpx.AsyncClient(base_url=place.public, timeout=60) as client, keep_trickling(mix, client):
         await stop.wait()
     print("\nended", file=out)
-
-
-class TrafficProgress:
-    """A bar that is redrawn on a terminal, and a few plain lines elsewhere."""
-
-    def __init__(self, total: int, out: TextIO) -> None:
-        self._total = total
-        self._out = out
-        self._done = self._cached = self._prompt = 0
-        self._live = out.isatty()
-
-    def __enter__(self) -> TrafficProgress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._live:
-            print(file=self._out)
-
-    def count_reply(self, reply: DemoReply) -> None:
-        """One more request was answered."""
-        self._done += 1
-        self._cached += reply.cached_tokens
-        self._prompt += reply.prompt_tokens
-        filled = _BAR * self._done // self._total
-        share = self._cached / max(1, self._prompt)
-        bar = "#" * filled + "." * (_BAR - filled)
-        line = f"  [{bar}] {self._done}/{self._total}  {share:4.0%} of prompt tokens cached"
-        if self._live:
-            print(f"\r{line}", end="", flush=True, file=self._out)
-        elif self._done * _LINES // self._total > (self._done - 1) * _LINES // self._total:
-            print(line, flush=True, file=self._out)
 
 
 def print_beginning(demo: DemoOptions, mix: Mix, out: TextIO) -> None:
@@ -329,7 +300,7 @@ def print_table(
         shares = " ".join(f"{name}:{count}" for name, count in served)
         cached = sum(r.cached_tokens for r in replies) / max(1, sum(r.prompt_tokens for r in replies))
         times = sorted(r.ttft_s for r in replies if r.streamed)
-        mean, p50, p99 = map(_ms, (_mean_ttft_s(replies), _quantile(times, 0.5), _quantile(times, 0.99)))
+        mean, p50, p99 = map(_ms, (_mean_ttft_s(replies), percentile(times, 0.5), percentile(times, 0.99)))
         print(f"{policy:<14}{shares:<32}{cached:>8.0%}{mean:>12}{p50:>9}{p99:>9}", file=out)
     first, *others = results
     cores = os.cpu_count() or 1
@@ -379,7 +350,7 @@ def print_pauses(results: Mapping[str, Sequence[DemoReply]], out: TextIO) -> Non
     """Print how long answers stood still while other prompts were computed."""
     for policy, replies in results.items():
         pauses = sorted(reply.pause_s for reply in replies if reply.streamed)
-        p50, p99 = map(_ms, (_quantile(pauses, 0.5), _quantile(pauses, 0.99)))
+        p50, p99 = map(_ms, (percentile(pauses, 0.5), percentile(pauses, 0.99)))
         print(f"{policy}: longest pause within an answer: p50 {p50}, p99 {p99}", file=out)
 
 
@@ -401,10 +372,6 @@ def _mean_ttft_s(replies: Sequence[DemoReply]) -> float:
     """NaN when none was streamed."""
     times = [reply.ttft_s for reply in replies if reply.streamed]
     return statistics.fmean(times) if times else math.nan
-
-
-def _quantile(values: Sequence[float], q: float) -> float:
-    return values[min(len(values) - 1, int(q * len(values)))] if values else math.nan
 
 
 def _ms(seconds: float) -> str:

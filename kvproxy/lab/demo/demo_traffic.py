@@ -137,20 +137,24 @@ async def _streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any], 
     parts: list[str] = []
     async with client.stream("POST", path, json=body) as response:
         response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
+        async for event in read_events(response):
             now = time.perf_counter()
             if ttft_s:
                 pause_s = max(pause_s, now - latest)
             else:
                 ttft_s = now - started
             latest = now
-            event = json.loads(line[6:])
             usage = event.get("usage") or usage
             parts += [_text_of(choice) for choice in event.get("choices", [])]
     reply = _reply(response, usage, ttft_s, turn=turn, streamed=True)
     return replace(reply, pause_s=pause_s), "".join(parts)
+
+
+async def read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a streamed answer."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
 
 
 async def _whole(client: httpx.AsyncClient, path: str, body: dict[str, Any], turn: int) -> tuple[DemoReply, str]:

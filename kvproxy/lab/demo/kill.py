@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from random import Random
@@ -12,6 +11,7 @@ from typing import TextIO
 import httpx
 
 from kvproxy.app import Proxy
+from kvproxy.lab.demo.demo_traffic import read_events
 from kvproxy.lab.served import serve_fleet
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import FleetSettings
@@ -46,11 +46,7 @@ class WatchedStream:
         last = None
         async with client.stream("POST", _PATH, json=body) as answer:
             self.endpoint = answer.headers.get("x-kvproxy-endpoint", "")
-            async for line in answer.aiter_lines():
-                data = line.removeprefix("data: ")
-                if not data or data == "[DONE]":
-                    continue
-                event = json.loads(data)
+            async for event in read_events(answer):
                 now = clock()
                 self.pause_s = max(self.pause_s, now - (last or now))
                 last = now

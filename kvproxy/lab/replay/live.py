@@ -43,17 +43,10 @@ class RequestFailed(Exception):
     """It was not answered as it should be; the text is a short reason to count by."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutgoingRequest:
-    """Request to send: the body and its session."""
-
-    body: dict[str, object]
-    session: str
-
-
 async def follow_request(
     client: httpx.AsyncClient,
-    sent: OutgoingRequest,
+    body: dict[str, object],
+    session: str,
     outcome: ReplayOutcome,
     *,
     endpoint_header: str,
@@ -62,10 +55,10 @@ async def follow_request(
 ) -> str:
     """Send a request and fill in `outcome`; returns the name of the endpoint that answered ("" if not reported). Raises
     RequestFailed."""
-    headers = {"x-session-id": sent.session}
+    headers = {"x-session-id": session}
     decoder = msgspec.json.Decoder(_Event)
     try:
-        async with client.stream("POST", "/v1/completions", json=sent.body, headers=headers) as response:
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
                 raise RequestFailed(f"status {response.status_code}")
             async for line in response.aiter_lines():
@@ -224,7 +217,6 @@ class LiveReplay:
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
-        sent = OutgoingRequest(body, f"replay-{session}")
         outcome = ReplayOutcome(
             self._clock(),
             turn.prompt_tokens,
@@ -235,7 +227,8 @@ class LiveReplay:
         try:
             name = await follow_request(
                 self._client,
-                sent,
+                body,
+                f"replay-{session}",
                 outcome,
                 endpoint_header=self._settings.endpoint_header,
                 clock=self._clock,

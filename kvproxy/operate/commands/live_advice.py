@@ -86,14 +86,13 @@ async def _output_of(command: Sequence[str]) -> bytes:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
     try:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        output, said = await asyncio.gather(_read(process, process.stdout), _read(process, process.stderr))
-        if max(len(output), len(said)) > _MAX_BYTES:
-            raise ValueError("its output was too long")
+        async with asyncio.TaskGroup() as group:
+            output, said = (group.create_task(_read(stream)) for stream in (process.stdout, process.stderr))
         if await process.wait():
-            raise ValueError(said.decode("utf-8", "replace").strip()[-500:] or "the command failed")
-        return output
+            raise ValueError(said.result().decode("utf-8", "replace").strip()[-500:] or "the command failed")
+        return output.result()
+    except ExceptionGroup as error:
+        raise ValueError("its output was too long") from error
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -101,15 +100,11 @@ async def _output_of(command: Sequence[str]) -> bytes:
         await process.communicate()  # its pipes are closed once they are read
 
 
-async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
-    """Read a stream to its end; a process with too much output is ended, and its text exceeds the bound by a byte."""
-    pieces = []
-    size = 0
-    while piece := await stream.read(1 << 16):
-        size += len(piece)
-        if size <= _MAX_BYTES:
-            pieces.append(piece)
-        elif process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-    return b"".join(pieces) if size <= _MAX_BYTES else bytes(_MAX_BYTES + 1)
+async def _read(stream: asyncio.StreamReader | None) -> bytes:
+    """Read a stream to its end; ValueError if that is beyond the bound."""
+    assert stream is not None
+    try:
+        await stream.readexactly(_MAX_BYTES + 1)
+    except asyncio.IncompleteReadError as ended:
+        return ended.partial
+    raise ValueError

@@ -29,7 +29,7 @@ class ProgressBar:
         self._label = label
         self._drawn = -1
         if self._plain is not None:
-            announce_part(f"replaying {label}", self._plain)
+            announce_part(label, self._plain)
         self.advance(0)
 
     def advance(self, done: int) -> None:

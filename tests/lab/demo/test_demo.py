@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvproxy.cli import main as run_cli
-from kvproxy.lab.demo.demo import DemoOptions, TrafficProgress, print_table, run
+from kvproxy.lab.demo.demo import DemoOptions, print_table, run
 from kvproxy.lab.demo.demo_traffic import DemoReply
 from tests.support.until import until_says
 
@@ -31,17 +31,6 @@ async def _until_a_trickle(page: str) -> None:
             return bool(newest["request_id"] != first[0]["request_id"])
 
         await until_says(True, more_came)
-
-
-def test_progress_ends_at_the_end() -> None:
-    """A few lines where the output is no terminal, whatever the number; the last one is all of it."""
-    for total in (1, 3, 75, 100):
-        out = io.StringIO()
-        with TrafficProgress(total, out) as progress:
-            for _ in range(total):
-                progress.count_reply(DemoReply(1, "a", True, 0.1, 10, 5))
-        assert f"{total}/{total}" in out.getvalue().splitlines()[-1]
-        assert len(out.getvalue().splitlines()) == min(total, 4)
 
 
 def test_nothing_streamed_is_no_traceback() -> None:

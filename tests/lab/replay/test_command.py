@@ -182,7 +182,7 @@ def test_a_run_without_any_answer_is_an_error(trace_file: Path) -> None:
     """For scripts."""
     arguments = (trace_file, "--url", "http://proxy", "--pace", "0", "--requests", "8", "--model", "m")
     status, table, errors = replay(*arguments, transport=Deaf())
-    assert (status, errors) == (1, "replaying http://proxy ...\nkvproxy replay: no request was answered\n")
+    assert (status, errors) == (1, "http://proxy ...\nkvproxy replay: no request was answered\n")
     assert "failed: 8 x no connection" in table
 
 
@@ -265,7 +265,7 @@ def test_nothing_is_drawn_elsewhere() -> None:
     bar.begin("kv_aware")
     bar.advance(1)
     bar.close()
-    assert log.getvalue() == "replaying kv_aware ...\n"
+    assert log.getvalue() == "kv_aware ...\n"
 
 
 class Tags(HTMLParser):
@@ -301,7 +301,7 @@ def test_the_table_says_its_units_and_what_was_repeated(tmp_path: Path) -> None:
     assert status == 0
     assert re.search(r": \d+ requests \(2, repeated\), 2 instances", table.splitlines()[0])
     assert "e2e: s; ITL p99: ms" in table
-    assert errors.startswith("calibrating the load on one pooled cache ...\nreplaying round_robin ...\n")
+    assert errors.startswith("calibrating the load on one pooled cache ...\nround_robin ...\n")
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(-0.0001, "0.000"), (0.0, "0.000"), (-0.5, "-0.500"), (0.25, "+0.250")])
@@ -378,7 +378,7 @@ def test_tiers_below_engine_memory(trace_file: Path, tmp_path: Path) -> None:
     for tiers in ("device=0.3,host=0", "device=0.3,host=8,gbps=20,shared=2,shared_gbps=5,latency=0.001"):
         status, table, error = replay(trace_file, "--instances", "1", "--capacity-tokens", "8192", "--policy", policies,
                                       "--tiers", tiers, "--json", out)  # fmt: skip
-        assert (status, "replaying kv_aware+tier_blind" in error) == (0, True)
+        assert (status, "kv_aware+tier_blind" in error) == (0, True)
         assert [line.split()[0] for line in table.splitlines()[2:4]] == policies.split(",")
         figures = json.loads(out.read_text())["policies"]
         hits.append([figures[policy]["hit_rate"] for policy in policies.split(",")])
