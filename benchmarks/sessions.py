@@ -23,7 +23,7 @@ from benchmarks.sessions_shapes import AGENTS_AN_ENGINE, SHAPES, needed_tokens
 from kvproxy.lab.replay.batch import find_places, measure_alone, summarize_batch
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
 from kvproxy.lab.replay.results import ReplayOutcome, percentile
-from kvproxy.lab.replay.sessions.rules import BEST_PLACES
+from kvproxy.lab.replay.session_rules import BEST_PLACES
 from kvproxy.lab.replay.settings import ENGINES, IndexMode, Pace, ReplayFleet, TierPlan
 from kvproxy.lab.replay.trace import Trace
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvproxy.lab.replay.router import LiveRequest, SimEndpoint
-from kvproxy.lab.replay.sessions.router import Grant
+from kvproxy.lab.replay.session_rules import Grant
 from kvproxy.lab.simulator.timing import EngineTiming
 
 TICK_S = 5.0

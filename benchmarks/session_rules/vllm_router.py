@@ -11,7 +11,7 @@ from enum import Enum, auto
 from statistics import fmean
 
 from kvproxy.lab.replay.router import LiveRequest, SimEndpoint
-from kvproxy.lab.replay.sessions.router import Grant
+from kvproxy.lab.replay.session_rules import Grant
 from kvproxy.lab.simulator.timing import EngineTiming
 
 TICK_S = 1.0

@@ -27,9 +27,9 @@ from kvproxy.features.hygiene.command import Row, traffic_report
 from kvproxy.features.hygiene.comparison import Cause
 from kvproxy.lab.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, why_not_given
 from kvproxy.lab.advise.adviser import PoolAdvice
+from kvproxy.lab.advise.command import print_text
 from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.known import KnownFacts, advise_from_facts, spell_advice
-from kvproxy.lab.advise.report import print_text
 from kvproxy.lab.advise.today import Today
 from kvproxy.lab.advise.traffic import RecordedRequest, Traffic
 from kvproxy.lab.planner.command import run as plan

@@ -13,7 +13,7 @@ from kvproxy.base.log_lines import align_columns
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, play_all, play_policy
 from kvproxy.lab.replay.report import Column, format_seconds, name_half
 from kvproxy.lab.replay.results import Ratio, ReplayOutcome, average, jain_index, mean_ratio, percentile
-from kvproxy.lab.replay.sessions.rules import BEST_PLACES, find_best_places
+from kvproxy.lab.replay.session_rules import BEST_PLACES, find_best_places
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Half, Trace
 from kvproxy.lab.simulator.engine import Engine

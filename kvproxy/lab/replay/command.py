@@ -23,7 +23,7 @@ from kvproxy.lab.replay.replicas import RoutersPlan
 from kvproxy.lab.replay.report import ROW, LiveReport, report_live
 from kvproxy.lab.replay.results import GoodputLimits
 from kvproxy.lab.replay.scenarios import find_scenarios, list_scenarios
-from kvproxy.lab.replay.sessions.rules import BEST_PLACES
+from kvproxy.lab.replay.session_rules import BEST_PLACES
 from kvproxy.lab.replay.settings import ENGINES, Pace, ReplayFleet, TierPlan
 from kvproxy.lab.replay.trace import Trace, read_trace
 from kvproxy.lab.replay.transfers import LinkPlan

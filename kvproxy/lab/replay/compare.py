@@ -23,8 +23,7 @@ from kvproxy.lab.replay.replicas import MakeRouter, RoutersPlan, connect_routers
 from kvproxy.lab.replay.report import ReplayReport
 from kvproxy.lab.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.lab.replay.router import SimEndpoint, VirtualRouter
-from kvproxy.lab.replay.sessions.router import PlacesRouter
-from kvproxy.lab.replay.sessions.rules import BEST_PLACES, find_rule
+from kvproxy.lab.replay.session_rules import BEST_PLACES, PlacesRouter, find_rule
 from kvproxy.lab.replay.settings import EngineBlocks, IndexMode, Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Trace
 from kvproxy.lab.replay.transfers import SimTransfers

@@ -17,8 +17,8 @@ import pytest
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.lab.advise.adviser import Adviser, PoolAdvice
+from kvproxy.lab.advise.command import as_dict, print_text
 from kvproxy.lab.advise.engines import EngineSettingsSeen
-from kvproxy.lab.advise.report import as_dict, print_text
 from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.schema import Config

@@ -16,8 +16,7 @@ from kvproxy.lab.replay.batch import BatchFigures, compare_batch
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, UnknownPolicy, play_policy
 from kvproxy.lab.replay.results import ReplayOutcome
 from kvproxy.lab.replay.router import LiveRequest, SimEndpoint
-from kvproxy.lab.replay.sessions.router import SessionRule
-from kvproxy.lab.replay.sessions.rules import Places, find_best_places
+from kvproxy.lab.replay.session_rules import Places, SessionRule, find_best_places
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
 from kvproxy.lab.replay.trace import Trace, Turn
 from kvproxy.lab.replay.view import endpoint_id
