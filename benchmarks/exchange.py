@@ -53,7 +53,7 @@ class Decider:
             SimEndpoint(EndpointId(f"e{number}"), number, None)  # type: ignore[arg-type]
             for number in range(ENDPOINTS)
         ]
-        self.indexes = LocalIndexes(IndexState(endpoints=ENDPOINTS), follows_events=False)
+        self.indexes = LocalIndexes(IndexState(endpoints=ENDPOINTS))
         self.cluster = RoutersCluster(self.indexes, KvAware(rng=Random(1)), None, self.endpoints)
         random = Random(2)
         self.prompts = [array("Q", (random.getrandbits(64) for _ in range(BLOCKS))) for _ in range(SESSIONS)]

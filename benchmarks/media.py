@@ -24,7 +24,7 @@ from xxhash import xxh3_128_hexdigest
 from benchmarks.markdown import table
 from kvproxy.app import Proxy
 from kvproxy.base.types import RequestKind
-from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
@@ -226,7 +226,7 @@ async def costs() -> list[list[object]]:
         )
         exchange.inference = request
         assert request is not None
-        LocalIndexes(IndexState()).prompts.hash_prompt(request, "sim")
+        LocalIndexes(IndexState(), FollowedEvents()).prompts.hash_prompt(request, "sim")
         assert BodySanitizer().passes(body, exchange)
 
     once = await least_ms(hash_as_engines)

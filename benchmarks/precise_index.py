@@ -44,7 +44,7 @@ for endpoints in (2, 128):
         took.append(1e6 * (time.perf_counter() - start))
     found[f"lookup of 256 blocks at {endpoints} endpoints, us"] = sorted(took)[100]
 try:
-    from kvproxy.cache.overlap.index_state import IndexState
+    from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
     from kvproxy.cache.overlap.local_indexes import LocalIndexes
 except ImportError:  # too early a version
     print(json.dumps(found))
@@ -53,7 +53,7 @@ common = array("I", range(512))
 def chat(number):
     return common + array("I", range(1000 * number, 1000 * number + 3584))
 for endpoints in (8, 128, 512):
-    local = LocalIndexes(IndexState())
+    local = LocalIndexes(IndexState(), FollowedEvents())
     local.exact = frozenset(f"e{number}" for number in range(endpoints))
     def store(number, tokens):
         blocks = token_blocks(tokens, 16, 1)

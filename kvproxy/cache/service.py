@@ -23,6 +23,7 @@ from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.metrics import IndexMetrics, KvCacheMetrics
 from kvproxy.cache.metrics_scraper import MetricsScraper
 from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.overlap.reported_facts import note_reported
 from kvproxy.cache.overlap.reports import EngineReports
 from kvproxy.cache.overlap.sources import OverlapSources
 from kvproxy.cache.settings import MAX_CONNECTIONS, KvCacheSettings
@@ -171,7 +172,7 @@ class KvCache:
     def finished(self, facts: RequestFacts, result: Result) -> None:
         """End a request: queue the actions that follow; never waits."""
         if facts.media and result.prefilled:
-            self.overlap.note_reported(facts, result)
+            note_reported(facts, result)
         self.feedback.finished(facts, result)
         if facts.request.session_ends:
             self._end_session(facts)

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 import httpx
@@ -64,37 +63,12 @@ class _Rendered(msgspec.Struct):
     token_ids: msgspec.Raw
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Tokens of a request by the engine's own count; None: reuse not reported."""
-
-    prompt_tokens: int
-    cached_tokens: int | None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    prompt_tokens_details: _Details | None = None
-
-
-class _Generated(msgspec.Struct):
-    usage: _Usage
-
-
 class _Models(msgspec.Struct):
     data: tuple[ModelInfo, ...]
 
 
 class _Version(msgspec.Struct):
     version: str
-
-
-class _Weights(msgspec.Struct):
-    weight_version: str
 
 
 _INVALID = frozenset({400, 422})
@@ -113,7 +87,7 @@ class VllmClient:
         timeout_s: float = 2.0,
         find_form: FindChatForm | None = None,
     ) -> None:
-        self._api = Api(http, base_url, service="vllm", authorization=authorization)
+        self.api = Api(http, base_url, service="vllm", authorization=authorization)
         self._timeout_s = timeout_s
         self._find_form = find_form
         #: Whether the engine renders requests of a kind: False after a refusal, and then never tried again.
@@ -147,7 +121,7 @@ class VllmClient:
         path = RENDER_PATHS[kind]
         asked = render_body(model, body)
         try:
-            answer = await self._api.post(path, asked, _Rendered, timeout_s=self._timeout_s, max_bytes=MAX_TOKENS_BYTES)
+            answer = await self.api.post(path, asked, _Rendered, timeout_s=self._timeout_s, max_bytes=MAX_TOKENS_BYTES)
         except Refused as error:
             if error.status == _FORBIDDEN:
                 self.renders[kind] = False
@@ -175,12 +149,6 @@ class VllmClient:
             body = form(body)
         return await self.tokenize_chat(model, body)
 
-    async def prefill(self, path: str, body: bytes, *, timeout_s: float | None = None) -> Prefill:
-        """Has a chat or completion request computed, which is to generate one token and not to be streamed."""
-        usage = (await self._api.post(path, body, _Generated, timeout_s=timeout_s or self._timeout_s)).usage
-        details = usage.prompt_tokens_details
-        return Prefill(usage.prompt_tokens, None if details is None else details.cached_tokens)
-
     async def fetch_metrics(self, *, timeout_s: float | None = None) -> EngineMetrics:
         """One scrape of `/metrics`; costs the engine tens of milliseconds, so never per request."""
         text = await self.fetch_exposition(timeout_s=timeout_s)
@@ -191,7 +159,7 @@ class VllmClient:
     async def fetch_exposition(self, *, timeout_s: float | None = None) -> bytes:
         """Return the text of one scrape."""
         timeout_s = timeout_s or self._timeout_s
-        text = await self._api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+        text = await self.api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
         if text.count(b"\n") > MAX_METRICS_LINES:
             raise BadResponse(f"vllm /metrics: more than {MAX_METRICS_LINES} lines")
         return text
@@ -202,17 +170,17 @@ class VllmClient:
         shape = cast("type[WireSources]", WireSources)
         path = "/kv_event_sources"
         try:
-            answer = await self._api.get(path, shape, timeout_s=self._timeout_s, max_bytes=MAX_SOURCES_BYTES)
+            answer = await self.api.get(path, shape, timeout_s=self._timeout_s, max_bytes=MAX_SOURCES_BYTES)
         except NotSupported:
-            return (await self.sglang_info()).event_sources(host=self._api.base_url.host)
+            return (await self.sglang_info()).event_sources(host=self.api.base_url.host)
         if len(answer) > MAX_SOURCES:
             raise BadResponse(f"vllm {path}: more than {MAX_SOURCES} streams")
-        return sources_from_wire(answer, host=self._api.base_url.host)
+        return sources_from_wire(answer, host=self.api.base_url.host)
 
     async def sglang_info(self) -> SglangInfo:
         """Return what SGLang reports of itself; NotSupported for every other engine."""
         try:
-            info = await fetch_info(self._api, timeout_s=self._timeout_s)
+            info = await fetch_info(self.api, timeout_s=self._timeout_s)
         except NotSupported:
             self._is_sglang = False
             raise
@@ -221,27 +189,14 @@ class VllmClient:
 
     async def list_models(self) -> tuple[ModelInfo, ...]:
         """Models and LoRA adapters the engine serves. Answers even when the engine core is dead: not a health check."""
-        models = (await self._api.get("/v1/models", _Models, timeout_s=self._timeout_s)).data
+        models = (await self.api.get("/v1/models", _Models, timeout_s=self._timeout_s)).data
         if len(models) > MAX_MODELS:
             raise BadResponse(f"vllm /v1/models: more than {MAX_MODELS} models")
         return models
 
     async def fetch_version(self) -> str:
         """Return the engine's version, such as `0.32.0`."""
-        return (await self._api.get("/version", _Version, timeout_s=self._timeout_s)).version
-
-    async def fetch_weight_version(self) -> str:
-        """Return the name of the weights in use, as a trainer gave it: vLLM has a path for it, SGLang's model shows
-        it."""
-        try:
-            answer = await self._api.get("/weight_info", _Weights, timeout_s=self._timeout_s)
-        except NotSupported:
-            answer = await self._api.get("/model_info", _Weights, timeout_s=self._timeout_s)
-        return answer.weight_version
-
-    async def call(self, method: str, path: str, body: bytes | None, *, timeout_s: float) -> bytes:
-        """Return the answer to an operator's own call."""
-        return await self._api.call(method, path, timeout_s=timeout_s, body=body)
+        return (await self.api.get("/version", _Version, timeout_s=self._timeout_s)).version
 
     async def is_sglang(self) -> bool:
         """Return whether the engine is SGLang; it is asked once."""
@@ -252,7 +207,7 @@ class VllmClient:
 
     async def _tokenize(self, body: bytes) -> TokenIds:
         path = "/tokenize"
-        answer = await self._api.post(path, body, _Tokens, timeout_s=self._timeout_s, max_bytes=MAX_TOKENS_BYTES)
+        answer = await self.api.post(path, body, _Tokens, timeout_s=self._timeout_s, max_bytes=MAX_TOKENS_BYTES)
         return await _tokens(answer.tokens, path)
 
 

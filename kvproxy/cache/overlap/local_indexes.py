@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from kvproxy.base.types import Clock, EndpointId, Tier, cut_lower
 from kvproxy.cache.clients.tokens import TokenIds
-from kvproxy.cache.feedback.trust import Trust
+from kvproxy.cache.feedback.trust import MissedReuses, Trust
 from kvproxy.cache.indexes.beginnings import PreciseMatch
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.indexes.heat import Run
@@ -40,9 +40,9 @@ LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINAT
 class LocalIndexes:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
-    `exact` names the endpoints whose event streams miss nothing. With `follows_events`, and an engine that publishes,
-    the approximate index also keeps which requests are under way; with `lookups` there is a service whose word is put
-    to the test; with `keyed` prompts are known by the keys of their messages in any case. Two of them may share one
+    `exact` names the endpoints whose event streams miss nothing. Where an engine's events are `followed`, the
+    approximate index also keeps which requests are under way; with `lookups` there is a service whose word is put to
+    the test; with `keyed` prompts are known by the keys of their messages in any case. Two of them may share one
     `state`, and what is `followed`.
     """
 
@@ -51,8 +51,6 @@ class LocalIndexes:
         state: IndexState,
         followed: FollowedEvents | None = None,
         *,
-        learn_capacity: bool = True,
-        follows_events: bool = True,
         lookups: bool = True,
         keyed: bool = False,
         clock: Clock = time.monotonic,
@@ -71,15 +69,13 @@ class LocalIndexes:
         self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
         self.denied = DeniedPlacements(clock)  # by what engines reused
         self._lookups = lookups
-        followed = FollowedEvents() if followed is None else followed
-        if not follows_events:
+        if followed is None:
             followed = FollowedEvents()
             followed.any = False
         self.followed = followed
         self.precise = followed.precise
         self.loras = followed.loras
         self.exact: Collection[EndpointId] = followed.exact
-        self.capacities.learning = learn_capacity
         #: Lookups identify prompts by their messages' keys, as KV events do.
         self.prompts = PromptHashes(state, followed, keyed=lookups or keyed)
         self._precise_root = lru_cache(REMEMBERED_SEEDS)(precise_root)
@@ -111,7 +107,7 @@ class LocalIndexes:
         announced = None
         exact = self.exact
         searched = (tokens is not None or reported is not None) and self.followed.any
-        worth = self._find_worth(bytes_per_token, mixed, prompt_tokens, partly=not searched)
+        worth = _find_worth(bytes_per_token, mixed, prompt_tokens, partly=not searched)
         if searched:
             blocks = self.blocks_of(tokens, hashed, model, cache_salt, reported)
             announced = self.precise.match_prompt(blocks)
@@ -120,7 +116,11 @@ class LocalIndexes:
                 announced = {one: _undenied(one, match, denials) for one, match in announced.items()}
                 stored = trusted_tokens(EVERY_ENDPOINT, ((Tier.SHARED, stored),), denials)
             if stored:
-                looked_up = [*looked_up, *self._in_store(stored)]
+                # it counts for every endpoint that reads the store, whichever engine reported it
+                lower = ((Tier.SHARED, stored),)
+                readers = self.store_readers()
+                found = [HolderOverlap(each, stored, True, FactSource.PRECISE, lower) for each in readers]
+                looked_up = [*looked_up, *found]
             if self.missed.doubted:
                 exact = frozenset(exact).difference(self.missed.doubted)
             if exact:
@@ -138,31 +138,6 @@ class LocalIndexes:
             steps=self.steps.known,
             prompt_tokens=prompt_tokens,
         )
-
-    def _find_worth(
-        self, bytes_per_token: float, mixed: MixedPrompt | None, prompt_tokens: int, *, partly: bool
-    ) -> Callable[[int], int]:
-        """Return a function from leading blocks of text to their tokens. Behind the last block that is held, part of
-        the next one is, or of the rest: `partly` counts that where no events do."""
-        tokens_per_block = TEXT_BLOCK_BYTES / bytes_per_token
-        beyond = BEYOND * tokens_per_block if partly else 0.0
-
-        def find_tokens(blocks: int) -> int:
-            tokens = blocks * tokens_per_block
-            return int(tokens + beyond if tokens + tokens_per_block <= prompt_tokens else tokens)
-
-        def find_mixed(blocks: int) -> int:
-            assert mixed is not None
-            within = int(BEYOND * TEXT_BLOCK_BYTES)
-            return min(mixed.tokens_matched(blocks * TEXT_BLOCK_BYTES, within), prompt_tokens)
-
-        return find_tokens if mixed is None else find_mixed
-
-    def _in_store(self, tokens: int) -> list[HolderOverlap]:
-        """Return overlaps in a shared store, which count for every endpoint that reads it, whichever engine reported
-        them."""
-        lower = ((Tier.SHARED, tokens),)
-        return [HolderOverlap(each, tokens, True, FactSource.PRECISE, lower) for each in self.store_readers()]
 
     def blocks_of(
         self,
@@ -267,7 +242,7 @@ class LocalIndexes:
         if self.followed.any:
             _test(self.trust, endpoint, _EVENTS, overlap, cached_tokens)
             if known_tokens and endpoint in self.exact:
-                self._test_events(endpoint, overlap, min(cached_tokens, known_tokens))
+                _test_events(self.missed, endpoint, overlap, min(cached_tokens, known_tokens))
         if self._lookups:
             _test(self.lookup_trust, endpoint, LOOKUPS, overlap, cached_tokens)
         contradicted = overlap is not None and is_contradicted(predicted_tokens, cached_tokens)
@@ -276,13 +251,6 @@ class LocalIndexes:
                 watch.contradicted(endpoint, cursor, cached_blocks)
             self.approximate.contradict(endpoint, cursor, cached_blocks)
         return contradicted
-
-    def _test_events(self, endpoint: EndpointId, overlap: Overlap | None, reused_tokens: int) -> None:
-        """Test a complete stream. Tokens promised by a request in flight could not be in its events yet."""
-        announced = 0 if overlap is None else overlap.claimed_tokens
-        if overlap is not None and endpoint not in self.missed.doubted:
-            announced = max(announced, overlap.tokens)
-        self.missed.observe_reuse(endpoint, announced_tokens=announced, reused_tokens=reused_tokens)
 
     def process_started(self, endpoint: EndpointId, started_at: float) -> bool:
         """Compare the start time in the engine's report with the last one; returns True for a new process, which holds
@@ -325,6 +293,26 @@ class LocalIndexes:
             trust.forget_endpoint(endpoint)
 
 
+def _find_worth(
+    bytes_per_token: float, mixed: MixedPrompt | None, prompt_tokens: int, *, partly: bool
+) -> Callable[[int], int]:
+    """Return a function from leading blocks of text to their tokens. Behind the last block that is held, part of
+    the next one is, or of the rest: `partly` counts that where no events do."""
+    tokens_per_block = TEXT_BLOCK_BYTES / bytes_per_token
+    beyond = BEYOND * tokens_per_block if partly else 0.0
+
+    def find_tokens(blocks: int) -> int:
+        tokens = blocks * tokens_per_block
+        return int(tokens + beyond if tokens + tokens_per_block <= prompt_tokens else tokens)
+
+    def find_mixed(blocks: int) -> int:
+        assert mixed is not None
+        within = int(BEYOND * TEXT_BLOCK_BYTES)
+        return min(mixed.tokens_matched(blocks * TEXT_BLOCK_BYTES, within), prompt_tokens)
+
+    return find_tokens if mixed is None else find_mixed
+
+
 def _test(
     trust: Trust, endpoint: EndpointId, sources: Collection[FactSource], overlap: Overlap | None, cached_tokens: int
 ) -> None:
@@ -333,6 +321,14 @@ def _test(
         trust.observe_claim(endpoint, overlap.claimed_tokens, overlap.backed_tokens, cached_tokens)
     else:
         trust.observe_claim(endpoint, 0, 0, cached_tokens)
+
+
+def _test_events(missed: MissedReuses, endpoint: EndpointId, overlap: Overlap | None, reused_tokens: int) -> None:
+    """Test a complete stream. Tokens promised by a request in flight could not be in its events yet."""
+    announced = 0 if overlap is None else overlap.claimed_tokens
+    if overlap is not None and endpoint not in missed.doubted:
+        announced = max(announced, overlap.tokens)
+    missed.observe_reuse(endpoint, announced_tokens=announced, reused_tokens=reused_tokens)
 
 
 def _without_confirmed(

@@ -15,12 +15,12 @@ from kvproxy.cache.media.cut import cut_prompt
 from kvproxy.cache.media.mixed import MixedPrompt
 from kvproxy.cache.media.urls import UrlSignatures
 from kvproxy.cache.metrics import KvCacheMetrics
-from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.overlap.gauges import TierCounts, show_indexes
 from kvproxy.cache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.overlap.merge import in_steps
-from kvproxy.cache.overlap.reported_prompts import ServedPrompt
+from kvproxy.cache.overlap.reported_facts import recall_reported
 from kvproxy.cache.overlap.reports import EngineReports
 from kvproxy.cache.overlap.tokens import TokenSource
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
@@ -78,11 +78,9 @@ class OverlapSources:
         self._entered = False
 
     def _make_indexes(self, cluster: Cluster, state: CacheState, *, keyed: bool) -> LocalIndexes:
-        followed = self.reports.followed.get(cluster.name)
         indexes = LocalIndexes(
             state.index(cluster.name, endpoints=len(cluster.endpoints)),
-            followed,
-            follows_events=followed is not None,
+            self.reports.followed.get(cluster.name),
             lookups=self._looks_up,
             keyed=keyed,
             clock=self._clock,
@@ -147,7 +145,7 @@ class OverlapSources:
         if self._looks_up or indexes.followed.any:
             self.tokens.recall_tokens(facts)
             if media:
-                _recall_reported(facts)
+                recall_reported(facts)
         self._assess(facts)
         if self._entered and request.continues is None and self._looks_up:
             facts.wants_lookup = self.store.is_wanted(facts)
@@ -166,7 +164,7 @@ class OverlapSources:
         if not facts.tokens_exact and (self._looks_up or facts.indexes.followed.any):
             self.tokens.recall_tokens(facts)
         if facts.media:
-            _recall_reported(facts)
+            recall_reported(facts)
         self._assess(facts)
 
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
@@ -181,28 +179,6 @@ class OverlapSources:
         `kept` it, or never computed it."""
         if facts.entry is not None:
             facts.entry = facts.indexes.move_entry(facts.entry, endpoint, kept=kept)
-
-    def note_reported(self, facts: RequestFacts, result: Result) -> None:
-        """Learn from what complete events report of a prompt with media that an engine has computed."""
-        endpoint = result.endpoint if result.prefill_endpoint is None else result.prefill_endpoint
-        indexes = facts.indexes
-        tokens = result.prompt_tokens
-        if endpoint is None or tokens is None or facts.request.continues is not None:
-            return
-        known = facts.reported is not None and facts.reported.whole
-        if known or endpoint not in indexes.exact or not _call_media_alike(facts):
-            return
-        blocks = indexes.blocks_of(facts.tokens, facts.hashed_tokens, facts.model, facts.request.cache_salt)
-        served = ServedPrompt(
-            facts.model,
-            facts.keys,
-            facts.hashes,
-            facts.media,
-            blocks,
-            tokens,
-            facts.noted,
-        )
-        indexes.followed.reported.note_served(endpoint, served)
 
     def instance_ids(self) -> frozenset[str]:
         """Ids of all endpoints at the store."""
@@ -228,7 +204,8 @@ class OverlapSources:
             bytes_per_token = counted or self._bytes_per_token.look_up(facts.model)
             prompt_tokens = int(facts.text_bytes / bytes_per_token)
         if facts.media:
-            facts.mixed = self._mixed(facts, bytes_per_token)
+            counts = [self._media_counts.look_up(facts.model, medium) for medium in facts.media]
+            facts.mixed = MixedPrompt(facts.media, counts, bytes_per_token=bytes_per_token)
             prompt_tokens += facts.mixed.media_tokens
         if facts.reported is not None and facts.reported.whole:
             prompt_tokens = facts.reported.prompt_tokens
@@ -260,27 +237,10 @@ class OverlapSources:
             prompt_tokens, found, hot_tokens, cursor.hashes, block_tokens, session=session, parent=names.parent
         )
 
-    def _mixed(self, facts: RequestFacts, bytes_per_token: float) -> MixedPrompt:
-        """Return the prompt's text and media in tokens, as its model makes them."""
-        counts = [self._media_counts.look_up(facts.model, medium) for medium in facts.media]
-        return MixedPrompt(facts.media, counts, bytes_per_token=bytes_per_token)
-
     def bind_gauges(self, metrics: Metrics) -> None:
         self.tokens.bind_gauges(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)
         self.tier_counts.bind_gauges(metrics)
-
-
-def _recall_reported(facts: RequestFacts) -> None:
-    """Put the blocks that engines reported of a prompt with media into its facts."""
-    facts.noted = facts.indexes.followed.reported.noted
-    if facts.request.continues is None and _call_media_alike(facts):
-        facts.reported = facts.indexes.followed.reported.find_beginning(facts.keys, facts.hashes, facts.media)
-
-
-def _call_media_alike(facts: RequestFacts) -> bool:
-    """Return whether the cluster's engines are of one version, as far as is known."""
-    return facts.indexes.followed.reported.follow_software(facts.cluster.software)
 
 
 def _store_readers(cluster: Cluster) -> list[EndpointId]:

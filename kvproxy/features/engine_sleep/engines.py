@@ -225,7 +225,7 @@ class EngineSleep(CacheObserver):
             del self._falling_asleep[engine]
 
     async def _call(self, engine: Engine, path: str) -> None:
-        await self._parts.engines.client(engine).call("POST", path, None, timeout_s=CALL_S)
+        await self._parts.engines.client(engine).api.call("POST", path, timeout_s=CALL_S)
 
 
 def find_sleeping(cluster: Cluster, model: str, now: float) -> list[Engine]:

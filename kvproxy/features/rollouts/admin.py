@@ -13,8 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.base.background_task import ask_each
-from kvproxy.base.errors import ClientError, Problem
+from kvproxy.base.errors import ClientError, NotSupported, Problem
 from kvproxy.base.types import EndpointId
+from kvproxy.cache.clients.api import Api
 from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
@@ -142,7 +143,7 @@ def _path_fault(path: str) -> str:
 async def _call_engine(service: KvCache, engine: Engine, asked: Call, timeout_s: int) -> dict[str, object]:
     body = None if asked.body is None else msgspec.json.encode(asked.body)
     try:
-        answer = await service.engines.client(engine).call(asked.method, asked.path, body, timeout_s=timeout_s)
+        answer = await service.engines.client(engine).api.call(asked.method, asked.path, timeout_s=timeout_s, body=body)
     except ClientError as error:
         return {"ok": False, "error": str(error)}
     return {"ok": True, "answer": _shown(answer)}
@@ -164,13 +165,27 @@ async def _find_kept(service: KvCache, engines: Sequence[Engine], version: str |
 
     async def ask(engine: Engine) -> None:
         with contextlib.suppress(ClientError):  # it reports none, and is taken to have the new ones
-            reported = await service.engines.client(engine).fetch_weight_version()
+            api = service.engines.client(engine).api
+            reported = await _fetch_weight_version(api, timeout_s=service.settings.request_timeout)
             if reported != version:
                 kept[engine.id] = reported
 
     if version is not None:
         await ask_each(engines, ask, at_once=AT_ONCE)
     return kept
+
+
+class _Weights(msgspec.Struct):
+    weight_version: str
+
+
+async def _fetch_weight_version(api: Api, *, timeout_s: float) -> str:
+    """Return the name of the weights in use, as a trainer gave it: vLLM has a path for it, SGLang's model shows it."""
+    try:
+        answer = await api.get("/weight_info", _Weights, timeout_s=timeout_s)
+    except NotSupported:
+        answer = await api.get("/model_info", _Weights, timeout_s=timeout_s)
+    return answer.weight_version
 
 
 def _forget(service: KvCache, cluster: Cluster, engines: Sequence[Engine]) -> list[str]:

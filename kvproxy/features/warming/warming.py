@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from kvproxy.base.errors import ClientError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
-from kvproxy.cache.clients.vllm import Prefill
 from kvproxy.cache.engines import Engines
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.features.warming.metrics import WarmingMetrics
@@ -16,6 +17,27 @@ from kvproxy.features.warming.metrics import WarmingMetrics
 TIMEOUT_S = 120.0
 #: An engine that runs and holds more is left alone.
 MAX_REQUESTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Tokens of a request by the engine's own count; None: reuse not reported."""
+
+    prompt_tokens: int
+    cached_tokens: int | None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+class _Generated(msgspec.Struct):
+    usage: _Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +84,10 @@ class Warmer:
         return engine.running + (engine.waiting or 0) <= MAX_REQUESTS
 
     async def _send(self, endpoint: Endpoint, path: str, body: bytes) -> Prefill:
-        answer = await self._engines.client(endpoint.engine).prefill(path, body, timeout_s=TIMEOUT_S)
+        api = self._engines.client(endpoint.engine).api
+        usage = (await api.post(path, body, _Generated, timeout_s=TIMEOUT_S)).usage
+        details = usage.prompt_tokens_details
+        answer = Prefill(usage.prompt_tokens, None if details is None else details.cached_tokens)
         found = answer.cached_tokens or 0
         self._tokens.labels("found").inc(found)
         self._tokens.labels("computed").inc(max(0, answer.prompt_tokens - found))

@@ -15,7 +15,7 @@ from kvproxy.cache.indexes import block_events as wire
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.indexes.heat import Run
 from kvproxy.cache.indexes.radix import PrefixCursor
-from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
@@ -63,7 +63,8 @@ class IndexView(CacheView):
         self._misleading = "GPU" if fleet.tiers is None else "CPU"  # tier of false entries
         capacity_blocks = int(fleet.capacity_tokens * fleet.index_capacity) // block_size
         state = IndexState(endpoints=fleet.instances, capacity_blocks=capacity_blocks)
-        self.local = LocalIndexes(state, learn_capacity=fleet.learn_capacity, follows_events=self._events)
+        self.local = LocalIndexes(state, FollowedEvents() if self._events else None)
+        self.local.capacities.learning = fleet.learn_capacity
         if self._events:
             self.local.exact = frozenset(self._ids)
             self.local.store_readers = lambda: self._ids

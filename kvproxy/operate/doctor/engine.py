@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from kvproxy.base.errors import BadResponse, ClientError, NotSupported
 from kvproxy.base.installed import installed
-from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.engine_metrics import EngineKind, EngineMetrics, parse_engine_metrics
 from kvproxy.cache.clients.event_sources import KvEventSource, stated_sources
 from kvproxy.cache.clients.sglang import SglangInfo
@@ -158,7 +157,7 @@ class EngineFacts:
         timeout_s = tools.timeouts.exchange_s
         find_form = partial(find_chat_form, installed(CacheFeature))
         self.vllm = VllmClient(http, url, authorization, timeout_s=timeout_s, find_form=find_form)
-        self.api = Api(http, url, service="vllm", authorization=authorization)
+        self.api = self.vllm.api
 
     async def list_models(self) -> tuple[ModelInfo, ...]:
         """Return what it serves."""

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from kvproxy.cache.indexes.block_events import BlockStored
-from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cluster.routing.policy import FactSource, Overlap
@@ -22,7 +22,7 @@ BYTES_PER_TOKEN = TEXT_BLOCK_BYTES / 16
 @pytest.fixture
 def local() -> LocalIndexes:
     """One endpoint that announced the whole prompt."""
-    sources = LocalIndexes(IndexState())
+    sources = LocalIndexes(IndexState(), FollowedEvents())
     sources.exact = frozenset({A})
     sources.precise.apply_events(A, 0, [BlockStored(tuple(range(20)), None, TOKENS, 16)])
     return sources

@@ -13,7 +13,7 @@ from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from kvproxy.cache.feedback.trust import Trust
 from kvproxy.cache.indexes.beginnings import PreciseMatch
 from kvproxy.cache.indexes.block_events import BlockRemoved, BlockStored
-from kvproxy.cache.overlap.index_state import IndexState
+from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.overlap.merge import in_steps, is_contradicted, merge_overlaps
 from kvproxy.cache.overlap.prompt_hashes import SHORT_BYTES
@@ -36,7 +36,7 @@ OTHER = array("Q", range(9000, 9050))
 @pytest.fixture
 def local() -> LocalIndexes:
     """One endpoint whose events are followed exactly; it was sent the prompt, announced it and evicted it."""
-    sources = LocalIndexes(IndexState())
+    sources = LocalIndexes(IndexState(), FollowedEvents())
     sources.exact = frozenset({A})
     sources.settle_entry(sources.route(A, sources.approximate.locate(HASHES)), prefilled=True)
     sources.precise.apply_events(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
@@ -84,11 +84,11 @@ def test_two_requests_in_flight_promise_together(local: LocalIndexes) -> None:
 def test_a_promise_survives_a_reload(local: LocalIndexes) -> None:
     """Indexes over the same state share what is in flight; its end counts in both."""
     state = IndexState()
-    before = LocalIndexes(state)
+    before = LocalIndexes(state, FollowedEvents())
     before.exact = frozenset({A})
     before.precise.apply_events(A, 0, [BlockStored(NAMES, None, TOKENS, 16), BlockRemoved(NAMES)])
     claim = before.route(A, before.approximate.locate(HASHES))
-    after = LocalIndexes(state)
+    after = LocalIndexes(state, FollowedEvents())
     after.exact = frozenset({A})
     assert overlaps(after) == {"a": Overlap(4096)}
     after.settle_entry(claim, prefilled=True)
@@ -107,7 +107,7 @@ def test_an_endpoint_that_is_gone_keeps_no_promise(local: LocalIndexes, gone: ob
 
 def test_without_events_nothing_is_kept_twice() -> None:
     """The index of requests under way costs nothing where no events are followed."""
-    local = LocalIndexes(IndexState(), follows_events=False)
+    local = LocalIndexes(IndexState())
     local.route(A, local.approximate.locate(HASHES))
     assert local.approximate.counts.in_flight_entries == 0
     assert overlaps(local)[A].tokens == pytest.approx(4096, rel=0.01)
@@ -118,7 +118,7 @@ def test_a_prompt_has_the_same_blocks_however_they_are_found(size_bytes: int) ->
     """Short ones without the memory of sessions, where nothing goes by message keys."""
     prompt = Prompt(b"", (b"x" * size_bytes, b"y" * 300))
     request = InferenceRequest(RequestKind.CHAT, "m", prompt)
-    plain, keyed = LocalIndexes(IndexState(), follows_events=False, lookups=False), LocalIndexes(IndexState())
+    plain, keyed = LocalIndexes(IndexState(), lookups=False), LocalIndexes(IndexState(), FollowedEvents())
     hashes, keys, *_ = plain.prompts.hash_prompt(request, "m")
     assert (hashes, 2) == (keyed.prompts.hash_prompt(request, "m")[0], len(keyed.prompts.hash_prompt(request, "m")[1]))
     assert (len(plain.sessions), len(keys)) == ((0, 0) if prompt.size_bytes <= SHORT_BYTES else (1, 2))
@@ -290,7 +290,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_partial_blocks_count_on_average() -> None:
     """Half a block of text, less half a block of the engine's: else every match is taken for shorter than it is."""
-    local = LocalIndexes(IndexState(), follows_events=False)
+    local = LocalIndexes(IndexState())
     for endpoint, blocks in ((A, 2), (B, 3)):
         local.enter_prompt(endpoint, local.approximate.locate(HASHES[:blocks]))
     found = local.find_overlaps(

@@ -41,7 +41,7 @@ class Cluster:
     """As of ClusterPart, without a proxy around it."""
 
     def __init__(self, endpoints: Iterable[EndpointId] = (A, B)) -> None:
-        self.indexes: LocalIndexes | None = LocalIndexes(IndexState(endpoints=2), follows_events=False)
+        self.indexes: LocalIndexes | None = LocalIndexes(IndexState(endpoints=2))
         self.policy = KvAware(rng=Random(0))
         self.admission: Any = None
         self.ledgers = {endpoint: EndpointLoad() for endpoint in endpoints}
