@@ -150,7 +150,9 @@ async def measure(port: int, count: int, folder: Path) -> list[str]:
         async with (
             Proxy(load_config(raw)) as proxy,
             Server(proxy) as server,
-            GarbageCollections(is_quiet=lambda: not proxy.running, replaced=lambda: proxy.replaced),
+            GarbageCollections(
+                is_quiet=lambda: not proxy.generations.current.running, replaced=lambda: proxy.generations.ended
+            ),
         ):
             await asyncio.sleep(0)  # so that the turn of the start is over
             row("start")

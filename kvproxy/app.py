@@ -9,15 +9,14 @@ import random
 import time
 from asyncio import get_running_loop
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.base.background_task import find_loop
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
@@ -47,6 +46,7 @@ from kvproxy.operate.runtime.generation import Generations, Shared
 from kvproxy.operate.runtime.history import History
 from kvproxy.operate.runtime.operated import ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.operate.runtime.recent import RecentDecisions
+from kvproxy.operate.runtime.run import Run
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, RequestGuard, WallClock
 from kvproxy.proxy.forward.public import NO_WEBSOCKET
@@ -98,7 +98,7 @@ class Proxy:
     ) -> None:
         config = read_config(config, extra_filters)
         self._extra_filters = extra_filters
-        self._tenant_of = tenant
+        self.tenant_of = tenant
         self.metrics = make_metrics() if metrics is None else metrics
         self.draining = False
         self.clock = clock
@@ -135,11 +135,7 @@ class Proxy:
         show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
         self.generations.companions = self.companions = tuple(_accompany(self, config, siblings))
         self._history = History(self)
-        self._running = AsyncExitStack()
-        self._runs = False
-        self._entered = False  # False while it runs: a request started it
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the latest start
-        self._starting: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._run = Run(partial(_list_parts, self))
 
     @cached_property
     def admin(self) -> AccessControl:
@@ -171,16 +167,6 @@ class Proxy:
         return self.generations.current.routes
 
     @property
-    def running(self) -> int:
-        """Open requests, of the configuration it serves by now."""
-        return self.generations.current.running
-
-    @property
-    def replaced(self) -> int:
-        """Configurations that were replaced and have ended."""
-        return self.generations.ended
-
-    @property
     def kvcache(self) -> KvCache | None:
         """The service behind the `kvcache` filter."""
         return self.generations.current.kvcaches.get(kvcache.NAME)
@@ -197,7 +183,7 @@ class Proxy:
         clusters = {
             name: {str(one.id): one.status(now) for one in each.endpoints} for name, each in self.clusters.items()
         }
-        return {"running": self._runs, "requests": self.running, "clusters": clusters}
+        return {"running": self._run.runs, "requests": self.generations.current.running, "clusters": clusters}
 
     def add_endpoint(self, name: str, url: str, *, cluster: str = "", **settings: Any) -> None:
         """Add an endpoint while it runs, or put it in the place of that of the same id. It stays over reloads.
@@ -205,13 +191,13 @@ class Proxy:
         `settings` are further ones of an endpoint (`models`, `weight`, `api_key` ...). `cluster` may be left out where
         there is one. Raises ConfigError for wrong settings, LookupError for no such cluster."""
         endpoint = read_endpoint({"id": name, "url": url, **settings})
-        if not self._cluster(cluster).operator.add_endpoint(endpoint):
+        if not _find_cluster(self.clusters, cluster).operator.add_endpoint(endpoint):
             raise ConfigError([Problem("id", "too many endpoints were added already", "remove some")])
 
     async def remove_endpoint(self, name: str, *, drain: float = 0.0, cluster: str = "") -> int:
         """Send an endpoint no further requests, and wait at most `drain` seconds for those it has; return how many are
         left. They still finish. Raises LookupError for no such endpoint."""
-        owner = self._cluster(cluster)
+        owner = _find_cluster(self.clusters, cluster)
         leaving = owner.members.find_named(EndpointId(name))
         if not owner.operator.remove_endpoint(EndpointId(name)):
             raise LookupError(f"cluster {owner.name} has no endpoint {name!r}")
@@ -222,14 +208,6 @@ class Proxy:
             await asyncio.sleep(_LOOK_AGAIN_S)
         return left
 
-    def _cluster(self, name: str) -> Cluster:
-        clusters = self.clusters
-        if not name and len(clusters) == 1:
-            return next(iter(clusters.values()))
-        if name not in clusters:
-            raise LookupError(f"no cluster {name!r}; there are: {', '.join(clusters)}")
-        return clusters[name]
-
     async def reload(self, config: ConfigLike) -> Reloaded:
         """Serve by this configuration from now on; running requests finish by the one before.
 
@@ -238,47 +216,21 @@ class Proxy:
         has changed."""
         return self.generations.adopt(await self.generations.prepare(read_config(config, self._extra_filters)))
 
-    async def __aenter__(self) -> Proxy:
-        loop = find_loop()
-        async with self._start_lock(loop):
-            if not self._runs or self._loop is not loop:
-                await self._start(loop)
-            elif self._entered:
-                raise RuntimeError("this Proxy was entered already: do it once, by `async with` or a server's lifespan")
-            self._entered = True
+    async def __aenter__(self) -> Self:
+        await self._run.enter()
         return self
 
-    def _start_lock(self, loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
-        if self._starting is None or self._starting[0] is not loop:
-            self._starting = loop, asyncio.Lock()
-        return self._starting[1]
-
-    async def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._runs and self._loop is not None and not self._loop.is_closed():
-            raise RuntimeError("this Proxy runs in another event loop; make one for each loop")
-        async with AsyncExitStack() as starting:  # a part that cannot start ends those before it
-            await starting.enter_async_context(LoopLag(self.metrics.group(ProcessMetrics).loop_lag, clock=self.clock))
-            for part in (self.certificates, self._pool, self._probes, *self._written, self.generations):
-                await starting.enter_async_context(part)
-            if self.config.admin.enabled:
-                await starting.enter_async_context(self._history)
-            self._running = starting.pop_all()
-        self._runs = True
-        self._entered = False
-        self._loop = loop
-
     async def __aexit__(self, *_: object) -> None:
-        self._runs = False
-        await self._running.aclose()
+        await self._run.end()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            if self._loop is None or self._loop is not get_running_loop():
-                await self._begin()
+            if self._run.loop is None or self._run.loop is not get_running_loop():
+                await self._run.begin()
             if may_be_below(scope):
                 scope = without_root(scope)
-            if "user" in scope or self._tenant_of is not None:
-                scope = self._with_tenant(scope)
+            if "user" in scope or self.tenant_of is not None:
+                scope = _with_tenant(self, scope)
             generation = self.generations.current
             generation.running += 1
             try:
@@ -286,43 +238,9 @@ class Proxy:
             finally:
                 generation.running -= 1
         elif scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
+            await self._run.serve_lifespan(receive, send)
         elif scope["type"] == "websocket":
             await _refuse_websocket(scope, receive, send)
-
-    def _with_tenant(self, scope: Scope) -> Scope:
-        """Return the scope as the tenant's whom the host app authenticated, if there is one."""
-        name = (self._tenant_of or name_user)(scope)[:_TENANT_CHARS]
-        if not name or any(spec.name == "auth" for spec in self.config.filters):
-            return scope
-        scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] not in _OF_THE_HOST]}
-        Exchange.of(scope, now=self.clock()).tenant = name
-        return scope
-
-    async def _begin(self) -> None:
-        """Start with the first request, under a server that sends no lifespan events. Nothing ends it then, unless it
-        is entered later."""
-        loop = find_loop()
-        async with self._start_lock(loop):
-            if self._loop is not loop:
-                await self._start(loop)
-
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
-        """Start and end by the server's events. A start that fails is answered: a server that only sees an error out of
-        here takes the app for one without a lifespan, and serves it unstarted."""
-        await receive()
-        try:
-            await self.__aenter__()
-        except Exception as error:
-            message = f"kvproxy cannot start: {type(error).__name__}: {error}"
-            await send({"type": "lifespan.startup.failed", "message": message})
-            raise  # as Starlette does: test clients wait for it
-        try:
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-        finally:
-            await self.__aexit__()
-        await send({"type": "lifespan.shutdown.complete"})
 
 
 def read_config(source: ConfigLike, filters: Mapping[str, FilterType] | None = None) -> Config:
@@ -348,6 +266,32 @@ def read_endpoint(raw: Mapping[str, Any]) -> EndpointSettings:
     if problems or decoded.value is None:
         raise ConfigError(problems)
     return decoded.value
+
+
+def _with_tenant(proxy: Proxy, scope: Scope) -> Scope:
+    """Return the scope as the tenant's whom the host app authenticated, if there is one."""
+    name = (proxy.tenant_of or name_user)(scope)[:_TENANT_CHARS]
+    if not name or any(spec.name == "auth" for spec in proxy.config.filters):
+        return scope
+    scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] not in _OF_THE_HOST]}
+    Exchange.of(scope, now=proxy.clock()).tenant = name
+    return scope
+
+
+def _find_cluster(clusters: Mapping[str, Cluster], name: str) -> Cluster:
+    if not name and len(clusters) == 1:
+        return next(iter(clusters.values()))
+    if name not in clusters:
+        raise LookupError(f"no cluster {name!r}; there are: {', '.join(clusters)}")
+    return clusters[name]
+
+
+def _list_parts(proxy: Proxy) -> Iterator[AbstractAsyncContextManager[Any]]:
+    """Yield the parts of a proxy that starts, in their order."""
+    yield LoopLag(proxy.metrics.group(ProcessMetrics).loop_lag, clock=proxy.clock)
+    yield from (proxy.certificates, proxy._pool, proxy._probes, *proxy._written, proxy.generations)
+    if proxy.config.admin.enabled:
+        yield proxy._history
 
 
 def name_user(scope: Scope) -> str:

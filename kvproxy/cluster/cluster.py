@@ -359,7 +359,7 @@ class _Making:
             on_change=cluster.screening.invalidate,
         )
         observers = (one.observe_endpoint(endpoint, config) for one in cluster.observers)
-        endpoint.attach(observer for observer in observers if observer is not None)
+        endpoint.observers = tuple(observer for observer in observers if observer is not None)
         if cluster._shown:
             endpoint.bind_gauges(cluster._metrics)
         endpoint.load.on_sample = partial(cluster.policies.observe_sample, endpoint.id)

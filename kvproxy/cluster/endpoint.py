@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 from kvproxy.base.metrics.bounds import BoundMetrics
@@ -144,17 +144,10 @@ class Endpoint:
         self.role = config.role
         for observer in self.observers:
             observer.configure(config, settings)
-        self._bind_gauges()
-        self._on_change(self)
-
-    def attach(self, observers: Iterable[EndpointObserver]) -> None:
-        self.observers += tuple(observers)
-        self._bind_gauges()
-
-    def _bind_gauges(self) -> None:
         if self._shown and not self.metrics.closed:
             for observer in self.observers:
                 observer.bind_gauges()
+        self._on_change(self)
 
     @property
     def draining(self) -> bool:
@@ -190,17 +183,11 @@ class Endpoint:
     def serves(self, model: str) -> bool:
         """Return True if the endpoint takes whole requests for this model; "" is any. An adapter that engines of its
         cluster list goes to these; requests for one that none lists go to endpoints without `models`."""
-        return self.role is not EndpointRole.PREFILL and self._has(model)
+        return self.role is not EndpointRole.PREFILL and _has_model(self, model)
 
     def prefills(self, model: str) -> bool:
         """Return True if it prefills prompts for this model whose answers other endpoints give."""
-        return self.role is not EndpointRole.DECODE and self._has(model)
-
-    def _has(self, model: str) -> bool:
-        if not model or model in self.models:
-            return True
-        adapters = self.engine.adapters
-        return model in adapters.names if model in adapters.elsewhere else not self.models
+        return self.role is not EndpointRole.DECODE and _has_model(self, model)
 
     def condition(self, now: float) -> Condition:
         if self._draining or self.removed:
@@ -260,3 +247,10 @@ class Endpoint:
         self.metrics.bind_gauge(is_open, lambda: breaker.state is not BreakerState.CLOSED, name)
         for observer in self.observers:
             observer.bind_gauges()
+
+
+def _has_model(endpoint: Endpoint, model: str) -> bool:
+    if not model or model in endpoint.models:
+        return True
+    adapters = endpoint.engine.adapters
+    return model in adapters.names if model in adapters.elsewhere else not endpoint.models

@@ -60,7 +60,7 @@ class Call(msgspec.Struct, eq=False):
             self.failure = self._library.RemoteProtocolError(f"kvproxy failed: {type(error).__name__}")
         finally:
             self.on_disconnect = None
-            self._wake_reader()
+            _wake(self._reader)
 
     # for the client
 
@@ -118,11 +118,6 @@ class Call(msgspec.Struct, eq=False):
         if self._reader is not None and not self._reader.done():
             self._reader.set_exception(self._library.ReadTimeout("the engine sent nothing in time"))
 
-    def _wake_reader(self) -> None:
-        _wake(self._reader)
-
-    # ClientConnection
-
     def take_body(self) -> bytes | None:
         body = self._body
         if not isinstance(body, bytes) or self._body_given or self.disconnected:
@@ -152,7 +147,7 @@ class Call(msgspec.Struct, eq=False):
             if self._held_bytes > HIGH_WATER_BYTES:
                 self.writable = False
         self.complete = not more
-        self._wake_reader()
+        _wake(self._reader)
 
     async def drain(self) -> None:
         while not self.writable:
@@ -180,7 +175,7 @@ class Call(msgspec.Struct, eq=False):
             return b""
         except Exception as error:  # noqa: BLE001 - the client's own code: it is raised to its caller
             self.failure = error
-            self._wake_reader()
+            _wake(self._reader)
             self.leave()
             return None
 
@@ -190,7 +185,7 @@ class Call(msgspec.Struct, eq=False):
                 raise RuntimeError("the response has started already")
             self.headers = list(message.get("headers", ()))
             self.status = message["status"]
-            self._wake_reader()
+            _wake(self._reader)
             return
         if not self.writable:
             await self.drain()

@@ -73,7 +73,10 @@ class HostedRequest(msgspec.Struct, eq=False):
 
     def usable(self, preferred: EndpointId | None) -> EndpointId | None:
         """Return `preferred` if it answers, else the endpoint that holds most of those that do."""
-        if preferred is None or (self.refusal is None and self._answers(preferred)):
+        if preferred is None:
+            return None
+        endpoint = self.cluster.find_endpoint(preferred)
+        if endpoint is not None and self.refusal is None and self._may_get_it(endpoint, self.clock()):
             return preferred
         matches = self.matches()
         best = max(matches, key=lambda name: matches[name], default=None)
@@ -102,7 +105,7 @@ class HostedRequest(msgspec.Struct, eq=False):
 
     def went_to(self, name: str) -> None:
         """Record the endpoint the app chose, on which requests with the same beginning may count from now on."""
-        endpoint = self._find(name)
+        endpoint = self.cluster.find_endpoint(EndpointId(name))
         if endpoint is None:
             known = ", ".join(str(one.id) for one in self.cluster.endpoints)
             log.warning("[kvcache] served(): no endpoint has the id %.100r (known: %s)", name, known)
@@ -113,7 +116,7 @@ class HostedRequest(msgspec.Struct, eq=False):
 
     def failed(self, name: str | None) -> None:
         """Record that the endpoint could not be reached, or broke off; None: the one it was sent to."""
-        endpoint = self._find(name or self._sent_to())
+        endpoint = self.cluster.find_endpoint(EndpointId(name or self._sent_to()))
         chosen = self.pick
         if chosen is not None and chosen.endpoint is endpoint:
             self._settle(AttemptOutcome.FAILURE)
@@ -194,7 +197,7 @@ class HostedRequest(msgspec.Struct, eq=False):
             if self._outcome is AttemptOutcome.SUCCESS and cached_tokens is not None:
                 pick.observe_reuse(cached_tokens, self.clock())
             return
-        endpoint = self._find(name)
+        endpoint = self.cluster.find_endpoint(EndpointId(name))
         if endpoint is None:
             return
         if self._outcome is AttemptOutcome.FAILURE:
@@ -205,13 +208,6 @@ class HostedRequest(msgspec.Struct, eq=False):
     def _sent_to(self) -> str:
         chosen = self.pick
         return self.state.get(SERVED_KEY) or self._named or (str(chosen.endpoint.id) if chosen is not None else "")
-
-    def _find(self, name: str) -> Endpoint | None:
-        return self.cluster.find_endpoint(EndpointId(name))
-
-    def _answers(self, name: EndpointId) -> bool:
-        endpoint = self._find(name)
-        return endpoint is not None and self._may_get_it(endpoint, self.clock())
 
     def _may_get_it(self, endpoint: Endpoint, now: float) -> bool:
         barred = self.exchange is not None and endpoint.id in self.exchange.barred

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import contextvars
 import functools
 import logging
 import random
 import sys
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
-from datetime import UTC, datetime
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvproxy.base.background_task import find_loop
 from kvproxy.base.errors import ConfigError, Problem
-from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.compose import composed
@@ -29,20 +22,18 @@ from kvproxy.base.types import Clock, EndpointId, RequestKind
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.embed.hosted import SERVED_KEY, HostedRequest
 from kvproxy.embed.paths import CoveredPaths
 from kvproxy.embed.read_ahead import ReadAhead
+from kvproxy.embed.service import Filters, HostedService, OneCluster
 from kvproxy.operate.config.decode import decode_model
 from kvproxy.operate.config.load import load_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify import find_faults
-from kvproxy.operate.feature import Feature
-from kvproxy.operate.runtime.generation import StateStore
 from kvproxy.proxy.filter_settings import InferenceRequestSettings
-from kvproxy.proxy.filters.chain import FilterContext, RequestGuard, Services
+from kvproxy.proxy.filters.chain import RequestGuard
 from kvproxy.proxy.filters.kvcache import NAME, STATE_KEY, KvCacheFilter, announce
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.downstream import Downstream
@@ -65,11 +56,6 @@ _OWN_KEYS = (SERVED_KEY, STATE_KEY, HOSTED_KEY)
 _NOT_PREFERRED = ("not_running", "unread", "short", "unknown", "down", "refused")
 #: Hooks of observers that see the answer.
 _OF_ANSWERS = frozenset({"response_started", "body_piece", "ended"})
-#: Time after a failed start in which requests pass without facts.
-RETRY_S = 60.0
-
-#: Running ones: two with equal endpoints learn separately.
-_running: weakref.WeakSet[KVCacheMiddleware] = weakref.WeakSet()
 
 
 class HasScope(Protocol):
@@ -174,10 +160,9 @@ class KVCacheMiddleware:
         if not isinstance(name, str):
             raise ConfigError([Problem("name", "must be text")])
         rng = random.Random() if rng is None else rng
-        settings, self._config = _checked(endpoints, settings, shield)
+        settings, config = _checked(endpoints, settings, shield)
         sessions = _decoded(InferenceRequestSettings, {"session_header": session_header})
-        members = self._config.clusters[_CLUSTER]
-        self._rng = rng
+        members = config.clusters[_CLUSTER]
         self._cluster = Cluster(name, members, metrics=self.metrics, clock=clock, rng=rng)
         self._cluster.bind_gauges()
         self._paths = CoveredPaths(paths)
@@ -186,13 +171,7 @@ class KVCacheMiddleware:
         self._limit_bytes = _size("limit_bytes", limit_bytes)
         self._session_header = sessions.session_header
         self._clock = clock
-        self._enabled = settings.enabled
         self._header = settings.preference_header.lower().encode()
-        self._make_service = functools.partial(
-            KvCache, settings, clusters={name: self._cluster}, metrics=self.metrics, clock=clock, rng=rng
-        )
-        #: The service of the latest start; its learned state goes on in the next.
-        self.service = self._make_service()
         if not isinstance(filters, Sequence) or not all(callable(make) for make in filters):
             raise ConfigError([Problem("filters", "must be a list of ASGI middlewares")])
         inner: HostApp = self._host
@@ -200,12 +179,18 @@ class KVCacheMiddleware:
             inner = make(inner)
         self._behind = inner
         self._filtered = bool(filters)
-        self._lives: dict[asyncio.AbstractEventLoop, _Life] = {}
-        self._started = False  # the service above cannot be started again
-        self._retry_at = float("-inf")
-        self._guards: Sequence[RequestGuard] = ()
         self._counts = dict.fromkeys(("requests", "preferred", *_NOT_PREFERRED), 0)
-        self._no_asyncio = False
+        self._hosted = HostedService(
+            self._host,
+            settings,
+            config=config,
+            cluster=self._cluster,
+            held=self._held,
+            make_filters=self._make_filters,
+            metrics=self.metrics,
+            clock=clock,
+            rng=rng,
+        )
 
     def status(self) -> dict[str, object]:
         """Return what it does now: whether it runs, the condition of its endpoints, and how many requests it covered.
@@ -217,29 +202,23 @@ class KVCacheMiddleware:
         """
         now = self._clock()
         return {
-            "running": any(loop.is_running() and self.runs_in(loop) for loop in self._lives),
+            "running": self._hosted.runs,
             "endpoints": {str(one.id): one.condition(now).value for one in self._cluster.endpoints},
             **self._counts,
             "not_covered": self._paths.missed,
         }
 
+    @property
+    def service(self) -> KvCache:
+        """The service of the latest start."""
+        return self._hosted.service
+
     async def __aenter__(self) -> Self:
-        life = self._life()
-        if life is None:
-            raise RuntimeError("this KVCacheMiddleware runs in another event loop; make one for each loop")
-        async with life.changing:
-            if self._enabled:
-                await self._start(life)
-            life.holders += 1
+        await self._hosted.enter()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        life = self._lives.get(find_loop()) if self._lives else None
-        if life is not None:
-            async with life.changing:
-                life.holders -= 1
-                if life.holders <= 0:
-                    await self._end(life)
+        await self._hosted.leave()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -260,8 +239,8 @@ class KVCacheMiddleware:
             await self._app(scope, receive, send)
             return
         filters = None
-        if self._enabled and (life := self._find_life()) is not None:
-            filters = life.filters or await self._started_filters(life)
+        if (life := self._hosted.find_life()) is not None:
+            filters = life.filters or await self._hosted.start_late(life)
         state = scope.setdefault("state", {})  # here, so that copies of the scope further in share it
         hosted = state[HOSTED_KEY] = HostedRequest(self._cluster, self._clock, state)
         self._counts["requests"] += 1
@@ -277,7 +256,7 @@ class KVCacheMiddleware:
             hosted.release()
 
     async def _serve_with_facts(
-        self, filters: _Filters, kind: RequestKind, scope: Scope, receive: Receive, send: Send
+        self, filters: Filters, kind: RequestKind, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Call the filters' hooks in turn. (By itself each would be an app around the next, which costs more than their
         work.)"""
@@ -298,7 +277,7 @@ class KVCacheMiddleware:
                 error = sys.exception()
                 downstream.end(type(error).__name__ if isinstance(error, Exception) else "")
 
-    async def _inform(self, filters: _Filters, exchange: Exchange, downstream: Downstream) -> None:
+    async def _inform(self, filters: Filters, exchange: Exchange, downstream: Downstream) -> None:
         """Gather what is known of a request whose body was read, for the app and for the end of its answer.
 
         It is examined before anything names an endpoint for it. A guard's refusal is kept for the app's question: the
@@ -310,7 +289,7 @@ class KVCacheMiddleware:
         hosted: HostedRequest = scope["state"][HOSTED_KEY]
         if exchange.body is not None:
             try:
-                for guard in self._guards:
+                for guard in filters.guards:
                     await guard.examine(exchange, scope["path"], scope["headers"], exchange.body)
             except LocalReply as why:
                 hosted.refusal = why
@@ -357,123 +336,7 @@ class KVCacheMiddleware:
 
         await self._app(outer, receive, send_and_learn)
 
-    # its life
-
-    def _life(self) -> _Life | None:
-        """Return that of the running event loop. None if another thread runs the service in a loop of its own: nothing
-        of it may be touched from here. RuntimeError under trio."""
-        loop = find_loop()
-        life = self._lives.get(loop)
-        if life is None:
-            self._lives = {other: one for other, one in self._lives.items() if not other.is_closed()}
-            if any(other.is_running() for other in self._lives):
-                return None
-            life = self._lives[loop] = _Life()
-        return life
-
-    async def _started_filters(self, life: _Life) -> _Filters | None:
-        """Return the filters; None if the service does not run here. Without lifespan events the first request
-        starts it."""
-        if not life.ended:
-            async with life.changing:
-                if life.filters is None and self._clock() >= self._retry_at:
-                    await self._try_to_start(life)
-        return life.filters
-
-    def _find_life(self) -> _Life | None:
-        """As `_life`, and None with a line in the log under trio."""
-        try:
-            return self._life()
-        except RuntimeError as error:
-            if not self._no_asyncio:
-                log.warning("[kvcache] %s: requests pass without facts", error)
-            self._no_asyncio = True
-            return None
-
-    async def _hold(self) -> None:
-        """Start with the host, which may have started and ended before."""
-        life = self._find_life()
-        if life is not None and self._enabled:
-            life.ended = False
-            life.holders += 1
-            await self._started_filters(life)
-
-    async def _try_to_start(self, life: _Life) -> None:
-        try:
-            await self._start(life)
-        except Exception:
-            self._retry_at = self._clock() + RETRY_S
-            log.exception("[kvcache] the service cannot start: requests pass without facts; next try in %g s", RETRY_S)
-
-    async def _start(self, life: _Life) -> None:
-        """Start a service in the running loop, with what earlier ones learned. Raises what its parts raise."""
-        if life.filters is not None:
-            return
-        life.ended = False
-        # Its own tasks do not inherit the context of the request that happened to start it.
-        starting = asyncio.get_running_loop().create_task(self._start_service(life), context=contextvars.Context())
-        await starting
-
-    async def _start_service(self, life: _Life) -> None:
-        service = self.service
-        if self._started:
-            service = self._make_service(state=service.state)
-        self._started = True
-        async with contextlib.AsyncExitStack() as starting:
-            await starting.enter_async_context(service)
-            self._guards = await self._start_guards(service, starting)
-            life.running = starting.pop_all()
-        service.bind_gauges()
-        self.service = service
-        life.filters = self._make_filters(service)
-        loop = asyncio.get_running_loop()
-        same = [other for other in _running if other is not self and other.runs_in(loop) and other.urls == self.urls]
-        if same:
-            log.warning(
-                "[kvcache] %d middlewares run with equal endpoints and learn separately: wrap the outermost app once",
-                len(same) + 1,
-            )
-        _running.add(self)
-
-    async def _start_guards(self, service: KvCache, running: contextlib.AsyncExitStack) -> Sequence[RequestGuard]:
-        """Return the checks of features, which need the engines' versions."""
-        services = Services({self._cluster.name: self._cluster}, _OneCluster(self._cluster), service.pool, self._held)
-        context = FilterContext(
-            self._config,
-            self.metrics,
-            self._clock,
-            lambda: datetime.now(UTC),
-            self._rng,
-            services,
-            StateStore().draft_states(),
-        )
-        for feature in installed(Feature):
-            for _, kind in feature.list_guards(self._config):
-                kind.build(self._app, None, context)
-        for lifetime in context.lifetimes:
-            await running.enter_async_context(lifetime)
-        for bind in context.on_serving:
-            bind()
-        return tuple(context.guards)
-
-    def runs_in(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether it runs there."""
-        life = self._lives.get(loop)
-        return life is not None and life.filters is not None
-
-    @property
-    def urls(self) -> frozenset[str]:
-        """The engines it chooses from."""
-        return frozenset(str(one.origin) for one in self._cluster.endpoints)
-
-    async def _end(self, life: _Life) -> None:
-        life.filters = None
-        life.ended = True
-        life.holders = 0
-        _running.discard(self)
-        await life.running.aclose()
-
-    def _make_filters(self, service: KvCache) -> _Filters:
+    def _make_filters(self, service: KvCache, guards: Sequence[RequestGuard]) -> Filters:
         """Return those of one event loop, to which their locks and timers belong."""
         reading = ReadAhead(
             self._host,
@@ -486,12 +349,12 @@ class KVCacheMiddleware:
         facts = KvCacheFilter(
             self._host,
             service,
-            routes=_OneCluster(self._cluster),
+            routes=OneCluster(self._cluster),
             prefer={self._cluster.name: False},
             metrics=self.metrics,
             clock=self._clock,
         )
-        filters = _Filters(reading, facts)
+        filters = Filters(reading, facts, guards)
         reading.on_late_body = functools.partial(self._inform, filters)
         return filters
 
@@ -500,7 +363,7 @@ class KVCacheMiddleware:
 
         async def send_after(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
-                await self._hold()
+                await self._hosted.hold()
             elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 try:
                     await self.__aexit__()
@@ -509,26 +372,6 @@ class KVCacheMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_after)
-
-
-class _Life:
-    """The service and its filters in one event loop; neither while it does not run there."""
-
-    __slots__ = ("changing", "ended", "filters", "holders", "running")
-
-    def __init__(self) -> None:
-        self.changing = asyncio.Lock()  # held while it starts or ends
-        self.running = contextlib.AsyncExitStack()  # the service and its guards
-        self.filters: _Filters | None = None
-        self.holders = 0  # lifespans and `async with` blocks; it ends with the last
-        self.ended = False  # ended on purpose: a late request does not start it again
-
-
-class _Filters(NamedTuple):
-    """Those of the proxy that requests pass here."""
-
-    reading: ReadAhead
-    facts: KvCacheFilter
 
 
 def _checked(
@@ -618,13 +461,3 @@ def _finding(
     if best is not None:
         return "down"
     return "unknown" if facts.blocks else "short"
-
-
-class _OneCluster:
-    """Routes that all lead to one cluster."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._target = RouteTarget(cluster)
-
-    def resolve(self, path: str, model: str) -> RouteTarget:
-        return self._target

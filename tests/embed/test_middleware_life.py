@@ -16,7 +16,7 @@ import kvproxy
 from kvproxy import KVCacheMiddleware
 from kvproxy.base.errors import ConfigError
 from kvproxy.cache.metrics_scraper import MetricsScraper
-from kvproxy.embed.middleware import RETRY_S
+from kvproxy.embed.service import RETRY_S
 from kvproxy.proxy.listener.server import serve
 from tests.embed.test_middleware import CHAT, ENGINES, TURN, lifespan, raw, tasks
 from tests.support.asgi import Inner, Reply, call, http_scope

@@ -47,7 +47,7 @@ async def _open_picker(
 ) -> None:
     server = await listeners.enter_async_context(make_server(proxy, settings))
     await listeners.enter_async_context(
-        GarbageCollections(is_quiet=lambda: not server.streams, replaced=lambda: proxy.replaced)
+        GarbageCollections(is_quiet=lambda: not server.streams, replaced=lambda: proxy.generations.ended)
     )
     ProcessCollector(registry=proxy.metrics.registry)
     logger.info("kvproxy %s picks for Envoy on %s:%d", __version__, settings.host, server.port)

@@ -157,7 +157,9 @@ async def public_listener(
     async with public:
         proxy.public_url = public.url
         _show_process(proxy.metrics, public, limit=connections)
-        async with GarbageCollections(is_quiet=lambda: not proxy.running, replaced=lambda: proxy.replaced):
+        async with GarbageCollections(
+            is_quiet=lambda: not proxy.generations.current.running, replaced=lambda: proxy.generations.ended
+        ):
             yield
 
 

@@ -94,7 +94,7 @@ class World:
 
     async def settled(self) -> None:
         """Everything that a request or a round brought about is done."""
-        await until(lambda: not self.proxy.running)
+        await until(lambda: not self.proxy.generations.current.running)
         await self.kv.actions.jobs.settled()
 
     async def tick(self, seconds: float) -> None:

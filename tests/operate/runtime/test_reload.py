@@ -193,10 +193,10 @@ async def test_a_cluster_that_comes_back_at_once_is_the_same_one() -> None:
             await proxy.reload(load_config({"clusters": one}))
             await proxy.reload(both)
             assert proxy.clusters["two"] is two
-            assert proxy.replaced == 0
+            assert proxy.generations.ended == 0
             go_on.set()
             assert (await asked).status_code == 200
-            await until(lambda: proxy.replaced == 2)
+            await until(lambda: proxy.generations.ended == 2)
             up = proxy.metrics.registry.get_sample_value
             assert up("kvproxy_endpoint_up", {"cluster": "two", "endpoint": "b"}) == 1
 

@@ -221,12 +221,12 @@ async def test_event_streams_when_other_settings_of_the_cache_change() -> None:
         local = after.overlap.indexes["default"]
         assert local.exact == {"a", "b"}
         assert local.precise.count_rows(went.id) > 0
-        await until(lambda: running.proxy.replaced == 1)
+        await until(lambda: running.proxy.generations.ended == 1)
         assert set(streams.streams(went)) == {0}
         await reload(running, place.engines, {}, filters=settings(request_timeout="9s"))
         assert service(running).overlap.reports is not streams
         await until(lambda: service(running).overlap.indexes["default"].exact == {"a", "b"})
-        await until(lambda: running.proxy.replaced == 2)
+        await until(lambda: running.proxy.generations.ended == 2)
         assert streams.streams(went) == {}
 
 
