@@ -158,7 +158,7 @@ async def listen(kind: str, where: str, wire: Connection) -> dict[str, Any]:
                 await asyncio.sleep(0.005)
                 late.append(time.monotonic() - due)
             cpu, waited = time.process_time() - cpu, waited_s() - waited
-        ratio = service.peers.consistency_ratio(time.monotonic())
+        ratio = service.peers.lives.consistency_ratio(time.monotonic())
         heard = {"told": peer.heard.told - told, "known": service.known, "ratio": ratio}
         return {**heard, "cpu": cpu, "late": late, "waited": waited}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -24,6 +24,8 @@ from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
 from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.features.exchange.wire import MAX_BLOCKS, MAX_BYTES, MAX_DELTAS, MAX_ROWS, Batch, Origin
+
+AddDelta = Callable[[Delta], None]
 
 #: Tokens of a prefix sent along with an action on it.
 MAX_TOKENS = 8192
@@ -186,42 +188,35 @@ class Journal:
         self.seq = self.told = self.digest = 0
         self.dropped = 0  # deltas that found the journal full
         self.open: dict[tuple[str, int], deltas.Routed] = {}  # requests under way
+        self.drains = Drains()
         self.starts: BoundedMapping[tuple[str, str], float] = BoundedMapping(4096)  # of engines, as sent or received
         self.weight = 1.0  # weight of a charge while others cannot be reached
         self._on_news = on_news
-        self._waiting: BoundedQueue[Delta] = BoundedQueue(MAX_WAITING_BYTES)
+        #: Until they are taken for a batch.
+        self.waiting: BoundedQueue[Delta] = BoundedQueue(MAX_WAITING_BYTES)
         self._touched: dict[tuple[str, str], LedgerWatch] = {}
         self._ledgers: dict[tuple[str, str], LedgerWatch] = {}
         self._indexes: dict[str, IndexWatch] = {}
         self._spent: dict[tuple[str, str, str], float] = {}
-        self._draining: dict[tuple[str, str], bool] = {}
         self._counted = (0, 0)  # of retry budgets, as sent
         self._samples = 0
         self._world = SharedState({})
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def held_bytes(self) -> int:
-        """Of what waits."""
-        return self._waiting.held_bytes
-
     def follow(self, world: SharedState) -> None:
         """Watch these objects from now on; endpoints of a cluster are found by `look`."""
         self._world = world
-        self._counted = self._budgets()
+        self._counted = _count_budgets(world)
         if world.state is not None:
-            world.state.on_counted = self.counted
+            world.state.on_counted = partial(_note_count, self.add)
         world.watch_engines(self.add)
         if world.hotness is not None:
-            world.hotness.watch = self.used
+            world.hotness.watch = partial(_note_use, self.add)
         for name, table in world.limits.items():
             table.watch = partial(self.spend, name)
         for name, part in world.clusters.items():
             if (indexes := part.indexes) is not None:
                 indexes.state.watch = self._indexes.setdefault(name, IndexWatch(name, self))
-                indexes.last_served.watch = partial(self.served, name)
+                indexes.last_served.watch = partial(_note_served, self.add, name)
         self.look()
 
     def look(self) -> None:
@@ -237,33 +232,26 @@ class Journal:
                     known = load.watch = LedgerWatch(key, load, self)
                     known.load_changed()
                 present[key] = known
-            for endpoint, draining in part.drained().items():
-                key = (name, str(endpoint))
-                if self._draining.get(key, False) is not draining:
-                    self._draining[key] = draining
-                    self.add(deltas.Drained(name, str(endpoint), draining))
+            for delta in self.drains.find_changes(name, part.drained()):
+                self.add(delta)
         self._ledgers = present
-        self._draining = {key: value for key, value in self._draining.items() if key in present}
-        self._count_retries()
-
-    def receive_drain(self, cluster: str, endpoint: str, *, draining: bool, own: bool | None) -> bool:
-        """Note a drain reported by another process, which is not reported again. False: the `own` state is by a later
-        order, which is about to be reported; None: the endpoint is not here."""
-        if own not in (None, self._draining.get((cluster, endpoint), False)):
-            return False
-        self._draining[cluster, endpoint] = draining
-        return True
+        self.drains.keep_only(present)
+        before = self._counted
+        self._counted = _count_budgets(self._world)
+        began, made = (now - then for now, then in zip(self._counted, before, strict=True))
+        if began or made:
+            self.add(deltas.Retried(began, made))
 
     def add(self, delta: Delta) -> None:
         """Into the next batch."""
-        waiting = self._waiting
+        waiting = self.waiting
         if not waiting and not self._touched:
             self._on_news()
         self.dropped += waiting.append(delta, size_of(delta))
 
     def touch(self, ledger: LedgerWatch) -> None:
         """Its row belongs into the next batch."""
-        if not self._touched and not self._waiting:
+        if not self._touched and not self.waiting:
             self._on_news()
         self._touched[ledger.key] = ledger
 
@@ -278,50 +266,27 @@ class Journal:
         self._spent.clear()
         rows = [ledger.told(now) for ledger in self._touched.values()]
         self._touched.clear()
-        while self._waiting or rows:
+        while self.waiting or rows:
             said = rows[:MAX_ROWS]
             batch = list[Delta]()
             taken = sum(_ROW_BYTES + _AHEAD_BYTES * len(one.row.head) for one in said)
-            while self._waiting and len(batch) < MAX_DELTAS:
-                size = self._waiting.next_bytes
+            while self.waiting and len(batch) < MAX_DELTAS:
+                size = self.waiting.next_bytes
                 if taken + size > MAX_BYTES and (batch or rows):
                     break
                 taken += size
-                batch.append(self._count(self._waiting.popleft()))
+                delta = self.waiting.popleft()
+                batch.append(delta)
+                if isinstance(delta, deltas.Routed | deltas.Entered):
+                    self.told += 1
+                    self.digest = add_to_digest(self.digest, delta.hashes)
             self.seq += 1
             yield Batch(self.origin, self.seq, now, batch, said)
             del rows[:MAX_ROWS]
 
-    def _count(self, delta: Delta) -> Delta:
-        if isinstance(delta, deltas.Routed | deltas.Entered):
-            self.told += 1
-            self.digest = add_to_digest(self.digest, delta.hashes)
-        return delta
-
-    # watched objects
-
-    def served(self, cluster: str, session: int, response: int, served: Served | None) -> None:
-        """As of ServedWatch."""
-        if served is None:
-            self.add(deltas.SessionServed(cluster, session, response, ""))
-        else:
-            self.add(session_served(cluster, session, response, served, served.at))
-
-    def counted(self, model: str, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
-        """As of CacheState."""
-        self.add(deltas.Counted(model, keys[-1] if keys else 0, prompt_bytes, prompt_tokens))
-
-    def used(self, keys: Sequence[int], model: str, cache_salt: str, instance: str, session: int) -> None:
-        """As of UseWatch."""
-        self.add(deltas.Used(as_bytes(array("Q", keys)), model, cache_salt, instance, session))
-
-    def acted(self, action: Action) -> None:
-        """As of Claims."""
-        self.add(acted(action))
-
     def spend(self, limit: str, key: str, kind: str, amount: float) -> float:
         """As of ChargedLimits."""
-        if not self._spent and not self._waiting and not self._touched:
+        if not self._spent and not self.waiting and not self._touched:
             self._on_news()
         where = (limit, key, kind)
         self._spent[where] = self._spent.get(where, 0.0) + amount
@@ -338,17 +303,58 @@ class Journal:
         if ledger is not None:
             ledger.placed(routed_s, bound=bound)
 
-    def _count_retries(self) -> None:
-        before = self._counted
-        self._counted = self._budgets()
-        requests = self._counted[0] - before[0]
-        retries = self._counted[1] - before[1]
-        if requests or retries:
-            self.add(deltas.Retried(requests, retries))
 
-    def _budgets(self) -> tuple[int, int]:
-        budgets = self._world.budgets.values()
-        return sum(one.began for one in budgets), sum(one.made for one in budgets)
+class Drains:
+    """Drains of endpoints by operators, as sent or received."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], bool] = {}
+
+    def find_changes(self, cluster: str, drained: Mapping[EndpointId, bool]) -> Iterator[deltas.Drained]:
+        """Yield what was changed here."""
+        for endpoint, draining in drained.items():
+            key = (cluster, str(endpoint))
+            if self._known.get(key, False) is not draining:
+                self._known[key] = draining
+                yield deltas.Drained(cluster, str(endpoint), draining)
+
+    def receive(self, cluster: str, endpoint: str, *, draining: bool, own: bool | None) -> bool:
+        """Note a drain reported by another process, which is not reported again. False: the `own` state is by a later
+        order, which is about to be reported; None: the endpoint is not here."""
+        if own not in (None, self._known.get((cluster, endpoint), False)):
+            return False
+        self._known[cluster, endpoint] = draining
+        return True
+
+    def keep_only(self, present: Container[tuple[str, str]]) -> None:
+        """Forget endpoints that left."""
+        self._known = {key: value for key, value in self._known.items() if key in present}
+
+
+def _count_budgets(world: SharedState) -> tuple[int, int]:
+    """Return the requests and retries of all budgets."""
+    budgets = world.budgets.values()
+    return sum(one.began for one in budgets), sum(one.made for one in budgets)
+
+
+def _note_served(
+    add: Callable[[Delta], None], cluster: str, session: int, response: int, served: Served | None
+) -> None:
+    """As of ServedWatch."""
+    if served is None:
+        add(deltas.SessionServed(cluster, session, response, ""))
+    else:
+        add(session_served(cluster, session, response, served, served.at))
+
+
+def _note_count(add: AddDelta, model: str, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
+    """As of CacheState."""
+    add(deltas.Counted(model, keys[-1] if keys else 0, prompt_bytes, prompt_tokens))
+
+
+def _note_use(add: AddDelta, keys: Sequence[int], model: str, cache_salt: str, instance: str, session: int) -> None:
+    """As of UseWatch."""
+    add(deltas.Used(as_bytes(array("Q", keys)), model, cache_salt, instance, session))
 
 
 class SentBatches:

@@ -10,27 +10,18 @@ from typing import Any
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.overlap.last_served import Served
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.store import Action, ActionKind
-from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.remote_load import RemoteLoad
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
 from kvproxy.features.exchange.journal import Journal, add_to_digest, numbers
+from kvproxy.features.exchange.peer_requests import PeerRequests, find_indexes
 from kvproxy.features.exchange.shared_state import ClusterPart, SharedState
 from kvproxy.features.exchange.wire import Origin, PeerSnapshot
 
 log = logging.getLogger("kvproxy.sync")
-
-#: Requests of one peer that are under way at a time; of more the oldest counts as served.
-MAX_OPEN = 65_536
-
-
-#: Requests of a silent peer that can be under way again; of more the oldest count as never sent.
-MAX_GIVEN_UP = 4096
-
 
 #: Applies one delta of a peer at a time.
 Apply = Callable[["PeerApplier", Any, "SharedState", float], None]
@@ -43,22 +34,21 @@ class PeerApplier:
         self.origin = origin
         self.told = self.digest = 0  # prompts received, as in Beat
         self.unknown = self.failed = 0  # deltas about unknown objects, and deltas that could not be applied
-        self._late = False  # the present deltas are of times that are over
+        self.late = False  # the present deltas are of times that are over
         self.unsure = False  # one of them concerned a request in flight: until the peer sends its state
-        self._world = world
         self.journal = journal
-        self.open: dict[tuple[str, int], SpeculativeEntry] = {}  # requests of this peer that are under way
-        self._given_up: dict[tuple[str, int], SpeculativeEntry] = {}  # when it fell silent
+        self.requests = PeerRequests(origin, world)
+        self._world = world
         self._rows: dict[tuple[str, str], int] = {}  # number of the batch that had its latest load
 
     def apply(self, said: Iterable[Delta], now: float, *, late: bool = False) -> None:
-        """Apply deltas, the oldest first. A delta that cannot be applied is dropped alone. Requests whose deltas
-        come too `late`, as those that a newcomer is sent, take no room in the engines' memory."""
+        """Apply deltas, the oldest first. A delta that cannot be applied is dropped alone. `late`: they are of times
+        that are over."""
         world = self._world()
-        self._late = late
+        self.late = late
         for delta in said:
             self._try(_APPLY[type(delta)], delta, world, now)
-        self._late = False
+        self.late = False
 
     def load(self, loads: Iterable[EndpointLoads], seq: int, now: float) -> None:
         """Ledgers as of batch `seq`, in any order of these."""
@@ -81,25 +71,17 @@ class PeerApplier:
 
     def resume(self, standing: PeerSnapshot, now: float) -> None:
         """Resume a peer that was presumed dead: restore its in-flight requests; missed batches will be resent."""
-        for one in standing.open:
-            if self._given_up.pop((one.cluster, one.number), None) is not None:
-                self._try(PeerApplier._open_again, one, self._world(), now)
+        for one in self.requests.take_back(standing.open):
+            self._try(_begin_again, one, self._world(), now)
         self.load(standing.loads, standing.seq, now)
 
     def stand(self, standing: PeerSnapshot, now: float) -> int:
         """Replace the peer's state with that after a batch, whatever was lost before it: requests no longer in flight
         count as served. Returns the number of prompts never received."""
-        world = self._world()
-        wanted = {(one.cluster, one.number): one for one in standing.open}
-        for key in self.open.keys() - wanted.keys():
-            self._end(key, now, prefilled=True)
-        for key in self._given_up.keys() - wanted.keys():
-            self._end_after_all(key, self._given_up[key])
-        self._given_up.clear()
-        new = [one for key, one in wanted.items() if key not in self.open]
+        new = self.requests.keep_only(standing.open, now)
         lost = standing.told - self.told - len(new)
         for one in new:
-            self._try(PeerApplier._open_again, one, world, now)
+            self._try(_begin_again, one, self._world(), now)
         self.load(standing.loads, standing.seq, now)
         self.told = standing.told
         self.digest = standing.digest
@@ -108,17 +90,23 @@ class PeerApplier:
 
     def leave(self, now: float) -> None:
         """Drop the load of a peer that is gone; its requests in flight count as never sent."""
-        self._given_up.update(self.open)
-        for key in list(self._given_up)[: max(0, len(self._given_up) - MAX_GIVEN_UP)]:
-            del self._given_up[key]
-        for key in list(self.open):
-            self._end_turn(key, now, served=True)  # its client may go on with another proxy
-            self._end(key, now, prefilled=False)
+        self.requests.give_up(now)
         clusters = self._world().clusters
         for cluster, endpoint in self._rows:
             if (part := clusters.get(cluster)) is not None and part.load(EndpointId(endpoint)) is not None:
                 _show_load(self.origin, part, EndpointId(endpoint), None, now)
         self._rows.clear()
+
+    def count_prompt(self, hashes: bytes) -> None:
+        """Count a prompt that was received."""
+        self.told += 1
+        self.digest = add_to_digest(self.digest, hashes)
+
+    def find_indexes(self, world: SharedState, cluster: str, endpoint: str) -> LocalIndexes | None:
+        """Return the indexes that have the endpoint; an unknown one is counted."""
+        indexes = find_indexes(world, cluster, endpoint)
+        self.unknown += indexes is None
+        return indexes
 
     def _try(self, do: Apply, delta: Delta, world: SharedState, now: float) -> None:
         try:
@@ -128,81 +116,6 @@ class PeerApplier:
             if self.failed == 1:  # the rest is counted
                 log.exception("%s of %s could not be applied and is left out", type(delta).__name__, self.origin)
             self.unsure |= isinstance(delta, deltas.Routed | deltas.Moved | deltas.Settled)
-
-    def _routed(self, delta: deltas.Routed, world: SharedState, now: float) -> None:
-        self.count_prompt(delta.hashes)
-        if (delta.cluster, delta.number) not in self.open:
-            self._open_again(delta, world, now)
-
-    def _open_again(self, delta: deltas.Routed, world: SharedState, now: float) -> None:
-        if (indexes := self.find_indexes(world, delta.cluster, delta.endpoint)) is not None:
-            endpoint = EndpointId(delta.endpoint)
-            cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
-            entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.followed.any)
-            self.open[delta.cluster, delta.number] = entry
-            if (admission := world.clusters[delta.cluster].admission) is not None and not self._late:
-                facts = OverlapFacts(delta.tokens, blocks=cursor.hashes, session=delta.session, parent=delta.parent)
-                admission.placed_elsewhere((self.origin, delta.number), facts, endpoint, now)
-        if len(self.open) > MAX_OPEN:
-            self._end(next(iter(self.open)), now, prefilled=True)
-
-    def _moved(self, delta: deltas.Moved, world: SharedState, now: float) -> None:
-        """Move the entry: the turn of its session is the same, at the endpoint where the request was placed."""
-        key = (delta.cluster, delta.number)
-        if key not in self.open:
-            return
-        if (indexes := self.find_indexes(world, delta.cluster, delta.endpoint)) is None:
-            self._end(key, now, prefilled=delta.kept)
-        else:
-            endpoint = EndpointId(delta.endpoint)
-            self.open[key] = indexes.approximate.move(self.open[key], endpoint, kept=delta.kept)
-
-    def _settled(self, delta: deltas.Settled, world: SharedState, now: float) -> None:
-        key = (delta.cluster, delta.number)
-        part = world.clusters.get(delta.cluster)
-        if (given_up := self._given_up.pop(key, None)) is not None and delta.prefilled:
-            self._end_after_all(key, given_up)
-        entry = self.open.get(key)
-        indexes = None if part is None else part.indexes
-        if entry is not None and indexes is not None:
-            if delta.reused >= 0:
-                indexes.capacities.observe_reuse(entry, delta.reused)
-            if delta.denied >= 0:
-                indexes.approximate.contradict(entry.endpoint, entry.cursor, delta.denied)
-            (indexes.approximate.confirm if delta.prefilled else indexes.approximate.rollback)(entry)
-            if delta.lost:
-                indexes.approximate.insert(entry.endpoint, entry.cursor)
-        self._end_turn(key, now, served=delta.prefilled and not delta.ends, calls_tool=delta.calls_tool)
-        self.open.pop(key, None)
-
-    def _end_turn(self, key: tuple[str, int], now: float, *, served: bool, calls_tool: bool = True) -> None:
-        part = self._world().clusters.get(key[0])
-        if part is not None and part.admission is not None:
-            part.admission.ended_elsewhere((self.origin, key[1]), now, served=served, calls_tool=calls_tool)
-
-    def _end(self, key: tuple[str, int], now: float, *, prefilled: bool) -> None:
-        self._end_turn(key, now, served=prefilled)
-        entry = self.open.pop(key)
-        part = self._world().clusters.get(key[0])
-        if part is not None and part.indexes is not None:
-            index = part.indexes.approximate
-            (index.confirm if prefilled else index.rollback)(entry)
-
-    def _end_after_all(self, key: tuple[str, int], entry: SpeculativeEntry) -> None:
-        """Insert the prompt of a request that was given up but had been served."""
-        if (indexes := self.find_indexes(self._world(), key[0], entry.endpoint)) is not None:
-            indexes.approximate.insert(entry.endpoint, entry.cursor)
-
-    def find_indexes(self, world: SharedState, cluster: str, endpoint: str) -> LocalIndexes | None:
-        """Return the indexes that have the endpoint."""
-        part = world.clusters.get(cluster)
-        indexes = None if part is None or part.load(EndpointId(endpoint)) is None else part.indexes
-        self.unknown += indexes is None
-        return indexes
-
-    def count_prompt(self, hashes: bytes) -> None:
-        self.told += 1
-        self.digest = add_to_digest(self.digest, hashes)
 
 
 def _show_load(origin: Origin, part: ClusterPart, endpoint: EndpointId, one: EndpointLoads | None, now: float) -> None:
@@ -220,6 +133,24 @@ def _show_load(origin: Origin, part: ClusterPart, endpoint: EndpointId, one: End
         routed_s = row.routed_s - earlier.routed_s
         bound = row.bound - earlier.bound
         part.placed_elsewhere(endpoint, routed_s, row.routed - earlier.routed, bound, now)
+
+
+def _routed(peer: PeerApplier, delta: deltas.Routed, world: SharedState, now: float) -> None:
+    peer.count_prompt(delta.hashes)
+    if (delta.cluster, delta.number) not in peer.requests.open:
+        _begin_again(peer, delta, world, now)
+
+
+def _begin_again(peer: PeerApplier, delta: deltas.Routed, world: SharedState, now: float) -> None:
+    peer.unknown += not peer.requests.begin(delta, now, late=peer.late)
+
+
+def _moved(peer: PeerApplier, delta: deltas.Moved, world: SharedState, now: float) -> None:
+    peer.unknown += not peer.requests.move(delta, now)
+
+
+def _settled(peer: PeerApplier, delta: deltas.Settled, world: SharedState, now: float) -> None:
+    peer.requests.settle(delta, now)
 
 
 def _started(peer: PeerApplier, delta: deltas.Started, world: SharedState, now: float) -> None:
@@ -304,7 +235,7 @@ def _drained(peer: PeerApplier, delta: deltas.Drained, world: SharedState, now: 
     if part is None:
         return
     own = part.drained().get(endpoint)
-    if peer.journal.receive_drain(delta.cluster, delta.endpoint, draining=delta.draining, own=own):
+    if peer.journal.drains.receive(delta.cluster, delta.endpoint, draining=delta.draining, own=own):
         part.drain(endpoint, draining=delta.draining)
 
 
@@ -324,9 +255,9 @@ def _probed(peer: PeerApplier, delta: deltas.Probed, world: SharedState, now: fl
 
 
 _APPLY: Mapping[type[Delta], Apply] = {
-    deltas.Routed: PeerApplier._routed,
-    deltas.Moved: PeerApplier._moved,
-    deltas.Settled: PeerApplier._settled,
+    deltas.Routed: _routed,
+    deltas.Moved: _moved,
+    deltas.Settled: _settled,
     deltas.Entered: _entered,
     deltas.Started: _started,
     deltas.SessionServed: _served,

@@ -47,7 +47,7 @@ def bind_gauges(
 
     for state in SyncStatus:
         shown.status.labels(state.value).set_function(partial(_is, status, state))
-    shown.consistency.set_source(lambda: [((), peers.consistency_ratio(clock()))])
+    shown.consistency.set_source(lambda: [((), peers.lives.consistency_ratio(clock()))])
     shown.peers.set_source(by_state)
     shown.lag.set_source(lambda: _lags(peers))
     shown.gaps.set_source(lambda: by_peer(lambda peer: peer.gaps))
@@ -65,15 +65,15 @@ def bind_gauges(
 
 
 def _dropped(peers: Peers) -> int:
-    return peers.newcomer.dropped + sum(peer.dropped for peer in list(peers.known.values()))
+    return peers.newcomer.dropped + sum(peer.early.dropped for peer in list(peers.known.values()))
 
 
 def _held_bytes(peers: Peers, journal: Journal, links: Sequence[Link]) -> Mapping[str, int]:
     return {
-        "deltas": journal.held_bytes,
+        "deltas": journal.waiting.held_bytes,
         "unsent": sum(link.held_bytes for link in links),
-        "sent": peers.sent.held_bytes,
-        "early": peers.early_bytes,
+        "sent": peers.own.sent.held_bytes,
+        "early": peers.lives.early_bytes,
         "joining": peers.newcomer.buffered_bytes + peers.newcomer.snapshot_bytes,
     }
 
@@ -95,8 +95,8 @@ def describe(
     return {
         "status": status.value,
         "origin": str(peers.origin),
-        "consistency_ratio": round(peers.consistency_ratio(now), 4),
-        "waiting": len(journal),
+        "consistency_ratio": round(peers.lives.consistency_ratio(now), 4),
+        "waiting": len(journal.waiting),
         "held_bytes": _held_bytes(peers, journal, links),
         "dropped": journal.dropped + sum(link.dropped for link in links) + _dropped(peers),
         "links": {link.name: link.connected for link in links},
@@ -105,7 +105,7 @@ def describe(
 
 
 def _describe(peer: Peer, now: float) -> dict[str, object]:
-    told, lost = peer.completeness(now)
+    told, lost = peer.completeness.count(now)
     return {
         "origin": str(peer.origin),
         "alive": peer.alive,
@@ -117,10 +117,10 @@ def _describe(peer: Peer, now: float) -> dict[str, object]:
         "lost": peer.lost,
         "told_last_minute": told,
         "lost_last_minute": lost,
-        "waiting": peer.waits,
+        "waiting": len(peer.early.batches),
         "unknown": peer.heard.unknown,
         "failed": peer.heard.failed,
-        "open": len(peer.heard.open),
+        "open": len(peer.heard.requests.open),
         "index_blocks": peer.blocks,
     }
 

@@ -26,7 +26,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.claims import PeerClaims
 from kvproxy.features.exchange.datagrams import DatagramLink, Link
-from kvproxy.features.exchange.journal import Journal
+from kvproxy.features.exchange.journal import Journal, acted
 from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peer_status import IdCollision, bind_gauges, describe
@@ -197,7 +197,7 @@ class SyncService(Companion):
 
     def acted(self, action: Action) -> None:
         """As of Claims."""
-        self.journal.acted(action)
+        self.journal.add(acted(action))
 
     # out
 

@@ -17,11 +17,10 @@ import msgspec
 import pytest
 from pydantic import SecretStr
 
-from kvproxy.features.exchange import peer_applier as heard_module
-from kvproxy.features.exchange import stores, wire
+from kvproxy.features.exchange import peer_requests, stores, wire
 from kvproxy.features.exchange.datagrams import _READS, MAX_WORKERS, DatagramLink
 from kvproxy.features.exchange.deltas import Spent
-from kvproxy.features.exchange.peers import MISSED
+from kvproxy.features.exchange.lives import MISSED
 from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, MAX_REPLY_BYTES, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Batch, Bye, Heartbeat, Origin, PeerSnapshot, decode, decode_deltas, encode
 from kvproxy.operate.companion import Siblings
@@ -86,7 +85,7 @@ def test_loads_of_a_batch_that_never_was_give_way() -> None:
     one.end(request)
     beats(bus, one, two, count=3)
     assert two.in_flight()[A] == 1
-    assert two.peers.known[one.origin.place].waits == 0
+    assert two.peers.known[one.origin.place].early.batches == {}
 
 
 def test_a_standing_that_never_was_gives_way() -> None:
@@ -129,7 +128,7 @@ def test_a_life_that_is_over_stays_over_while_the_next_one_beats() -> None:
 
 def test_state_of_a_silent_peer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It opens requests, falls silent and comes back, again and again."""
-    monkeypatch.setattr(heard_module, "MAX_GIVEN_UP", 5)
+    monkeypatch.setattr(peer_requests, "MAX_GIVEN_UP", 5)
     bus, one, two = pair()
     for number in range(12):
         one.begin(A, number)
@@ -137,7 +136,7 @@ def test_state_of_a_silent_peer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     bus.deliver()
     peer = two.peers.known[one.origin.place]
     peer.die(two.now)
-    assert len(peer.heard._given_up) == 5
+    assert len(peer.heard.requests.given_up) == 5
 
 
 def test_worker_numbers_that_no_configuration_has_are_not_sent_to(tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.remote_load import LoadRow
 from kvproxy.cluster.routing.work import NO_WORK
-from kvproxy.features.exchange import deltas, wire
+from kvproxy.features.exchange import deltas, lives, wire
 from kvproxy.features.exchange import joining as joining_module
-from kvproxy.features.exchange import peers as peers_module
 from kvproxy.features.exchange.joining import run_at_once
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.shared_state import SharedState
@@ -125,7 +124,7 @@ def test_a_lost_batch_is_asked_for_and_comes_in_its_place() -> None:
     assert two.held(1, 2) == {A: 2}
     assert two.held(5) == {B: 1}
     assert two.peers.status is SyncStatus.SYNCED
-    assert two.peers.consistency_ratio(two.now) == 1.0
+    assert two.peers.lives.consistency_ratio(two.now) == 1.0
     one.end(other)
 
 
@@ -152,12 +151,12 @@ def test_batches_too_old_for_a_resend_count_as_lost() -> None:
     one.end(ended)
     under_way = one.begin(B, 7, 8)
     one.flush()
-    one.peers.sent._kept.clear()
+    one.peers.own.sent._kept.clear()
     bus.heal(2)
     assert two.held(1, 2) == {}
     assert two.held(7, 8) == {B: 2}
     assert two.in_flight() == {A: 0, B: 1}
-    assert two.peers.consistency_ratio(two.now) == 0.5
+    assert two.peers.lives.consistency_ratio(two.now) == 0.5
     one.end(under_way)
     bus.heal(1)
     assert two.in_flight() == {A: 0, B: 0}
@@ -389,7 +388,7 @@ def _talk(bus: Bus, speaker: Node, requests: int) -> None:
 
 def test_early_messages_are_held_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond it is dropped and counted, and what was missed is told in short: nothing of it is lost."""
-    monkeypatch.setattr(peers_module, "MAX_EARLY_BYTES", 3000)
+    monkeypatch.setattr(lives, "MAX_EARLY_BYTES", 3000)
     bus, one, two = pair()
     bus.fate = lambda sent: 0
     one.end(one.begin(A, 7))
@@ -397,10 +396,10 @@ def test_early_messages_are_held_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) 
     bus.fate = lambda sent: int(sent.to is two)  # what it asks for is not heard
     _talk(bus, one, 20)
     [peer] = two.peers.living
-    assert 0 < two.peers.early_bytes <= 3000
-    assert peer.dropped > 0
+    assert 0 < two.peers.lives.early_bytes <= 3000
+    assert peer.early.dropped > 0
     bus.heal(4)
-    assert two.peers.early_bytes == 0
+    assert two.peers.lives.early_bytes == 0
     assert two.peers.status is SyncStatus.SYNCED
     assert two.held(1019) == {A: 1}
     assert two.held(7) == {A: 1}
@@ -408,17 +407,17 @@ def test_early_messages_are_held_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) 
 
 def test_of_a_standing_without_room_the_loads_count_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer with more under way than may be held is followed from there on; the rest counts as lost."""
-    monkeypatch.setattr(peers_module, "MAX_EARLY_BYTES", 0)
+    monkeypatch.setattr(lives, "MAX_EARLY_BYTES", 0)
     bus, one, two = pair()
     bus.fate = lambda sent: 0
     requests = [one.begin(A, *range(number * 5000, number * 5000 + 5000)) for number in range(3)]  # 40 KB each
     one.flush()
-    one.peers.sent._kept.clear()
+    one.peers.own.sent._kept.clear()
     bus.heal(4)
     assert two.in_flight() == {A: 3, B: 0}
     assert two.peers.status is SyncStatus.SYNCED
     [peer] = two.peers.living
-    assert peer.dropped == 2
+    assert peer.early.dropped == 2
     assert peer.lost == 2
     for request in requests:
         one.end(request)
@@ -540,7 +539,7 @@ def test_a_request_that_could_not_be_applied_is_asked_for() -> None:
     bus.heal(2)
     assert two.held(1, 3) == {B: 2}
     [peer] = two.peers.living
-    assert (peer.heard.failed, len(peer.heard.open)) == (1, 1)
+    assert (peer.heard.failed, len(peer.heard.requests.open)) == (1, 1)
     assert two.peers.status is SyncStatus.SYNCED
 
 
@@ -548,7 +547,7 @@ def test_batches_of_long_conversations_fit_into_a_message() -> None:
     """However many message prefixes requests name."""
     bus, one, _ = pair()
     for number in range(400):
-        one.journal.used(array("Q", [number] * 300), "m", "", "i", 0)
+        one.journal.add(deltas.Used(array("Q", [number] * 300).tobytes(), "m", "", "i", 0))
     one.flush()
     assert max(len(sent.payload) for sent in bus.waiting) <= wire.MAX_BYTES
     bus.deliver()

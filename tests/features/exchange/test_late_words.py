@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from kvproxy.features.exchange import wire
-from kvproxy.features.exchange.peers import FORGET_S, SyncStatus
+from kvproxy.features.exchange.lives import FORGET_S
+from kvproxy.features.exchange.peers import SyncStatus
 from tests.features.exchange.support import BEAT_S, A, B, Bus, Node, join_third, pair
 
 
@@ -161,13 +162,13 @@ def test_messages_behind_a_lost_batch_wait_no_more() -> None:
     bus.fate = lambda sent: 0
     one.end(one.begin(A, 1))
     one.flush()
-    one.peers.sent._kept.clear()
+    one.peers.own.sent._kept.clear()
     bus.fate = lambda sent: 1
     one.begin(B, 7)
     one.flush()
     bus.deliver()
     assert two.held(7) == {B: 1}
-    assert [peer.waits for peer in two.peers.living] == [0]
+    assert [len(peer.early.batches) for peer in two.peers.living] == [0]
     assert two.peers.status is SyncStatus.SYNCED
 
 
