@@ -307,7 +307,6 @@ class Connection(asyncio.Protocol):
 
     def _finish(self, response: UpstreamResponse) -> None:
         self._response = None
-        self._timer.stop()
         response.finish(self._parser.take_body() if self._parser.body else b"")
         if self._reading_paused:
             self._resume_reading()
@@ -321,7 +320,6 @@ class Connection(asyncio.Protocol):
         response = self._response
         self._response = None
         if response is not None:
-            self._timer.stop()
             self._shut()
             response.fail(error, rest=self._parser.take_body())
 

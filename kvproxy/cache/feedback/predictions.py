@@ -131,7 +131,7 @@ class PredictionFeedback:
             held_tokens=held,
             cached_tokens=cached,
             cached_blocks=cached_blocks,
-            known_tokens=facts.searched_tokens,
+            known_tokens=facts.searched_tokens if facts.indexes.followed.any else 0,
         )
         if contradicted and facts.reported is not None:
             facts.indexes.followed.reported.forget(facts.keys, facts.hashes, facts.media, facts.model)

@@ -14,7 +14,7 @@ from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.features.ledger.metrics import CachedCountMetrics
 from kvproxy.proxy.forward.relay import MAX_HELD_BYTES
 from kvproxy.proxy.request.exchange import Exchange
-from kvproxy.proxy.request.usage import INVALID, find_places, read_counts, read_usage
+from kvproxy.proxy.request.usage import INVALID, find_counts, read_usage
 
 _NULL = msgspec.Raw(b"null")
 
@@ -135,22 +135,23 @@ class _RawWrapped(msgspec.Struct):
 def write_cached(answer: bytes, kind: RequestKind, *, prompt: int, cached: int) -> bytes:
     """Return the answer, or an event of a stream, with this count of cached tokens (of its `prompt` tokens) in its
     usage, in the words of its API. As it is where its usage has that count already, or cannot be read."""
-    for position, rest, wraps in find_places(answer, b'"usage"'):
-        if (counts := read_counts(rest, wraps=wraps)) is not None:
-            usage = _raw_usage(rest, wraps=wraps)
-            fresh = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0))
-            written = usage
-            with contextlib.suppress(*INVALID):  # with fields beside the counts that only a lenient reader skips
-                written = _with_cached(usage, kind, fresh=fresh, cached=cached)
-            if written is usage:
-                return answer
-            start = answer.index(usage, position)
-            return answer[:start] + written + answer[start + len(usage) :]
-    return answer
+    found = find_counts(answer, b'"usage"')
+    if found is None:
+        return answer
+    counts, position, rest, wraps = found
+    usage = _raw_usage(rest, wraps=wraps)
+    fresh = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0))
+    written = usage
+    with contextlib.suppress(*INVALID):  # with fields beside the counts that only a lenient reader skips
+        written = _with_cached(usage, kind, fresh=fresh, cached=cached)
+    if written is usage:
+        return answer
+    start = answer.index(usage, position)
+    return answer[:start] + written + answer[start + len(usage) :]
 
 
 def _raw_usage(rest: bytes, *, wraps: bool) -> bytes:
-    """Return the bytes of the usage that `read_counts` reads."""
+    """Return the bytes of the usage that `find_counts` reads."""
     if wraps:
         with contextlib.suppress(*INVALID):
             return bytes(_raw_wrapped.decode(b'{"response":{' + rest).response.usage)

@@ -156,7 +156,9 @@ class SessionAdmission:
         blocks = facts.blocks
         if not blocks:
             return None
-        session = self._find_again(facts)
+        asked, session = self._found
+        if asked is not blocks or (session is not None and session.running):
+            session = self._find(facts)
         # one that waited for too long passes without a place
         session = self._begin_turn(session, facts, endpoint, now, has_place=not request.waits_for_room)
         session.elsewhere = False
@@ -237,7 +239,7 @@ class SessionAdmission:
 
     def wait(self, request: PickRequest, now: float) -> SessionWait:
         """As of Admission."""
-        session = self._find_again(request.facts) if request.facts.blocks else None
+        session = self._find(request.facts) if request.facts.blocks else None
         tokens = request.facts.prompt_tokens + max(self.habits.growth_tokens, request.output_tokens)
         wait = SessionWait(self, request, session, tokens, now)
         if request.waits_for_room:
@@ -393,11 +395,6 @@ class SessionAdmission:
                 return None
         # of a turn elsewhere the end is reported late: its client has the answer
         return None if found is None or (found.running and not found.elsewhere) else found
-
-    def _find_again(self, facts: OverlapFacts) -> Session | None:
-        """Return the same, as found when this prompt was asked about last if no other one was since."""
-        blocks, session = self._found
-        return self._find(facts) if blocks is not facts.blocks or (session is not None and session.running) else session
 
     def _missing_tokens(
         self, one: Candidate, session: Session | None, request: PickRequest, *, holder: SessionWait | None = None

@@ -103,7 +103,9 @@ class EngineRequest(msgspec.Struct, eq=False):
     def ask_whole(self, pick: Pick, member: bytes = b"") -> Coroutine[None, None, Answer]:
         """Return the answer to the request as the client sent it, with a member in front of those of its body."""
         endpoint = pick.endpoint
-        head = self.head_for(endpoint)
+        head = self.head
+        if endpoint.authorization is not None or self.exchange.trace_parent:
+            head = self.head_for(endpoint)
         if endpoint.rank is None or self.own_rank is not None:
             return self._ask(pick, head, member)
         return self._ask_rank(pick, head, endpoint.engine.ranks.number(endpoint.rank), member)

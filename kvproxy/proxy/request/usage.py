@@ -4,7 +4,7 @@ those for the client of a broken stream)."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -170,43 +170,41 @@ def read_usage(tail: bytes, head: bytes = b"", *, native: bool = False) -> Usage
     at the top of an answer or an event, or of the `response` in an event. The last ones win; None when there are none.
     With `native` those of SGLang's own API count too.
     """
-    found = _last(tail, b'"usage"')
+    found = find_counts(tail, b'"usage"')
     first = _started(head) if head else None
     if found is None and first is None and native:
-        found = _of_all(tail) if tail.startswith(b"[") else _last(tail, b'"meta_info"')
+        if tail.startswith(b"["):
+            counts = _of_all(tail)
+            return None if counts is None else _merge(counts, _NOTHING)
+        found = find_counts(tail, b'"meta_info"')
     if found is None and first is None:
         return None
-    return _merge(found or _NOTHING, first or _NOTHING)
+    return _merge(_NOTHING if found is None else found[0], first or _NOTHING)
 
 
-def _last(tail: bytes, name: bytes) -> _Usage | None:
-    """Return the counts of the last member of this name at the right level."""
-    for _, rest, wraps in find_places(tail, name):
-        if (found := read_counts(rest, wraps=wraps)) is not None:
-            return found
-    return None
-
-
-def find_places(tail: bytes, name: bytes) -> Iterator[tuple[int, bytes, bool]]:
-    """Where this name is, the last one first; what begins there, up to the end of its answer or event; and whether it
-    may stand one level down."""
+def find_counts(tail: bytes, name: bytes) -> tuple[_Usage, int, bytes, bool] | None:
+    """Return the counts of the last member of this name at the right level; where it is, what begins there, up to the
+    end of its answer or event; and whether it may stand one level down."""
     position = len(tail)
     left = _MAX_READ_BYTES
     for _ in range(_MAX_PLACES):
         position = tail.rfind(name, 0, position)
         if position < 0:
-            return
+            return None
         line = tail.rfind(b"\n", 0, position) + 1
         streamed = tail.startswith(b"data:", line) or (not line and tail.endswith(_EVENT_ENDS))
         end = tail.find(b"\n", position) if streamed else -1
         rest = tail[position:end] if end >= 0 else tail[position:]
         left -= len(rest)
         if left < 0:
-            return
-        yield position, rest, streamed and (not line or tail.find(b'"response"', line, position) >= 0)
+            return None
+        wraps = streamed and (not line or tail.find(b'"response"', line, position) >= 0)
+        if (counts := _read_counts(rest, wraps=wraps)) is not None:
+            return counts, position, rest, wraps
+    return None
 
 
-def read_counts(rest: bytes, *, wraps: bool) -> _Usage | None:
+def _read_counts(rest: bytes, *, wraps: bool) -> _Usage | None:
     """Return the counts that `rest`, the end of an answer, begins with: with one brace before it, it parses only if
     they are at the top, and with two only if they are one level down."""
     if wraps:
