@@ -299,7 +299,7 @@ async def test_clocks_that_differ_by_hours(store: Store) -> None:
         await two.ask(text(2))
         await until(lambda: one.entries() == two.entries() > 10)
         await until(lambda: 1.0 < one.spent() <= 2.0 and 1.0 < two.spent() <= 2.0)
-        granted = [await replicated.sync.claim("pin a 17", 60.0) for replicated in (one, two)]
+        granted = [await replicated.sync._locks.claim("pin a 17", 60.0) for replicated in (one, two)]
         assert sorted(granted) == [False, True]
         async with replica(store, "three", engine, ahead_s=-7200.0) as three:
             await until_synced(one, two, three)
@@ -352,7 +352,8 @@ async def test_sessions_and_limits_outlive_all_replicas(store: Store, monkeypatc
             for number, each in enumerate([one, two] * 5):
                 await each.ask(text(number), session=f"s{number}")
             await until(lambda: one.sessions() == two.sessions() == 10)
-            kept_in = one.sync.store
+            assert one.sync.store is not None
+            kept_in = one.sync.store.keys
             assert kept_in is not None
             async with asyncio.timeout(60):
                 while len(decode_deltas((await kept_in.recall(600.0))[0] or b"\x90")) < 11:  # noqa: ASYNC110

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.types import Clock
+from kvproxy.cache.store import Action
+from kvproxy.features.exchange.journal import Journal, acted
 from kvproxy.features.exchange.peers import Peers
+from kvproxy.features.exchange.stores import StoreKeys
 from kvproxy.features.exchange.wire import ClaimAnswered, ClaimAsked, Message, Origin
 
 #: An owner that does not answer for this long grants no claim: the action is decided on again later.
@@ -47,7 +50,7 @@ class PeerClaims:
         self._asked: dict[tuple[Origin, str], asyncio.Future[bool]] = {}
 
     async def claim(self, what: str, ttl_s: float) -> bool:
-        """As of Claims."""
+        """As of ActionLocks."""
         me = self._peers.origin
         owner = owner_of(what, (me, *(peer.origin for peer in self._peers.living)))
         if owner == me:
@@ -73,6 +76,26 @@ class PeerClaims:
             answer = self._asked.get((message.origin, message.what))
             if answer is not None and not answer.done():
                 answer.set_result(message.granted)
+
+
+class SharedLocks:
+    """As of ActionLocks: claims by a key of the store where there is one, else by asking their owners."""
+
+    def __init__(self, claims: PeerClaims, journal: Journal, keys: Callable[[], StoreKeys | None]) -> None:
+        self._claims = claims
+        self._journal = journal
+        self._keys = keys
+
+    async def claim(self, what: str, ttl_s: float) -> bool:
+        """As of ActionLocks."""
+        keys = self._keys()
+        if keys is not None:
+            return await keys.claim(what, ttl_s, self._journal.origin)
+        return await self._claims.claim(what, ttl_s)
+
+    def acted(self, action: Action) -> None:
+        """As of ActionLocks."""
+        self._journal.add(acted(action))
 
 
 def owner_of(what: str, candidates: Iterable[Origin]) -> Origin:

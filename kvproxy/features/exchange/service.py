@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TypeVar
@@ -21,18 +21,16 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
 from kvproxy.cache.service import KvCache
-from kvproxy.cache.store import Action
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import wire
-from kvproxy.features.exchange.claims import PeerClaims
+from kvproxy.features.exchange.claims import PeerClaims, SharedLocks
 from kvproxy.features.exchange.datagrams import DatagramLink, Link
-from kvproxy.features.exchange.journal import Journal, acted
+from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.metrics import SyncMetrics
-from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peer_status import IdCollision, bind_gauges, describe
 from kvproxy.features.exchange.peers import Peers, SyncStatus
 from kvproxy.features.exchange.ray_link import RayLink
-from kvproxy.features.exchange.settings import SyncPlace
+from kvproxy.features.exchange.settings import SyncPlace, SyncSettings
 from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.features.exchange.snapshot import SLICE_S, Handover
 from kvproxy.features.exchange.stores import NatsLink, RedisLink, StoreLink
@@ -66,7 +64,9 @@ class SyncService(Companion):
             host = f"{host}-{xxh3_64_intdigest(str(siblings.folder).encode()) & 0xFFFF:04x}"
         self.origin = Origin(host, 0 if siblings is None else siblings.number, int(wall_clock() * 1e6))
         self.namesake = IdCollision(self.origin, beat_s=settings.heartbeat, clock=clock)
-        self.journal = Journal(self.origin, on_news=self._on_news)
+        self._tasks = TaskSet()
+        self._soon = PublishTimer(lambda: self.peers.publish(clock()), settings.interval, self._tasks)
+        self.journal = Journal(self.origin, on_news=self._soon.start)
         self.peers = Peers(
             self.journal,
             lambda: self._world,
@@ -75,30 +75,37 @@ class SyncService(Companion):
             serve=lambda peer: self._handover.give(peer),
             receive_snapshot=lambda peer, data, rest: self._handover.take(peer, data, rest),
             other=lambda message: self.claims.receive(message),
-            blocks=self._blocks,
+            blocks=lambda: self._world.count_blocks(),
             run=self._run_later,
         )
         self.claims = PeerClaims(self.peers, clock=clock)
-        self.store: StoreLink | None = self._find_store()
+        self.store = make_store(
+            settings, self.origin, on_message=partial(self._heard, store=True), on_change=self._store_changed
+        )
+        self._locks = SharedLocks(self.claims, self.journal, lambda: None if self.store is None else self.store.keys)
         self._alone_of = 1  # processes there were when the store was lost
         self._workers: DatagramLink | None = None
         self._links: list[Link] = []
         self._world = SharedState({})
-        self._tasks = TaskSet()
         self._handover = Handover(self.peers, self._tasks, journal=self.journal, clock=clock, wall_clock=wall_clock)
-        self._timer: asyncio.TimerHandle | None = None
         self._running = AsyncExitStack()
         self._outcomes = metrics.group(SyncMetrics).messages
         if (store := self.store) is not None:
             metrics.group(SyncMetrics).store_up.set_source(lambda: [((), float(store.connected))])
         bind_gauges(
-            metrics, self.peers, self.journal, self._links, status=lambda: self.status, blocks=self._blocks, clock=clock
+            metrics,
+            self.peers,
+            self.journal,
+            self._links,
+            status=lambda: self.status,
+            blocks=lambda: self._world.count_blocks(),
+            clock=clock,
         )
 
     async def __aenter__(self) -> SyncService:
         async with AsyncExitStack() as starting:
             await starting.enter_async_context(self._tasks)
-            starting.callback(self._stop_timer)
+            starting.callback(self._soon.stop)
             if self._siblings is not None:
                 self._workers = DatagramLink(self._siblings, on_message=partial(self._heard, store=False))
                 self._links.append(await starting.enter_async_context(self._workers))
@@ -108,12 +115,12 @@ class SyncService(Companion):
         self.peers.join(self._clock())
         self._tasks.start(self._keep_time(), name="sync")
         if self.store is not None and self.store.keeps:
-            self._tasks.start(self._handover.keep_in(self.store, self), name="sync keep")
-        self._on_news()
+            self._tasks.start(self._handover.keep_in(self.store, self._locks), name="sync keep")
+        self._soon.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._flush()
+        self._soon.publish()
         self.peers.leave()
         await self._running.aclose()
         self._links.clear()
@@ -130,7 +137,7 @@ class SyncService(Companion):
         self._handover.follow(world, kvcache, clusters)
         self.journal.follow(world)
         if world.store is not None:
-            world.store.locks = self
+            world.store.locks = self._locks
 
     @property
     def joining(self) -> bool:
@@ -149,25 +156,6 @@ class SyncService(Companion):
         shown = describe(self.peers, self.journal, self._links, self.status, self._clock())
         return {**shown, "namesake": self.namesake.lives}
 
-    # where replicas meet
-
-    def _find_store(self) -> StoreLink | None:
-        settings = self._settings
-        rng = random.Random()
-        actor = None if settings.ray is None else SecretStr(settings.ray)
-        for kind, url in ((RedisLink, settings.redis), (NatsLink, settings.nats), (RayLink, actor)):
-            if url is not None:
-                return kind(
-                    url,
-                    wire.topic(settings.name),
-                    self.origin,
-                    on_message=partial(self._heard, store=True),
-                    on_change=self._store_changed,
-                    beat_s=settings.heartbeat,
-                    rng=rng,
-                )
-        return None
-
     def _store_changed(self, reached: bool) -> None:
         """React to the store. While it is away, common limits are divided by the number of proxies. Afterwards a proxy
         that missed a batch requests it, and one that never had a peer joins."""
@@ -182,37 +170,8 @@ class SyncService(Companion):
 
     def _weigh(self) -> None:
         away = self.store is not None and not self.store.connected
-        self.journal.weight = max(1.0, self._alone_of / (1 + len(self._near()))) if away else 1.0
-
-    def _near(self) -> list[Peer]:
-        return [peer for peer in self.peers.living if peer.origin.host == self.origin.host]
-
-    # actions to be done once
-
-    async def claim(self, what: str, ttl_s: float) -> bool:
-        """As of Claims."""
-        if self.store is not None and (granted := await self.store.claim(what, ttl_s, self.origin)) is not None:
-            return granted
-        return await self.claims.claim(what, ttl_s)
-
-    def acted(self, action: Action) -> None:
-        """As of Claims."""
-        self.journal.add(acted(action))
-
-    # out
-
-    def _on_news(self) -> None:
-        if self._timer is None and self._tasks.running:
-            self._timer = asyncio.get_running_loop().call_later(self._settings.interval, self._flush)
-
-    def _flush(self) -> None:
-        self._stop_timer()
-        self.peers.publish(self._clock())
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        near = sum(peer.origin.host == self.origin.host for peer in self.peers.living)
+        self.journal.weight = max(1.0, self._alone_of / (1 + near)) if away else 1.0
 
     def _send(self, payload: bytes, to: Origin | None) -> None:
         near = self._workers is not None and (to is None or to.host == self.origin.host)
@@ -269,6 +228,46 @@ class SyncService(Companion):
         if self._tasks.running:
             self._tasks.start(run(), name="sync catches up")
 
-    def _blocks(self) -> int:
-        parts = self._world.clusters.values()
-        return sum(part.indexes.approximate.counts.entries for part in parts if part.indexes is not None)
+
+class PublishTimer:
+    """Publishes what is new, a while after the first of it; not before the service runs."""
+
+    def __init__(self, publish: Callable[[], object], interval_s: float, tasks: TaskSet) -> None:
+        self._publish = publish
+        self._interval_s = interval_s
+        self._tasks = tasks
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to wait, unless it does so already."""
+        if self._timer is None and self._tasks.running:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self.publish)
+
+    def publish(self) -> None:
+        """Publish now."""
+        self.stop()
+        self._publish()
+
+    def stop(self) -> None:
+        """Publish nothing of what was new."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def make_store(
+    settings: SyncSettings,
+    origin: Origin,
+    *,
+    on_message: Callable[[bytes], None],
+    on_change: Callable[[bool], None],
+) -> StoreLink | None:
+    """Return the link to where replicas meet; None: they do not."""
+    rng = random.Random()
+    actor = None if settings.ray is None else SecretStr(settings.ray)
+    for kind, url in ((RedisLink, settings.redis), (NatsLink, settings.nats), (RayLink, actor)):
+        if url is not None:
+            topic = wire.topic(settings.name)
+            beat_s = settings.heartbeat
+            return kind(url, topic, origin, on_message=on_message, on_change=on_change, beat_s=beat_s, rng=rng)
+    return None

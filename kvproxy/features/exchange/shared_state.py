@@ -110,6 +110,11 @@ class SharedState:
         for part in self.clusters.values():
             part.policy.others = others
 
+    def count_blocks(self) -> int:
+        """Return the blocks in the approximate indexes."""
+        parts = self.clusters.values()
+        return sum(part.indexes.approximate.counts.entries for part in parts if part.indexes is not None)
+
     def watch_engines(self, add: Callable[[Delta], None]) -> None:
         """Add engines' readings, and outcomes of their probes."""
         if self.scraper is not None:

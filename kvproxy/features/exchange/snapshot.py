@@ -22,8 +22,9 @@ from kvproxy.features.exchange.journal import Journal, acted, session_served, si
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peer_applier import PeerApplier
 from kvproxy.features.exchange.peers import Peers
+from kvproxy.features.exchange.redis_keys import MAX_RECALLED_BYTES
 from kvproxy.features.exchange.shared_state import SharedState
-from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, StoreLink
+from kvproxy.features.exchange.stores import StoreKeys, StoreLink
 from kvproxy.features.exchange.wire import MAX_DELTAS, Origin, StateChunk, decode_deltas, encode_deltas
 from kvproxy.operate.runtime.saved_state import Contents, Unusable, decode, pack_checksum
 
@@ -165,14 +166,15 @@ class Handover:
         pause_s = RECALL_S
         while True:
             await asyncio.sleep(KEEP_EVERY_S if known else pause_s)
-            if not store.connected or self._peers.newcomer.holds_back:
+            keys = store.keys
+            if keys is None or not store.connected or self._peers.newcomer.holds_back:
                 continue
             try:
                 if not known and not self._peers.newcomer.told:
-                    await self._recall(store)
+                    await self._recall(keys)
                 known = True
                 if await claims.claim("keep", _KEEPER_S):
-                    await store.keep(await self._in_slices(take_kept(self._world, self._clock())), KEPT_S)
+                    await keys.keep(await self._in_slices(take_kept(self._world, self._clock())), KEPT_S)
                 failed = False
             except Exception as error:  # noqa: BLE001 - any error of a library: it is tried again
                 if not failed:
@@ -181,15 +183,15 @@ class Handover:
                 failed = True
                 pause_s = min(KEEP_EVERY_S, 2 * pause_s)
 
-    async def _recall(self, store: StoreLink) -> None:
-        data, age_s = await store.recall(KEPT_S)
+    async def _recall(self, keys: StoreKeys) -> None:
+        data, age_s = await keys.recall(KEPT_S)
         if len(data) > MAX_RECALLED_BYTES:
             raise msgspec.DecodeError("longer than anything that is kept")
         said = decode_deltas(data) if data else []
         for at in range(0, len(said), 50):
             self._kept.apply(said[at : at + 50], self._clock() - age_s)
             await asyncio.sleep(0)
-        log.info("%s kept %d things, for %.0f s", store.where, len(said), age_s)
+        log.info("the store kept %d things, for %.0f s", len(said), age_s)
 
     async def _in_slices(self, steps: Generator[None, None, T]) -> T:
         return await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock)

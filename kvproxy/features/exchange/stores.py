@@ -10,7 +10,7 @@ import random
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
@@ -19,6 +19,7 @@ from xxhash import xxh3_64_hexdigest
 from kvproxy.base.background_task import BackgroundTask, cancel_tasks, raise_if_cancelled
 from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.datagrams import MESSAGE_BYTES
+from kvproxy.features.exchange.redis_keys import MAX_RECALLED_BYTES, RedisKeys
 from kvproxy.features.exchange.wire import Origin
 
 log = logging.getLogger("kvproxy.sync")
@@ -37,12 +38,26 @@ _TOGETHER = 128
 #: otherwise.
 UNHEARD = 10
 LOOK_S = 0.5
-#: Bound on a value read from the store; a longer one is not ours.
-MAX_RECALLED_BYTES = 4 * 1024 * 1024
 #: A longer reply, or message, ends the connection.
 MAX_REPLY_BYTES = MAX_RECALLED_BYTES + 64 * 1024
 #: A message of one's own to oneself.
 _PROOF = b"kvproxy"
+
+
+class StoreKeys(Protocol):
+    """Keys with a time to live."""
+
+    async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool:
+        """As of ActionLocks."""
+        ...
+
+    async def keep(self, payload: bytes, ttl_s: float) -> None:
+        """Keep this for proxies that start when none is left to ask."""
+        ...
+
+    async def recall(self, ttl_s: float) -> tuple[bytes, float]:
+        """Return what is kept for so long, and how long it has been; b"" for nothing."""
+        ...
 
 
 class StoreLink(BackgroundTask):
@@ -51,6 +66,7 @@ class StoreLink(BackgroundTask):
     task_name = "sync store"
     name: str
     keeps = False
+    keys: StoreKeys | None = None  # those of a store that `keeps` them, while it is reached
 
     def __init__(
         self,
@@ -69,7 +85,7 @@ class StoreLink(BackgroundTask):
         self._failed = False  # so far
         self._url = url.get_secret_value()
         self._topic = topic
-        self._own = self._place(origin)
+        self._own = _place(topic, origin)
         self._pass_on = on_message
         self._on_change = on_change
         self._look_s = max(beat_s, LOOK_S)
@@ -101,23 +117,9 @@ class StoreLink(BackgroundTask):
         if not self.connected:
             self.dropped += 1
             return
-        where = self._topic if to is None else self._place(to)
+        where = self._topic if to is None else _place(self._topic, to)
         self.dropped += self._waiting.append((where, payload), len(payload) + MESSAGE_BYTES)
         self._news.set()
-
-    async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool | None:
-        """As of Claims; None: this store grants nothing."""
-        return None
-
-    async def keep(self, payload: bytes, ttl_s: float) -> None:
-        """For proxies that start when none is left to ask. Nothing where it `keeps` nothing."""
-
-    async def recall(self, ttl_s: float) -> tuple[bytes, float]:
-        """Return what is kept for so long, and how long it has been; b"" for nothing."""
-        return b"", 0.0
-
-    def _place(self, origin: Origin) -> str:
-        return f"{self._topic}.to.{xxh3_64_hexdigest(f'{origin} {origin.epoch}'.encode())}"
 
     async def _run(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -194,6 +196,10 @@ class StoreLink(BackgroundTask):
     async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None: ...
 
 
+def _place(topic: str, origin: Origin) -> str:
+    return f"{topic}.to.{xxh3_64_hexdigest(f'{origin} {origin.epoch}'.encode())}"
+
+
 async def _until_one_ends(*works: Coroutine[Any, Any, None]) -> None:
     """As a task group, which on Python 3.11 leaves the task that waits for it cancelled when one fails."""
     tasks = [asyncio.create_task(work, name="sync store") for work in works]
@@ -205,20 +211,8 @@ async def _until_one_ends(*works: Coroutine[Any, Any, None]) -> None:
         await cancel_tasks(tasks)
 
 
-#: The holder of the key may renew it; otherwise it is free after its TTL. A value of another type or without a TTL is
-#: no claim and is replaced.
-_CLAIM = """
-local kind = redis.call('TYPE', KEYS[1]).ok
-local holder = kind == 'string' and redis.call('GET', KEYS[1])
-if not holder or holder == ARGV[1] or redis.call('PTTL', KEYS[1]) == -1 then
-  return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) and 1
-end
-return 0
-"""
-
-
 class RedisLink(StoreLink):
-    """Link over Redis or Valkey. An action to be done once is claimed by a key with a TTL."""
+    """Link over Redis or Valkey."""
 
     name = "redis"
     keeps = True
@@ -239,9 +233,10 @@ class RedisLink(StoreLink):
                 for _ in range(2):  # one answer a channel: from then on it is in force
                     await subscribed.get_message(timeout=TIMEOUT_S)
             self._client = client
+            self.keys = RedisKeys(self._topic, client)
             yield subscribed
         finally:
-            self._client = None
+            self._client = self.keys = None
             with contextlib.suppress(Exception):  # a lost connection need not be closed
                 async with asyncio.timeout(TIMEOUT_S):
                     await subscribed.aclose()  # type: ignore[no-untyped-call]
@@ -258,36 +253,6 @@ class RedisLink(StoreLink):
         for channel, payload in messages:
             pipeline.publish(channel, payload)
         await pipeline.execute()
-
-    async def keep(self, payload: bytes, ttl_s: float) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            await self._client.set(f"{self._topic}.kept", payload, px=int(1000 * ttl_s))
-
-    async def recall(self, ttl_s: float) -> tuple[bytes, float]:
-        from redis.exceptions import ResponseError
-
-        pipeline = self._client.pipeline()
-        key = f"{self._topic}.kept"
-        pipeline.getrange(key, 0, MAX_RECALLED_BYTES).pttl(key)
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                payload, left_ms = await pipeline.execute()
-        except ResponseError:  # of another type: it is written anew
-            return b"", 0.0
-        return payload or b"", max(0.0, ttl_s - left_ms / 1000)
-
-    async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool | None:
-        client = self._client
-        if client is None:
-            return None
-        key = f"{self._topic}.claim.{what}"
-        name = f"{holder} {holder.epoch}"
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                return bool(await client.eval(_CLAIM, 1, key, name, int(1000 * ttl_s) or 1))
-        except Exception as error:  # noqa: BLE001 - as in `_run`
-            log.warning("%s grants no claim (%s)", self.where, type(error).__name__)
-            return False
 
 
 class NatsLink(StoreLink):

@@ -21,7 +21,8 @@ from kvproxy.features.exchange import peer_requests, stores, wire
 from kvproxy.features.exchange.datagrams import _READS, MAX_WORKERS, DatagramLink
 from kvproxy.features.exchange.deltas import Spent
 from kvproxy.features.exchange.lives import MISSED
-from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, MAX_REPLY_BYTES, RedisLink, StoreLink
+from kvproxy.features.exchange.redis_keys import MAX_RECALLED_BYTES
+from kvproxy.features.exchange.stores import MAX_REPLY_BYTES, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Batch, Bye, Heartbeat, Origin, PeerSnapshot, decode, decode_deltas, encode
 from kvproxy.operate.companion import Siblings
 from tests.features.exchange.support import BEAT_S, A, Bus, Node, deciding, pair
@@ -266,18 +267,20 @@ async def test_keys_that_are_none_of_ours_are_replaced(tmp_path: Path) -> None:
     """Of another type, without an end, or longer than anything that is kept."""
     async with redis_of(tmp_path) as (link, client):
         me, other = Origin("h", 0, 1), Origin("other", 0, 1)
+        keys = link.keys
+        assert keys is not None
         await client.rpush("t.claim.x", "a")
-        assert await link.claim("x", 60.0, me) is True
-        assert await link.claim("x", 60.0, other) is False
+        assert await keys.claim("x", 60.0, me) is True
+        assert await keys.claim("x", 60.0, other) is False
         await client.set("t.claim.y", "a")
-        assert await link.claim("y", 60.0, me) is True
-        assert await link.recall(60.0) == (b"", 60.0 + 0.002)
+        assert await keys.claim("y", 60.0, me) is True
+        assert await keys.recall(60.0) == (b"", 60.0 + 0.002)
         await client.rpush("t.kept", "a")
-        assert await link.recall(60.0) == (b"", 0.0)
-        await link.keep(b"kept", 60.0)
-        assert (await link.recall(60.0))[0] == b"kept"
+        assert await keys.recall(60.0) == (b"", 0.0)
+        await keys.keep(b"kept", 60.0)
+        assert (await keys.recall(60.0))[0] == b"kept"
         await client.set("t.kept", b"x" * (MAX_RECALLED_BYTES + 100_000))
-        assert len((await link.recall(60.0))[0]) == MAX_RECALLED_BYTES + 1
+        assert len((await keys.recall(60.0))[0]) == MAX_RECALLED_BYTES + 1
 
 
 async def test_a_huge_message_ends_its_connection(tmp_path: Path) -> None:

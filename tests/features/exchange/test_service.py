@@ -176,10 +176,10 @@ async def test_claimed_work_is_granted_to_one_worker(tmp_path: Path) -> None:
     """The owner of a claim grants it once; the one that has it may have it again, and another one another claim."""
     async with two_workers(tmp_path) as (one, two):
         for number in range(10):  # some are owned by the one, some by the other
-            assert await one.sync.claim(f"pin a {number}", 60.0)
-            assert not await two.sync.claim(f"pin a {number}", 60.0)
-            assert await one.sync.claim(f"pin a {number}", 60.0)
-            assert await two.sync.claim(f"pin b {number}", 60.0)
+            assert await one.sync._locks.claim(f"pin a {number}", 60.0)
+            assert not await two.sync._locks.claim(f"pin a {number}", 60.0)
+            assert await one.sync._locks.claim(f"pin a {number}", 60.0)
+            assert await two.sync._locks.claim(f"pin b {number}", 60.0)
 
 
 async def test_the_last_samples_are_sent_before_the_end(tmp_path: Path) -> None:
@@ -291,7 +291,11 @@ class Memory(Echo):
     def __init__(self, kept: bytes = b"", age_s: float = 0.0) -> None:
         super().__init__(on_message=lambda payload: None, on_change=lambda reached: None)
         self.connected = True
+        self.keys = self
         self.kept, self.age_s, self.recalls = kept, age_s, 0
+
+    async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool:
+        return True
 
     async def keep(self, payload: bytes, ttl_s: float) -> None:
         self.kept = payload
@@ -306,7 +310,7 @@ async def keeping(one: Deciding, memory: Memory, monkeypatch: pytest.MonkeyPatch
     """Keep the state in the store during the block."""
     for pause in ("KEEP_EVERY_S", "RECALL_S"):
         monkeypatch.setattr(snapshot, pause, 0.001)
-    task = asyncio.create_task(one.sync._handover.keep_in(memory, one.sync))
+    task = asyncio.create_task(one.sync._handover.keep_in(memory, one.sync._locks))
     yield
     await cancel_tasks([task])
 
