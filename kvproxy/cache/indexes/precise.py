@@ -7,9 +7,10 @@ behind an engine may keep larger blocks than the engine does (LMCache's chunks):
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
@@ -17,7 +18,6 @@ from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cache.indexes.block_events import WHOLE_PREFIX, BlockRemoved, BlockStored, EngineHash, KvEvent
 from kvproxy.cache.indexes.block_table import BlockTable
 from kvproxy.cache.indexes.layer_groups import LayerGroup, LayerKind
-from kvproxy.cache.indexes.media_chains import MediaChains
 from kvproxy.cache.indexes.medium_tiers import MediumTiers
 from kvproxy.cache.indexes.prompt_matcher import PromptMatcher
 from kvproxy.cache.indexes.runs import KEY_BITS
@@ -46,6 +46,25 @@ class PreciseCounts:
     short_pages: int = 0  # ends of SGLang's nodes, which it reuses as part of no page
 
 
+class NotesMedia(Protocol):
+    """Receiver of stored blocks in an engine's own memory, which may have media."""
+
+    #: Events with media, or behind such, until now.
+    noted: int
+
+    def note_stored(
+        self,
+        endpoint: EndpointId,
+        event: BlockStored,
+        blocks: array[int],
+        *,
+        parent: int,
+        find_front: Callable[[], array[int] | None],
+    ) -> None:
+        """Note blocks below `parent` (our hash of it); `find_front` returns the chain down to there."""
+        ...
+
+
 class PreciseIndex:
     """Bounded by `max_blocks` rows a source (endpoint, data-parallel rank, KV cache group) and `max_sources`."""
 
@@ -58,7 +77,7 @@ class PreciseIndex:
         many_sources: int = MANY_SOURCES,
     ) -> None:
         self.counts = PreciseCounts()
-        self.media = MediaChains()
+        self.media: NotesMedia | None = None
         self.tables = SourceTables(max_rows=max_blocks, max_ghosts=max_ghosts, max_sources=max_sources)
         self._tiers = MediumTiers()
         self.matcher = PromptMatcher(self.tables, self._tiers, many=many_sources)
@@ -186,8 +205,9 @@ class PreciseIndex:
         blocks = blocks_of(event, lora, seed)
         if (parent is None or above is not None) and table.store_new(keys, blocks, above, tier):
             self.counts.stored += len(blocks)
-            if event.extra is not None or event.wide or self.media.noted:
-                self._note_media(endpoint, table, event, tier, blocks, seed)
+            media = self.media
+            if media is not None and (event.extra is not None or event.wide or media.noted):
+                _note_media(media, endpoint, table, event, tier, blocks, seed)
             return
         different = set(keys)
         if len(different) != len(keys) or parent in different:  # a block twice, or below itself
@@ -196,23 +216,30 @@ class PreciseIndex:
         stored = table.store_blocks(keys, blocks, parent, tier)
         self.counts.stored += stored
         self.counts.over_bound += len(keys) - stored
-        if stored == len(keys):
-            self._note_media(endpoint, table, event, tier, blocks, seed)
+        if self.media is not None and stored == len(keys):
+            _note_media(self.media, endpoint, table, event, tier, blocks, seed)
 
-    def _note_media(
-        self, endpoint: EndpointId, table: BlockTable, event: BlockStored, tier: int, blocks: array[int], seed: int
-    ) -> None:
-        """Note the media in an event of an engine's own memory, below this block."""
-        if tier:
-            return
 
-        def find_front() -> array[int] | None:
-            if event.parent is None:
-                return array("Q")
-            place = table.find_place(key_of(event.parent))
-            return None if place is None else table.walk_up(place)
+def _note_media(
+    media: NotesMedia,
+    endpoint: EndpointId,
+    table: BlockTable,
+    event: BlockStored,
+    tier: int,
+    blocks: array[int],
+    seed: int,
+) -> None:
+    """Note the media in an event of an engine's own memory, below this block."""
+    if tier:
+        return
 
-        self.media.note_stored(endpoint, event, blocks, parent=seed, find_front=find_front)
+    def find_front() -> array[int] | None:
+        if event.parent is None:
+            return array("Q")
+        place = table.find_place(key_of(event.parent))
+        return None if place is None else table.walk_up(place)
+
+    media.note_stored(endpoint, event, blocks, parent=seed, find_front=find_front)
 
 
 def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = None) -> int:

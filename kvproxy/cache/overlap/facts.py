@@ -16,8 +16,8 @@ from kvproxy.cache.media.cut import Medium
 from kvproxy.cache.media.mixed import MixedPrompt
 from kvproxy.cache.overlap.last_served import NO_NAMES, RequestNames
 from kvproxy.cache.overlap.local_indexes import LocalIndexes, searched_tokens
+from kvproxy.cache.overlap.media_reports import ReportedBeginning
 from kvproxy.cache.overlap.merge import HolderOverlap, preferred_endpoint
-from kvproxy.cache.overlap.reported_prompts import ReportedBeginning
 from kvproxy.cache.prefix.session_hashes import PromptText
 from kvproxy.cache.prefix.token_memory import HashedTokens
 from kvproxy.cluster.cluster import Cluster

@@ -16,7 +16,7 @@ from kvproxy.cache.indexes.heat import Heat, Run
 from kvproxy.cache.indexes.precise import PreciseIndex
 from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.overlap.last_served import LastServed
-from kvproxy.cache.overlap.reported_prompts import ReportedPrompts
+from kvproxy.cache.overlap.media_reports import MediaReports
 from kvproxy.cache.prefix.session_hashes import SessionHashes
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import OverlapFacts
@@ -32,7 +32,7 @@ class FollowedEvents:
 
     def __init__(self) -> None:
         self.precise = PreciseIndex()
-        self.reported = ReportedPrompts(self.precise)  # prompts with media
+        self.reported = MediaReports()
         self.exact: set[EndpointId] = set()  # endpoints with complete event streams
         self.loras: BoundedMapping[str, None] = BoundedMapping(MAX_LORAS)  # adapters that events spoke of
         self.paired: set[EndpointId] = set()  # endpoints whose events name pairs of tokens

@@ -19,9 +19,9 @@ from kvproxy.cache.media.mixed import MixedPrompt
 from kvproxy.cache.overlap.denied import EVERY_ENDPOINT, Denials, DeniedPlacements, trusted_tokens
 from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.last_served import NO_BLOCKS
+from kvproxy.cache.overlap.media_reports import ReportedBeginning
 from kvproxy.cache.overlap.merge import BEYOND, NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.cache.overlap.prompt_hashes import REMEMBERED_SEEDS, PromptHashes
-from kvproxy.cache.overlap.reported_prompts import ReportedBeginning
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, token_blocks
 from kvproxy.cache.prefix.token_memory import HashedTokens
 from kvproxy.cluster.routing.policy import NO_FACTS, FactSource, Overlap, OverlapFacts

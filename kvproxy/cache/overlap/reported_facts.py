@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvproxy.cache.overlap.facts import RequestFacts, Result
-from kvproxy.cache.overlap.reported_prompts import ServedPrompt
+from kvproxy.cache.overlap.media_reports import ServedPrompt
 
 
 def recall_reported(facts: RequestFacts) -> None:

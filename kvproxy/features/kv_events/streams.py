@@ -22,6 +22,7 @@ from kvproxy.cache.overlap.reports import EngineReports, ReportTrouble
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.settings import EventSources
+from kvproxy.features.kv_events.reported_prompts import ReportedPrompts
 from kvproxy.features.kv_events.status import StreamState, StreamStatus, index_worth
 from kvproxy.features.kv_events.subscriber import KvEventSubscriber
 from kvproxy.features.kv_events.zmtp import ReceiveMemory
@@ -46,6 +47,7 @@ class _Consumer:
 
     def __init__(self, followed: FollowedEvents) -> None:
         self._followed = followed
+        self._reported = followed.reported = ReportedPrompts(followed.precise)
         self._states: dict[EndpointId, dict[int, StreamState]] = {}
         self._without_prefixes: set[tuple[EndpointId, int]] = set()  # ranks whose events have none
 
@@ -61,7 +63,7 @@ class _Consumer:
         precise = self._followed.precise
         rank = (endpoint, dp_rank)
         precise.apply_events(endpoint, dp_rank, events)
-        self._followed.reported.events_came(endpoint)
+        self._reported.events_came(endpoint)
         if precise.lacks_prefixes(endpoint, dp_rank) is not (rank in self._without_prefixes):
             self._without_prefixes ^= {rank}
             self._update_exact()

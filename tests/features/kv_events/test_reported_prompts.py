@@ -12,9 +12,10 @@ import pytest
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.precise import PreciseIndex, precise_root
 from kvproxy.cache.media.cut import Medium, MediumKind
-from kvproxy.cache.overlap.reported_prompts import ReportedPrompts, ServedPrompt
+from kvproxy.cache.overlap.media_reports import ServedPrompt
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, token_blocks
 from kvproxy.features.kv_events.decoding import decode_batch
+from kvproxy.features.kv_events.reported_prompts import ReportedPrompts
 from tests.features.kv_events.support import frames
 
 A, B = EndpointId("a"), EndpointId("b")
@@ -274,7 +275,7 @@ def test_events_without_media_are_not_kept() -> None:
     cluster = Cluster()
     event = stored()
     cluster.report({**event, "extra_keys": [["tenant"], None, None, None, None]})
-    assert cluster.precise.media.noted == 0
+    assert cluster.reported.noted == 0
 
 
 def test_a_row_of_a_picture_may_end_in_another_token() -> None:

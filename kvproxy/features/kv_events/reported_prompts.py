@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.indexes.media_chains import Identifier, PlacedMedium
 from kvproxy.cache.indexes.precise import PreciseIndex
 from kvproxy.cache.media.cut import HEAD_OF_STAND_IN, Medium
+from kvproxy.cache.overlap.media_reports import MediaReports, ReportedBeginning, ServedPrompt
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.features.kv_events.media_chains import Identifier, MediaChains, PlacedMedium
 
 _MAX_PROMPTS = 16_384
 _MAX_BYTES = 16 * 1024 * 1024
@@ -31,37 +31,13 @@ _MAX_ENDPOINTS = 4096
 _GENERATION_PROMPT_TOKENS = 8
 
 
-class ReportedBeginning(NamedTuple):
-    """Leading blocks of a prompt as engines name them: our hashes of these."""
-
-    block_size: int
-    hashes: array[int]
-    prompt_tokens: int  # of the prompt they were learned from, or of its beginning
-    whole: bool = False  # they are all of this prompt's blocks
-
-    @property
-    def tokens(self) -> int:
-        return self.block_size * len(self.hashes)
-
-
-class ServedPrompt(NamedTuple):
-    """A prompt with media that an engine has computed."""
-
-    model: str
-    keys: Sequence[int]  # one a message prefix
-    hashes: array[int]  # of its text blocks
-    media: tuple[Medium, ...]
-    text_blocks: Callable[[int], array[int]]  # by block size: the blocks of its known beginning, of text
-    prompt_tokens: int
-    noted: int  # events with media when it was routed
-
-
-class ReportedPrompts:
-    """Beginnings of prompts with media that one cluster's engines reported. `on_counted` is called with the model, a
-    medium and its placeholder tokens."""
+class ReportedPrompts(MediaReports):
+    """Beginnings of prompts with media that one cluster's engines reported."""
 
     def __init__(self, precise: PreciseIndex) -> None:
+        super().__init__()
         self._precise = precise
+        self._chains = precise.media = MediaChains()
         self._known: BoundedMapping[int, ReportedBeginning] = BoundedMapping(
             _MAX_PROMPTS, max_bytes=_MAX_BYTES, size_of=lambda one: _ENTRY_BYTES + 8 * len(one.hashes)
         )
@@ -70,7 +46,6 @@ class ReportedPrompts:
         self._waiting: BoundedMapping[EndpointId, deque[ServedPrompt]] = BoundedMapping(_MAX_ENDPOINTS)
         self._noted = 0  # events with media, when last looked
         self._software: str | None = None
-        self.on_counted: Callable[[str, Medium, int], None] = lambda model, medium, tokens: None
 
     def __len__(self) -> int:
         return len(self._known)
@@ -78,7 +53,7 @@ class ReportedPrompts:
     @property
     def noted(self) -> int:
         """Events with media until now."""
-        return self._precise.media.noted
+        return self._chains.noted
 
     def follow_software(self, engines: Iterable[str | None]) -> bool:
         """Return whether these engines are of one version, which call a picture alike. What another version called
@@ -122,7 +97,7 @@ class ReportedPrompts:
 
     def events_came(self, endpoint: EndpointId) -> None:
         """Look again for prompts that were served by the endpoint before its events came."""
-        noted = self._precise.media.noted
+        noted = self._chains.noted
         if noted == self._noted:
             return
         self._noted = noted
@@ -154,7 +129,7 @@ class ReportedPrompts:
     def _find_fitting(
         self, endpoint: EndpointId, served: ServedPrompt, size: int
     ) -> Iterator[tuple[array[int], list[PlacedMedium]]]:
-        chains = self._precise.media
+        chains = self._chains
         blocks = served.prompt_tokens // size
         for chain in chains.find_chains(endpoint, block_size=size, blocks=blocks, since=served.noted):
             placed = chains.media_of(chain, size)
