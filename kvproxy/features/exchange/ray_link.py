@@ -86,7 +86,7 @@ class RayLink(StoreLink):
     """Link over an actor of Ray. Its URL is the actor's name."""
 
     name = "ray"
-    #: The first handle is kept while the actor lives: Ray ends one whose maker has dropped it, whoever else uses it.
+    #: The first handle is kept while the actor answers: Ray ends one whose maker has dropped it, whoever else uses it.
     _actor: Any = None
     _node = ""  # of Ray, where this process found the actor
 
@@ -102,18 +102,18 @@ class RayLink(StoreLink):
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
-        from ray.exceptions import ActorDiedError
+        from ray.exceptions import ActorDiedError, ActorUnschedulableError
 
         name = uuid.uuid4().hex  # a new one each time: a call that was given up may still take messages of the old
-        async with asyncio.timeout(START_S):
-            self._node = self._node or _find_node()
-            if self._actor is None:
-                self._actor = await asyncio.to_thread(_find_actor, self._url)
-            try:
+        try:
+            async with asyncio.timeout(START_S):
+                self._node = self._node or _find_node()
+                if self._actor is None:
+                    self._actor = await asyncio.to_thread(_find_actor, self._url)
                 await self._in_ray().listen.remote(name, [self._topic, self._own])
-            except ActorDiedError:
-                self._actor = None
-                raise
+        except (ActorDiedError, ActorUnschedulableError, TimeoutError):  # it is gone, or never came
+            self._actor = None
+            raise
         yield name
 
     async def _receive(self, connection: Any) -> None:

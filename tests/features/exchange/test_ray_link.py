@@ -26,12 +26,16 @@ class ActorDiedError(Exception):
     """As of ray.exceptions."""
 
 
+class ActorUnschedulableError(Exception):
+    """As of ray.exceptions."""
+
+
 class Handle:
     """Handle of an actor: `method.remote(...)` can be awaited."""
 
     def __init__(self, target: Switchboard) -> None:
         self.target = target
-        self.dead = False
+        self.error: type[Exception] | None = None
         self.called = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -39,8 +43,8 @@ class Handle:
 
         async def call(*given: Any) -> Any:
             self.called += 1
-            if self.dead:
-                raise ActorDiedError
+            if self.error is not None:
+                raise self.error
             return await method(*given)
 
         return SimpleNamespace(remote=call)
@@ -60,6 +64,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Handle]:
     ray.__spec__ = SimpleNamespace()  # type: ignore[assignment]
     errors = ModuleType("ray.exceptions")
     vars(errors)["ActorDiedError"] = ActorDiedError
+    vars(errors)["ActorUnschedulableError"] = ActorUnschedulableError
     vars(ray)["is_initialized"] = lambda: True
     vars(ray)["get_runtime_context"] = lambda: SimpleNamespace(get_node_id=lambda: "node")
     vars(ray)["remote"] = lambda **_: lambda _: SimpleNamespace(options=options)
@@ -81,14 +86,18 @@ async def test_replicas_that_meet_at_an_actor_decide_as_one(actors: dict[str, Ha
         assert one.metric("kvproxy_sync_store_up") == 1
 
 
-async def test_replicas_whose_actor_died_meet_at_the_next_one(actors: dict[str, Handle]) -> None:
+@pytest.mark.parametrize("error", [ActorDiedError, ActorUnschedulableError, TimeoutError])
+async def test_replicas_whose_actor_is_gone_meet_at_the_next_one(
+    error: type[Exception], actors: dict[str, Handle]
+) -> None:
+    """One that died, and one that Ray never starts since its node is gone, or that does not answer."""
     async with (
         serve(FakeEngine("a")) as engine,
         deciding(engine, sync={**SYNC, "replica": "one"}) as one,
         deciding(engine, sync={**SYNC, "replica": "two"}) as two,
     ):
         await until_synced(one, two)
-        actors.pop("kvproxy-app-engine").dead = True
+        actors.pop("kvproxy-app-engine").error = error
         await until(lambda: one.status is two.status is SyncStatus.SYNCED and "kvproxy-app-engine" in actors)
         await one.ask()
         await until(lambda: two.entries() == one.entries() > 0)
