@@ -80,7 +80,9 @@ class OriginPool:
                 self.open += 1
                 waiter.set_result(None)
         if not self.open and not self._waiting:
-            self._stop_sweeping()
+            if self._sweeper is not None:
+                self._sweeper.cancel()
+                self._sweeper = None
             self._on_empty(self)
 
     async def wait_in_line(self, timeout_s: float) -> Connection | None:
@@ -95,11 +97,17 @@ class OriginPool:
         try:
             async with asyncio.timeout(timeout_s or None):
                 return await waiter
-        except TimeoutError:
-            self._abandon(waiter)
-            raise PoolFull(f"no free connection to {self.origin} within {timeout_s:g} s") from None
-        except BaseException:
-            self._abandon(waiter)
+        except BaseException as error:
+            if not waiter.done() or waiter.cancelled() or waiter.exception() is not None:
+                waiter.cancel()
+                if waiter in self._waiting:
+                    self._waiting.remove(waiter)
+            elif (connection := waiter.result()) is None:  # handed to it in the same moment: it goes to the next
+                self.free_slot()
+            elif not connection.closed:
+                self.release(connection)
+            if isinstance(error, TimeoutError):
+                raise PoolFull(f"no free connection to {self.origin} within {timeout_s:g} s") from None
             raise
 
     def adopt_connection(self, connection: Connection) -> bool:
@@ -149,7 +157,7 @@ class OriginPool:
             return
         self._idle[connection] = self._clock()
         if self._sweeper is None:
-            self._sweep_in(self._limits.idle_timeout_s)
+            self._sweep()
 
     def retire(self, connection: Connection) -> None:
         """Take a connection off the idle ones."""
@@ -163,33 +171,13 @@ class OriginPool:
             self._emptied.set_result(None)
         self.free_slot()
 
-    def _abandon(self, waiter: asyncio.Future[Connection | None]) -> None:
-        """Withdraw a waiter; a connection or slot handed to it in the same moment goes to the next."""
-        if not waiter.done() or waiter.cancelled() or waiter.exception() is not None:
-            waiter.cancel()
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-            return
-        connection = waiter.result()
-        if connection is None:
-            self.free_slot()
-        elif not connection.closed:
-            self.release(connection)
-
-    def _sweep_in(self, delay_s: float) -> None:
-        self._sweeper = asyncio.get_running_loop().call_later(max(delay_s, 0.01), self._sweep)
-
     def _sweep(self) -> None:
+        """Close connections that were idle for too long; look again when the next one will have been."""
         self._sweeper = None
         now = self._clock()
         for connection, since in list(self._idle.items()):
             left_s = since + self._limits.idle_timeout_s - now
             if left_s > 0:
-                self._sweep_in(left_s)
+                self._sweeper = asyncio.get_running_loop().call_later(max(left_s, 0.01), self._sweep)
                 return
             connection.close()
-
-    def _stop_sweeping(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            self._sweeper = None
