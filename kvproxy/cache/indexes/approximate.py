@@ -83,7 +83,7 @@ class ApproximateIndex:
         lru, (run, _) = self._present.get(endpoint), self._held.run_at(cursor, block)
         if lru is None or run is None or run not in lru.stamps:
             return None
-        return lru.younger_blocks(run)
+        return lru.ages.count_younger(lru.stamps[run])
 
     def route(
         self, endpoint: EndpointId, cursor: PrefixCursor[Run], *, in_flight: bool = False, number: int = 0
@@ -109,7 +109,7 @@ class ApproximateIndex:
                 known = None
             else:
                 known = run
-        age = None if known is None else lru.younger_blocks(known)
+        age = None if known is None else lru.ages.count_younger(lru.stamps[known])
         if in_flight:
             lru.add_flight(path, number)
         if not cursor.counted:

@@ -55,7 +55,8 @@ class AgeHistogram:
         self._blocks[bisect_right(self._first, touch) - 1] += blocks
 
     def count_younger(self, touch: int) -> int:
-        """Blocks touched since, half of the touch's own generation among them."""
+        """Blocks touched since, half of the touch's own generation among them, which is to within a sixteenth of the
+        capacity: an engine that evicted what was touched then has room for at most about this many."""
         blocks = self._blocks
         if touch >= self._first[-1]:
             return blocks[-1] // 2
@@ -92,7 +93,7 @@ class EndpointLru:
     A touch covers a whole path, so an ancestor is never older than its descendants, and the oldest record leads to the
     run that engines evict first: the end of the least recently requested prompt."""
 
-    __slots__ = ("_ages", "_front", "_records", "bit", "blocks", "capacity", "flights", "slot", "stamps", "unconfirmed")
+    __slots__ = ("_front", "_records", "ages", "bit", "blocks", "capacity", "flights", "slot", "stamps", "unconfirmed")
 
     def __init__(self, slot: int, capacity: int) -> None:
         self.slot = slot
@@ -104,12 +105,12 @@ class EndpointLru:
         self.flights: dict[Run, set[int]] = {}  # runs of requests in flight, held or not: those requests
         self._records: deque[Run] = deque()  # last run of each touched path
         self._front = 0  # number of the first record
-        self._ages = AgeHistogram()
+        self.ages = AgeHistogram()
 
     def touch_path(self, path: list[Run]) -> None:
         """Mark the path as requested just now."""
         stamp = self._front + len(self._records)
-        self._ages.touch_runs(path, self.stamps, stamp, self.capacity // GENERATIONS)
+        self.ages.touch_runs(path, self.stamps, stamp, self.capacity // GENERATIONS)
         self._records.append(path[-1])
         if len(self._records) > 2 * len(self.stamps) + 64:
             self._compact()
@@ -123,13 +124,13 @@ class EndpointLru:
         """Count the run out. Nothing below it may be held."""
         run.held_by &= ~self.bit
         self.blocks -= len(run.hashes)
-        self._ages.change_count(self.stamps.pop(run), -len(run.hashes))
+        self.ages.change_count(self.stamps.pop(run), -len(run.hashes))
         self.unconfirmed.pop(run, None)
 
     def shorten_run(self, run: Run, blocks: int) -> None:
         """Count blocks out at the end of the run."""
         self.blocks -= blocks
-        self._ages.change_count(self.stamps[run], -blocks)
+        self.ages.change_count(self.stamps[run], -blocks)
 
     def merge_leaf(self, run: Run, leaf: Run) -> None:
         """`leaf`, perhaps new, becomes the end of `run`; a touch follows."""
@@ -139,8 +140,8 @@ class EndpointLru:
         if stamp == above:
             return
         if stamp is not None:
-            self._ages.change_count(stamp, -len(leaf.hashes))
-        self._ages.change_count(above, len(leaf.hashes))
+            self.ages.change_count(stamp, -len(leaf.hashes))
+        self.ages.change_count(above, len(leaf.hashes))
 
     def split_run(self, head: Run, tail: Run) -> None:
         """`head` was split off `tail`, which is held: same recency, same requests that vouch for it."""
@@ -210,11 +211,6 @@ class EndpointLru:
             run = run.parent
         return run if run is not None and self.stamps[run] == stamp else None
 
-    def younger_blocks(self, run: Run) -> int:
-        """Return the blocks touched since the run was, to within a sixteenth of the capacity: an engine that evicted it
-        has room for at most about this many."""
-        return self._ages.count_younger(self.stamps[run])
-
     def _compact(self) -> None:
         """Forget records no run's stamp refers to, and renumber the rest."""
         live = set(self.stamps.values())
@@ -225,7 +221,7 @@ class EndpointLru:
                 number[stamp] = len(kept)
                 kept.append(run)
         self.stamps = {run: number[stamp] for run, stamp in self.stamps.items()}
-        self._ages.renumber_touches(list(number))
+        self.ages.renumber_touches(list(number))
         self._records = kept
         self._front = 0
 

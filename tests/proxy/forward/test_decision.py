@@ -15,6 +15,7 @@ from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCh
 from kvproxy.proxy.forward.headers import describe_decision
 from tests.real.kvcache import predicted_at
 from tests.support.clock import FakeClock
+from tests.support.picks import pick_endpoint
 
 
 def pick_of(clock: FakeClock, request: PickRequest, *, policy: PolicyName, endpoints: int) -> Pick:
@@ -23,7 +24,8 @@ def pick_of(clock: FakeClock, request: PickRequest, *, policy: PolicyName, endpo
         endpoints=tuple(EndpointSettings(id=f"e{n}", url=f"http://127.0.0.1:{n + 1}") for n in range(endpoints)),
         health=HealthCheckSettings(active=False),
     )
-    pick = Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1)).pick(request, now=clock())
+    cluster = Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1))
+    pick = pick_endpoint(cluster, request, clock())
     assert pick is not None
     return pick
 
