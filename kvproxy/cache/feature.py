@@ -37,7 +37,6 @@ class CacheNeeds(NamedTuple):
 
     facts: bool = False  # match requests against the caches even if no policy wants it
     uses: bool = False  # count uses of prefixes, and keep the tokens of their prompts
-    lookups: bool = False  # keep the tokens of prompts, by which they are looked up in a store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,16 +17,8 @@ class KvCacheMetrics(MetricGroup):
         "Asking the indexes of the proxy itself about one prompt",
         buckets=LOCAL_BUCKETS_S,
     )
-    #: hit, miss, lookup_timeout, error, breaker_open, busy, no_tokens
-    lookups = counter("kvproxy_kvcache_lookups", "Requests by outcome of the LMCache lookup before routing", "outcome")
-    lookup_seconds = histogram(
-        "kvproxy_kvcache_lookup_seconds",
-        "One call of the lookup service, late answers included",
-        buckets=FAST_BUCKETS_S,
-    )
     tokenizes = counter("kvproxy_kvcache_tokenizes", "Calls of /tokenize", "outcome")
     tokenize_seconds = histogram("kvproxy_kvcache_tokenize_seconds", "One call of /tokenize", buckets=FAST_BUCKETS_S)
-    unknown_instances = counter("kvproxy_kvcache_unknown_instances", "Holders that are no endpoint's instance_id")
     #: hit, partial, miss
     predictions = counter(
         "kvproxy_kvcache_predictions", "Predicted matches by the engine's reuse", "cluster endpoint source result"
@@ -123,7 +115,6 @@ class HoldingMetrics(MetricGroup):
     recalls = callback_gauge(
         "kvproxy_kvcache_token_recalls", "Prompts by result of token memory", "result", counts=True
     )
-    actions = counter("kvproxy_kvcache_actions", "Actions on prefixes at LMCache", "action result")
     #: done, failed, timeout, duplicate, dropped, abandoned
     background = counter("kvproxy_kvcache_background_jobs", "Work after responses", "result")
 
@@ -143,12 +134,5 @@ class TierMetrics(MetricGroup):
         "kvproxy_engine_cached_tokens",
         "Prompt tokens an engine found cached since its start, by its own counts; unspecified: from a connector",
         "cluster endpoint tier",
-        across=Across.MAX,
-    )
-    #: used, capacity
-    bytes = callback_gauge(
-        "kvproxy_tier_bytes",
-        "KV below engine memory, and its capacity, from LMCache's coordinator; the shared store has no instance",
-        "instance tier kind",
         across=Across.MAX,
     )

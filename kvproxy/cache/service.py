@@ -26,7 +26,7 @@ from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.reported_facts import note_reported
 from kvproxy.cache.overlap.reports import EngineReports
 from kvproxy.cache.overlap.sources import OverlapSources
-from kvproxy.cache.settings import MAX_CONNECTIONS, KvCacheSettings
+from kvproxy.cache.settings import MAX_CONNECTIONS, KvCacheSettings, has_store
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 
@@ -63,7 +63,7 @@ class KvCache:
         features = installed(CacheFeature) if features is None else features
         needs = find_needs(features, settings)
         #: Whether finished requests cause actions besides learning, KV events apart.
-        self._acts = needs.lookups or needs.uses
+        self._acts = needs.uses or has_store(settings)
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self.pool = UpstreamPool(max_connections=MAX_CONNECTIONS, clock=clock)
         self.engines = self._make_engines(features)
@@ -111,7 +111,7 @@ class KvCache:
             engines=self.engines,
             breakers=self.breakers,
             reports=reports,
-            looks_up=needs.lookups,
+            looks_up=has_store(self.settings),
             keyed=needs.uses,
             metrics=self._metrics,
             clock=clock,

@@ -19,7 +19,7 @@ import httpx
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.addresses import is_loopback
 from kvproxy.cache.feature import find_reports
-from kvproxy.cache.settings import KvCacheSettings, Provider
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.lab.served import ServedFleet, serve_fleet
 from kvproxy.lab.simulator.engine_io import EngineSettings
@@ -76,10 +76,10 @@ def plan_from_config(config: Config, args: argparse.Namespace) -> SimulationPlan
     if not engines:
         fix = "endpoints that are discovered have no stand-in"
         raise ConfigError([Problem("endpoints", "the file names none", fix)])
-    lmcache = "" if kvcache is None else kvcache.lmcache_endpoint
+    lmcache = getattr(kvcache, "lmcache_endpoint", "")
     if lmcache:
         replaced[lmcache] = ""
-    coordinates = kvcache is not None and kvcache.provider is Provider.COORDINATOR
+    coordinates = getattr(kvcache, "provider", "") == "coordinator"
     has_lmcache = bool(lmcache) or args.lmcache is not None
     fleet = FleetSettings(
         engines,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvproxy.base.installed import installed
 from kvproxy.cache.feature import find_reports
-from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.settings import KvCacheSettings, has_store
 from kvproxy.cluster.settings import AUTO, ClusterSettings
 from kvproxy.operate.config.schema import Config, find_kvcache_settings
 from kvproxy.operate.feature import OFF, ON, Capability, Feature
@@ -75,19 +75,16 @@ def _describe_ranks(clusters: tuple[ClusterSettings, ...], seen: SeenEngines | N
 
 def _describe_cache(kvcache: KvCacheSettings | None) -> Iterator[Capability]:
     """Yield what the kvcache filter alone decides."""
-    names = ("tokenizer", "LMCache")
     if kvcache is None:
-        yield from (Capability(name, OFF, NO_FILTER) for name in names)
+        yield Capability("tokenizer", OFF, NO_FILTER)
         return
-    asks = bool(kvcache.lmcache_endpoint) or find_reports(kvcache) is not None
+    asks = has_store(kvcache) or find_reports(kvcache) is not None
     tokens = "before routing" if kvcache.tokenize.inline else "after routing, for the next turn"
     yield Capability(
         "tokenizer",
         ON if asks else OFF,
         f"`/tokenize` {tokens}, where KV events or LMCache need ids" if asks else "neither KV events nor LMCache",
     )
-    url = kvcache.lmcache_endpoint
-    yield Capability("LMCache", ON if url else OFF, "`lmcache_endpoint`" if url else "no `lmcache_endpoint`")
 
 
 def _count(number: int, seen: SeenEngines) -> str:

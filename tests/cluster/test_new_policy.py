@@ -7,14 +7,12 @@ from random import Random
 
 import pytest
 
-from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing import registry
 from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.settings import PolicyName
 from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.operate.admin.clusters import describe_routing
-from kvproxy.proxy.filters.kvcache import prefers
 from tests.cluster.conftest import MakeCluster
 
 
@@ -42,12 +40,11 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> PolicyName:
 
 
 async def test_one_line_in_the_registry_is_all(make_cluster: MakeCluster, registered: PolicyName) -> None:
-    """It decides, may be asked for, gets a queue, is shown, and preferences do not overrule it."""
+    """It decides, may be asked for, gets a queue, and is shown."""
     bench = make_cluster("a", "b", policy=registered, queue={})
     assert (bench.picked().endpoint.id, bench.picked().decision.reason) == ("b", "newest")
     assert bench.cluster.queue is not None
     assert describe_routing(bench.cluster, bench.clock())["policy"] == "power_of_two"
     asked = make_cluster("a", "b", client_policies=[registered]).picked(policy="power_of_two")
     assert (asked.decision.policy, asked.decision.reason) == ("power_of_two", "newest")
-    assert not prefers(KvCacheSettings(lmcache_endpoint="http://127.0.0.1:1"), registered)
     assert isinstance(PolicySpec.parse("power_of_two+queue").make(rng=Random(1)), Newcomer)

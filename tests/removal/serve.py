@@ -38,7 +38,7 @@ async def _serve() -> None:
         }
         assert fleet.controller is not None
         controller = await stack.enter_async_context(Server(fleet.controller, drain_s=1.0))
-        kvcache = {"lmcache_endpoint": controller.url, "cache_strategy": _PINS if _PINNING else {}}
+        kvcache = {"lmcache_endpoint": controller.url, "cache_strategy": _PINS} if _PINNING else {}
         filters = {"kvcache": kvcache}
         config = load_config({"endpoints": urls, "policy": "kv_aware", "filters": filters})
         proxy = await stack.enter_async_context(Proxy(config))

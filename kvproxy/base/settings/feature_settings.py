@@ -51,6 +51,10 @@ class Dialect(NamedTuple):
     decode: Callable[..., tuple[Any, list[Problem]]]
 
 
+def _never(settings: Any) -> bool:
+    return False
+
+
 def _nothing(config: Any) -> tuple[()]:
     return ()
 
@@ -67,6 +71,8 @@ class FeatureSettings:
     fields: Mapping[type[Model], Sequence[type[Model]]] = field(default_factory=dict)
     filters: Mapping[str, AddedFilter] = field(default_factory=dict)
     filter_order: Sequence[FilterOrder] = ()
+    #: Whether settings of the kvcache filter name a store beside the engines that it brings.
+    has_store: Callable[[Any], bool] = _never
     #: Its keys of the top level that are read at the start only: a reload names those that changed.
     read_at_start: Sequence[str] = ()
     #: Faults and doubts about its settings beside the rest of the configuration.

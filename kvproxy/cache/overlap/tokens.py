@@ -24,7 +24,7 @@ from kvproxy.cache.engines import Engines
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.prefix.token_memory import TokenMemory
-from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.settings import KvCacheSettings, has_store
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -77,7 +77,7 @@ class TokenSource:
         self.memory = memory
         self._learn_count = learn_count
         self._enabled = settings.token_cache.enabled
-        self._settings = settings
+        self._looks_up = has_store(settings)
         self._engines = engines
         self._breakers = breakers
         self._clock = clock
@@ -205,7 +205,7 @@ class TokenSource:
     def remember_tokens(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> None:
         """Keep the tokens of the first messages of this prompt, hashed for the chat's next turn, if it recalls
         them."""
-        if self._enabled and (self._settings.lmcache_endpoint or facts.indexes.followed.any):
+        if self._enabled and (self._looks_up or facts.indexes.followed.any):
             hashed = self.memory.remember(facts.keys[:parts], tokens)
             facts.indexes.hash_ahead(hashed, model=facts.model, cache_salt=facts.request.cache_salt)
 

@@ -10,7 +10,7 @@ from kvproxy.base.settings.compose import part_of
 from kvproxy.base.settings.feature_settings import FeatureSettings
 from kvproxy.base.settings.model import Duration, Model
 from kvproxy.base.settings.paths import Finding, error_at
-from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.settings import KvCacheSettings, has_store
 from kvproxy.operate.config.schema import Config, find_filters
 
 
@@ -51,7 +51,7 @@ def is_on(settings: KvCacheSettings) -> bool:
 def verify(config: Config) -> Iterator[Finding]:
     """LMCache alone pins."""
     for at, settings in find_filters(config, KvCacheSettings):
-        if is_on(settings) and not settings.lmcache_endpoint:
+        if is_on(settings) and not has_store(settings):
             missing = (*at, "lmcache_endpoint")
             yield error_at((*at, "leases", "enabled"), "needs lmcache_endpoint, which pins", follows=(missing,))
 

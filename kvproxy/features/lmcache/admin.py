@@ -14,6 +14,7 @@ from kvproxy.base.errors import Problem
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.service import KvCache
 from kvproxy.features.lmcache.cold_prefixes import MAX_PRIORITIES, ColdPrefixes, PrefixPriorities
+from kvproxy.features.lmcache.settings import strategy_of
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_number, reply_json
 from kvproxy.operate.admin.views import MAX_LIMIT, require_cache
 from kvproxy.operate.runtime.operated import AdminTarget
@@ -64,7 +65,7 @@ def describe_prefixes(service: KvCache, limit: int, now: float) -> list[dict[str
     """For people: those with a priority of their own, then the last used ones. Hashes, never prompts."""
     hotness = service.actions.hotness
     priorities = service.state.of(PrefixPriorities).by_key
-    cold = ColdPrefixes(service.settings.cache_strategy, hotness, priorities)
+    cold = ColdPrefixes(strategy_of(service.settings), hotness, priorities)
     found = {key: hotness.find_prefix(key) for key in priorities}
     found |= {one.key: one for one in hotness.walk_latest(limit)}
     return [

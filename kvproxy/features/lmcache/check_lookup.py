@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvproxy.base.errors import BadResponse, ClientError
-from kvproxy.cache.settings import Provider
 from kvproxy.features.lmcache.service_facts import LmcacheFacts, LookupAnswer
+from kvproxy.features.lmcache.settings import ServiceKind
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
 from kvproxy.operate.doctor.deployment import gather_facts
 from kvproxy.operate.doctor.engine import EngineFacts, PromptLengths, parse_prompt_lengths
@@ -86,7 +86,7 @@ async def _empty(engine: EngineFacts, lmcache: LmcacheFacts, found: LookupAnswer
     if indexed == 0:
         what = "LMCache's index is empty although the engine has just computed a long prompt"
         return problem(engine.where, what, "let the engine store in LMCache; see the causes", _EMPTY)
-    if await lmcache.find_kind() is Provider.COORDINATOR:
+    if await lmcache.find_kind() is ServiceKind.COORDINATOR:
         what = f"LMCache does not find a prompt that the engine has just computed, under the model {found.model!r}"
         causes = ("the directory has it under another name: set `directory_model` to vLLM's --model", *_EMPTY)
         return problem(engine.where, what, "see the causes", causes)
@@ -140,7 +140,7 @@ async def check_chunk_size(engine: EngineFacts, lmcache: LmcacheFacts) -> Sequen
         lengths = parse_prompt_lengths(await engine.fetch_exposition())
     except ClientError:
         lengths = PromptLengths(0, ())
-    fixed = await lmcache.find_kind() is Provider.CONTROLLER
+    fixed = await lmcache.find_kind() is ServiceKind.CONTROLLER
     if not found.chunks and asked:
         return [_too_large(engine.where, asked, longest, fixed=fixed)]
     min_tokens = lmcache.settings.lookup_min_tokens

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kvproxy.base.errors import BadResponse, ClientError, NotSupported
-from kvproxy.cache.settings import CacheStrategySettings, Provider
 from kvproxy.features.lmcache.service_facts import LmcacheFacts
+from kvproxy.features.lmcache.settings import ServiceKind, StrategySettings, strategy_of
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
 from kvproxy.operate.doctor.deployment import Deployment, gather_facts
 from kvproxy.operate.doctor.engine import EngineFacts
@@ -29,7 +29,7 @@ async def check_service(lmcache: LmcacheFacts) -> Sequence[Finding]:
     except ClientError as error:
         return [problem(lmcache.where, f"connects, but does not answer: {error}", "restart it; read its log")]
     configured = lmcache.settings.provider
-    if configured not in (Provider.AUTO, kind):
+    if configured not in (ServiceKind.AUTO, kind):
         fix = f"set `provider: {kind}` (or auto), or correct `lmcache_endpoint`"
         return [problem(lmcache.where, f"is a {kind}, not the {configured} in `provider`", fix)]
     return [ok(lmcache.where, f"LMCache's {kind} answers")]
@@ -106,14 +106,14 @@ def _unregistered(engine: EngineFacts, name: str, free: Sequence[str]) -> Findin
 @check("actions", calls=5)
 async def check_actions(lmcache: LmcacheFacts) -> Sequence[Finding]:
     """Compare the strategies with the routes that this service has."""
-    strategy = lmcache.settings.cache_strategy
+    strategy = strategy_of(lmcache.settings)
     return await _judge_strategies(lmcache, strategy) if strategy.enabled else ()
 
 
-async def _judge_strategies(lmcache: LmcacheFacts, strategy: CacheStrategySettings) -> Sequence[Finding]:
+async def _judge_strategies(lmcache: LmcacheFacts, strategy: StrategySettings) -> Sequence[Finding]:
     kind = await lmcache.find_kind()
     found: list[Finding] = []
-    if kind is Provider.CONTROLLER:
+    if kind is ServiceKind.CONTROLLER:
         evicts = not strategy.enable_eviction or await lmcache.has_evict_route()
         found += judge_strategies(lmcache.where, strategy, evicts=evicts)
     elif strategy.enable_compression:
@@ -122,7 +122,7 @@ async def _judge_strategies(lmcache: LmcacheFacts, strategy: CacheStrategySettin
     return found or [ok(lmcache.where, "supports the strategies")]
 
 
-def judge_strategies(where: str, strategy: CacheStrategySettings, *, evicts: bool) -> Iterator[Finding]:
+def judge_strategies(where: str, strategy: StrategySettings, *, evicts: bool) -> Iterator[Finding]:
     """Yield what a controller cannot do of it."""
     if strategy.enable_eviction and not evicts and not strategy.allow_clear:
         fix = "set `allow_clear: true` to clear whole locations instead, use the coordinator, or leave eviction off"

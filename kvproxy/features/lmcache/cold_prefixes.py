@@ -7,7 +7,7 @@ from itertools import islice
 
 from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.cache.prefix.eviction import Priority, Use, Weights, score_use
-from kvproxy.cache.settings import CacheStrategySettings
+from kvproxy.features.lmcache.settings import StrategySettings
 
 #: Prefixes that the operator may give a priority of their own.
 MAX_PRIORITIES = 1024
@@ -42,7 +42,7 @@ TYPICAL_TOKENS = 4096
 class ColdPrefixes:
     """Chooses, by one score, what is evicted and compressed."""
 
-    def __init__(self, settings: CacheStrategySettings, hotness: Hotness, priorities: Mapping[int, Priority]) -> None:
+    def __init__(self, settings: StrategySettings, hotness: Hotness, priorities: Mapping[int, Priority]) -> None:
         self._settings = settings
         self._hotness = hotness
         self._priorities = priorities  # by prefix key, as the operator set them

@@ -11,12 +11,11 @@ import httpx
 
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.base.types import Clock, Sleep
-from kvproxy.cache import settings as schema
-from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.features.lmcache.controller import CHUNK_TOKENS, LMCacheController
 from kvproxy.features.lmcache.coordinator import LMCacheCoordinator
 from kvproxy.features.lmcache.lookups import LookupClient
 from kvproxy.features.lmcache.provider import Provider
+from kvproxy.features.lmcache.settings import LMCacheSettings, ServiceKind, strategy_of
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -30,7 +29,7 @@ class Connection:
 
     def __init__(
         self,
-        settings: KvCacheSettings,
+        settings: LMCacheSettings,
         http: httpx.AsyncClient,
         *,
         lookups: LookupClient,
@@ -41,11 +40,11 @@ class Connection:
         url = settings.lmcache_endpoint
         self._kind = settings.provider
         self._coordinator = LMCacheCoordinator(http, url, model=settings.directory_model, timeout_s=timeout_s)
-        self._controller = LMCacheController(http, url, places=settings.cache_strategy, timeout_s=timeout_s)
+        self._controller = LMCacheController(http, url, places=strategy_of(settings), timeout_s=timeout_s)
         self._lookups = lookups
         self._known_instances = known_instances
         self._sleep = sleep
-        lookups.provider = self._coordinator if self._kind is schema.Provider.COORDINATOR else self._controller
+        lookups.provider = self._coordinator if self._kind is ServiceKind.COORDINATOR else self._controller
 
     async def run(self) -> None:
         """Until the service has answered once. Never raises but for cancellation."""
@@ -65,7 +64,7 @@ class Connection:
             coordinator = await self._coordinator.answers()
         except ClientError:
             return None
-        if self._kind is schema.Provider.AUTO:
+        if self._kind is ServiceKind.AUTO:
             return self._coordinator if coordinator else self._controller
         return self._lookups.provider
 

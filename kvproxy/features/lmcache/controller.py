@@ -13,10 +13,10 @@ import msgspec
 from kvproxy.base.errors import InstanceBusy, NotSupported, Refused, TooManyWaiting, UnknownInstance
 from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.tokens import body_with_tokens
-from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.cache.store import ActionKind, Holder, Prefix, TierMemory
 from kvproxy.cluster.routing.policy import FactSource
 from kvproxy.features.lmcache.provider import Effect
+from kvproxy.features.lmcache.settings import StrategySettings
 
 #: The only chunk size the controller can look up; a shorter prompt never matches.
 CHUNK_TOKENS = 256
@@ -101,7 +101,7 @@ class LMCacheController:
         http: httpx.AsyncClient,
         base_url: str,
         *,
-        places: CacheStrategySettings = CacheStrategySettings(),
+        places: StrategySettings = StrategySettings(),
         timeout_s: float = 2.0,
     ) -> None:
         self._api = Api(http, base_url, service="lmcache controller")

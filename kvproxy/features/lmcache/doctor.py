@@ -8,13 +8,13 @@ import httpx
 
 from kvproxy.base.installed import installed
 from kvproxy.cache.clients.tokens import token_array
-from kvproxy.cache.settings import Provider
 from kvproxy.cache.store import Prefix
 from kvproxy.features.lmcache.check_lookup import check_chunk_size, check_lookup, check_lookup_time
 from kvproxy.features.lmcache.check_service import check_actions, check_instances, check_service
 from kvproxy.features.lmcache.controller import LMCacheController
 from kvproxy.features.lmcache.coordinator import LMCacheCoordinator
 from kvproxy.features.lmcache.service_facts import LmcacheFacts
+from kvproxy.features.lmcache.settings import ServiceKind
 from kvproxy.operate.doctor.check_reachability import check_connection
 from kvproxy.operate.doctor.deployment import Deployment
 from kvproxy.operate.doctor.report import Check
@@ -39,9 +39,9 @@ def list_checks(lmcache: LmcacheFacts, deployment: Deployment, *, trial: bool) -
             yield check_lookup_time(lmcache, deployment.engines)
 
 
-async def find_kind(http: httpx.AsyncClient, url: str) -> Provider:
+async def find_kind(http: httpx.AsyncClient, url: str) -> ServiceKind:
     """Return the service that answers there. Raises ClientError if it is none of LMCache's."""
     if await LMCacheCoordinator(http, url, timeout_s=_TIMEOUT_S).answers():
-        return Provider.COORDINATOR
+        return ServiceKind.COORDINATOR
     await LMCacheController(http, url, timeout_s=_TIMEOUT_S).lookup(Prefix(token_array([]), ""))
-    return Provider.CONTROLLER
+    return ServiceKind.CONTROLLER

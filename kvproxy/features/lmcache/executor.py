@@ -24,10 +24,9 @@ from kvproxy.base.resilience.retry import retry_background
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.job_queue import JOB_TIMEOUT_S, Job, JobQueue
 from kvproxy.cache.breakers import OperationBreakers
-from kvproxy.cache.metrics import HoldingMetrics
-from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.store import Action, ActionKind, ActionLocks, OnDone, OnOver, Prefix
 from kvproxy.features.lmcache.lookups import LookupClient
+from kvproxy.features.lmcache.metrics import LMCacheMetrics
 from kvproxy.features.lmcache.provider import Effect
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -52,8 +51,8 @@ class ActionExecutor:
 
     def __init__(
         self,
-        settings: KvCacheSettings,
         *,
+        dry_run: bool,
         jobs: JobQueue,
         lookups: LookupClient,
         breakers: OperationBreakers,
@@ -62,12 +61,12 @@ class ActionExecutor:
         clock: Clock,
         rng: random.Random,
     ) -> None:
-        self._settings = settings
+        self._dry_run = dry_run
         self._jobs = jobs
         self._lookups = lookups
         self._breakers = breakers
         self._locks = locks
-        self._results = metrics.group(HoldingMetrics).actions
+        self._results = metrics.group(LMCacheMetrics).actions
         self._clock = clock
         self._rng = rng
         self._without_effect: Counter[tuple[str, str]] = Counter()  # in a row, by kind and instance
@@ -130,7 +129,7 @@ class ActionExecutor:
 
     async def _attempt(self, action: Action) -> tuple[str, int | None]:
         """How it went (a metric label), and the amount the service named."""
-        if self._settings.cache_strategy.dry_run:
+        if self._dry_run:
             return "dry_run", None
         try:
             effect = await retry_background(

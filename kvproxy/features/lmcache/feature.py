@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvproxy.base.settings.compose import part_of
 from kvproxy.cache.feature import CacheNeeds
-from kvproxy.operate.feature import Feature
+from kvproxy.features.lmcache.settings import LMCacheSettings, has_store, strategy_of
+from kvproxy.operate.feature import OFF, ON, Capability, Feature
 
 if TYPE_CHECKING:
     import httpx
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from kvproxy.cache.feature import CacheObserver, CacheParts, View
     from kvproxy.cache.settings import KvCacheSettings
     from kvproxy.operate.admin.replies import Audit
+    from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.runtime.operated import AdminTarget
@@ -24,15 +27,16 @@ class LMCache(Feature):
     """Looks prompts up at LMCache, and pins, compresses and evicts prefixes there."""
 
     name = "lmcache"
+    metric_group = "LMCacheMetrics"
 
     def needs(self, settings: KvCacheSettings) -> CacheNeeds:
         """Facts and tokens for lookups, and uses for strategies."""
-        is_on = bool(settings.lmcache_endpoint)
-        return CacheNeeds(facts=is_on, uses=is_on and bool(settings.cache_strategy.enabled), lookups=is_on)
+        is_on = has_store(settings)
+        return CacheNeeds(facts=is_on, uses=is_on and bool(strategy_of(settings).enabled))
 
     def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
         """Return the observer that brings the store; None without a service."""
-        if not parts.settings.lmcache_endpoint:
+        if not has_store(parts.settings):
             return None
         from kvproxy.features.lmcache.observer import LMCacheObserver
 
@@ -55,7 +59,20 @@ class LMCache(Feature):
         from kvproxy.features.lmcache.doctor import list_checks
         from kvproxy.features.lmcache.service_facts import LmcacheFacts
 
-        return list_checks(LmcacheFacts(deployment.kvcache, tools=deployment.tools), deployment, trial=trial)
+        return list_checks(
+            LmcacheFacts(part_of(deployment.kvcache, LMCacheSettings), tools=deployment.tools), deployment, trial=trial
+        )
+
+    def list_capabilities(self, config: Config, operated: AdminTarget | None = None) -> Sequence[Capability]:
+        """Return one row."""
+        from kvproxy.operate.capabilities import NO_FILTER
+        from kvproxy.operate.config.schema import find_kvcache_settings
+
+        kvcache = find_kvcache_settings(config)
+        if kvcache is None:
+            return (Capability("LMCache", OFF, NO_FILTER),)
+        is_on = has_store(kvcache)
+        return (Capability("LMCache", *((ON, "`lmcache_endpoint`") if is_on else (OFF, "no `lmcache_endpoint`"))),)
 
     async def find_store_kind(self, http: httpx.AsyncClient, url: str) -> str:
         """Return `controller` or `coordinator`."""

@@ -14,14 +14,14 @@ from kvproxy.base.errors import BreakerOpen, ClientError
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Tier
-from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.overlap.merge import HolderOverlap
 from kvproxy.cache.overlap.tokens import AskedTokens, TokenSource
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes
-from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.store import FindHolders, Holder, Prefix
 from kvproxy.features.lmcache.lookups import LookupClient
+from kvproxy.features.lmcache.metrics import LMCacheMetrics
+from kvproxy.features.lmcache.settings import LMCacheSettings
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -53,7 +53,7 @@ class LookupTask:
 
     def __init__(
         self,
-        settings: KvCacheSettings,
+        settings: LMCacheSettings,
         *,
         tokens: TokenSource,
         lookups: LookupClient,
@@ -68,7 +68,7 @@ class LookupTask:
         self._known_instances = known_instances
         self._find_more = find_more
         self._clock = clock
-        self._outcomes = metrics.group(KvCacheMetrics).lookups
+        self._outcomes = metrics.group(LMCacheMetrics).lookups
         self._tasks: dict[_Question, asyncio.Task[_Answer]] = {}
         self._held_bytes = 0
 

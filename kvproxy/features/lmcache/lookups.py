@@ -10,12 +10,12 @@ from kvproxy.base.errors import BreakerOpen, ClientError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Tier, count_lower
 from kvproxy.cache.breakers import OperationBreakers
-from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cache.overlap.denied import DeniedPlacements, trusted_tokens
 from kvproxy.cache.overlap.merge import HolderOverlap
 from kvproxy.cache.store import EVERY_INSTANCE, Holder, Prefix
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import Overlap
+from kvproxy.features.lmcache.metrics import LMCacheMetrics
 from kvproxy.features.lmcache.provider import Provider
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -32,8 +32,8 @@ class LookupClient:
         self.hits = 0  # answers that named a holder, since the start
         self._breakers = breakers
         self._clock = clock
-        self._seconds = metrics.group(KvCacheMetrics).lookup_seconds
-        self._unknown = metrics.group(KvCacheMetrics).unknown_instances
+        self._seconds = metrics.group(LMCacheMetrics).lookup_seconds
+        self._unknown = metrics.group(LMCacheMetrics).unknown_instances
         self._warned: set[str] = set()
 
     @property

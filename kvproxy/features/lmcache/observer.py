@@ -9,12 +9,13 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.feature import CacheObserver, CacheParts
-from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics, TierMetrics
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.features.lmcache.cold_prefixes import MAX_PRIORITIES, PrefixPriorities
 from kvproxy.features.lmcache.connection import EmptyLookups
+from kvproxy.features.lmcache.metrics import LMCacheMetrics
 from kvproxy.features.lmcache.pressure import memory_series
+from kvproxy.features.lmcache.settings import strategy_of
 from kvproxy.features.lmcache.store import LMCacheStore
 
 
@@ -22,7 +23,7 @@ class LMCacheObserver(CacheObserver):
     """Sets the store of the service."""
 
     def __init__(self, parts: CacheParts) -> None:
-        strategy = parts.settings.cache_strategy
+        strategy = strategy_of(parts.settings)
         self.store = LMCacheStore(parts)
         parts.overlap.store = self.store
         self._stated = (strategy.pin_instance_id, strategy.compress_instance_id, strategy.evict_instance_id)
@@ -57,8 +58,8 @@ class LMCacheObserver(CacheObserver):
     def describe_status(self) -> dict[str, object]:
         """Count lookups and actions, and list what switched itself off."""
         return {
-            "lookups": self._metrics.group(KvCacheMetrics).lookups.sum_by("outcome"),
-            "actions": self._metrics.group(HoldingMetrics).actions.sum_by("result"),
+            "lookups": self._metrics.group(LMCacheMetrics).lookups.sum_by("outcome"),
+            "actions": self._metrics.group(LMCacheMetrics).actions.sum_by("result"),
             "switched_off": [f"{kind} at {instance}" for kind, instance in self.store.executor.switched_off],
         }
 
@@ -67,4 +68,4 @@ class LMCacheObserver(CacheObserver):
         bounds = metrics.group(BoundMetrics)
         bounds.show_queue("priorities", lambda: len(self._priorities.by_key), limit=MAX_PRIORITIES)
         self.store.lookup_task.bind_gauges(metrics)
-        metrics.group(TierMetrics).bytes.set_source(lambda: memory_series(self.store.memory))
+        metrics.group(LMCacheMetrics).bytes.set_source(lambda: memory_series(self.store.memory))

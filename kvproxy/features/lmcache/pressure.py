@@ -9,10 +9,10 @@ import psutil
 
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cache.metrics_scraper import EngineReadings
-from kvproxy.cache.settings import CacheStrategySettings, SignalSource
 from kvproxy.cache.store import KvStore, TierMemory
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.features.lmcache.settings import SignalSource, StrategySettings
 
 #: Default of sequences an engine runs at once (vLLM's --max-num-seqs).
 ENGINE_SEQUENCES = 256
@@ -55,7 +55,7 @@ class PressureGauge:
 
     def __init__(
         self,
-        settings: CacheStrategySettings,
+        settings: StrategySettings,
         *,
         clusters: Mapping[str, Cluster],
         engines: EngineReadings,

@@ -12,12 +12,11 @@ from kvproxy.base.errors import BadResponse, ClientError, ClientTimeout, ClientU
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.tokens import TokenIds, body_with_tokens, token_array
-from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cache.settings import Provider as ProviderName
 from kvproxy.cache.store import EVERY_INSTANCE, ActionKind, Prefix
 from kvproxy.features.lmcache.controller import CHUNK_TOKENS, LMCacheController, WireLookup
 from kvproxy.features.lmcache.coordinator import LMCacheCoordinator
 from kvproxy.features.lmcache.provider import Provider
+from kvproxy.features.lmcache.settings import LMCacheSettings, ServiceKind, strategy_of
 from kvproxy.operate.doctor.engine import EngineFacts
 from kvproxy.operate.doctor.tools import ConnectResult, Tools, try_connect
 from kvproxy.operate.doctor.trial import Trial
@@ -45,7 +44,7 @@ class LmcacheFacts:
 
     where = "lmcache_endpoint"
 
-    def __init__(self, settings: KvCacheSettings, *, tools: Tools) -> None:
+    def __init__(self, settings: LMCacheSettings, *, tools: Tools) -> None:
         self.settings = settings
         self.tools = tools
         self.origin = Origin.parse(settings.lmcache_endpoint)
@@ -53,7 +52,7 @@ class LmcacheFacts:
         url = str(self.origin)
         timeout_s = tools.timeouts.exchange_s
         self.api = Api(http, url, service="lmcache")
-        self._controller = LMCacheController(http, url, places=settings.cache_strategy, timeout_s=timeout_s)
+        self._controller = LMCacheController(http, url, places=strategy_of(settings), timeout_s=timeout_s)
         self._coordinator = LMCacheCoordinator(http, url, model=settings.directory_model, timeout_s=timeout_s)
 
     async def try_link(self) -> ConnectResult:
@@ -61,7 +60,7 @@ class LmcacheFacts:
         timeout_s = self.tools.timeouts.exchange_s
         return await self.tools.answers.ask_once("lmcache link", lambda: try_connect(self.origin, timeout_s=timeout_s))
 
-    async def find_kind(self) -> ProviderName:
+    async def find_kind(self) -> ServiceKind:
         """Return the kind of service that answers, whatever the configuration names. Raises BadResponse if it is
         neither."""
         link = await self.try_link()
@@ -71,7 +70,7 @@ class LmcacheFacts:
 
     async def make_provider(self) -> Provider:
         """Return the service as the proxy speaks to it."""
-        if await self.find_kind() is ProviderName.COORDINATOR:
+        if await self.find_kind() is ServiceKind.COORDINATOR:
             return self._coordinator
         return self._controller
 
@@ -113,7 +112,7 @@ class LmcacheFacts:
 
     async def find_copying(self) -> str:
         """By which lever KV can be copied into an instance's memory; "": by none. Moves nothing."""
-        if await self.find_kind() is ProviderName.COORDINATOR:
+        if await self.find_kind() is ServiceKind.COORDINATOR:
             peers = [one.instance_id for one in await self._coordinator.list_instances() if one.p2p_advertised_url]
             usage = await self._coordinator.fetch_usage()
             modules = [module for one in usage.instances for module in one.modules]
@@ -135,16 +134,16 @@ class LmcacheFacts:
             return ""
         return "/move copies between engines"
 
-    async def _recognise(self) -> ProviderName:
+    async def _recognise(self) -> ServiceKind:
         try:
             if await self._coordinator.answers():
-                return ProviderName.COORDINATOR
+                return ServiceKind.COORDINATOR
             await self._controller.lookup(Prefix(token_array([]), ""))
         except (ClientTimeout, ClientUnavailable):
             raise
         except ClientError as error:
             raise BadResponse(f"{self.where} is neither LMCache's controller nor its coordinator") from error
-        return ProviderName.CONTROLLER
+        return ServiceKind.CONTROLLER
 
     async def _find(self, engine: EngineFacts) -> LookupAnswer:
         kind = await self.find_kind()
@@ -154,7 +153,7 @@ class LmcacheFacts:
         for attempt in range(timeouts.lookup_tries):
             if attempt:
                 await asyncio.sleep(timeouts.lookup_pause_s)
-            if kind is ProviderName.CONTROLLER:
+            if kind is ServiceKind.CONTROLLER:
                 found = await self._ask_controller(tokens)
             else:
                 root = (await engine.choose_model()).root or ""

@@ -10,6 +10,7 @@ from typing import Self
 
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.errors import ClientError
+from kvproxy.base.settings.compose import part_of
 from kvproxy.cache.feature import CacheParts
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.overlap.merge import HolderOverlap
@@ -19,6 +20,7 @@ from kvproxy.features.lmcache.connection import Connection
 from kvproxy.features.lmcache.executor import ActionExecutor
 from kvproxy.features.lmcache.lookup_task import LookupTask
 from kvproxy.features.lmcache.lookups import LookupClient
+from kvproxy.features.lmcache.settings import LMCacheSettings, strategy_of
 from kvproxy.features.lmcache.strategy_runner import StrategyRunner
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -28,8 +30,10 @@ class LMCacheStore(KvStore):
     """The LMCache service at `lmcache_endpoint`."""
 
     def __init__(self, parts: CacheParts) -> None:
-        settings = parts.settings
-        super().__init__(address=settings.lmcache_endpoint, pin_renewal_s=settings.cache_strategy.pin_renewal_s)
+        settings = part_of(parts.settings, LMCacheSettings)
+        strategy = strategy_of(settings)
+        super().__init__(address=settings.lmcache_endpoint, pin_renewal_s=strategy.pin_renewal_s)
+        self._settings = settings
         self._parts = parts
         self.lookups = LookupClient(breakers=parts.breakers, metrics=parts.metrics, clock=parts.clock)
         self.lookup_task = LookupTask(
@@ -42,7 +46,7 @@ class LMCacheStore(KvStore):
             clock=parts.clock,
         )
         self.executor = ActionExecutor(
-            settings,
+            dry_run=strategy.dry_run,
             jobs=parts.actions.jobs,
             lookups=self.lookups,
             breakers=parts.breakers,
@@ -51,13 +55,13 @@ class LMCacheStore(KvStore):
             clock=parts.clock,
             rng=parts.rng,
         )
-        self.strategies = StrategyRunner(parts, self) if settings.cache_strategy.enabled else None
+        self.strategies = StrategyRunner(parts, self) if strategy.enabled else None
         self._running = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         parts = self._parts
         http = parts.engines.http.client()
-        connection = Connection(parts.settings, http, lookups=self.lookups, known_instances=parts.overlap.instance_ids)
+        connection = Connection(self._settings, http, lookups=self.lookups, known_instances=parts.overlap.instance_ids)
         self._running.push_async_callback(self.lookup_task.close)
         task = asyncio.create_task(connection.run(), name="kvcache connect")
         self._running.push_async_callback(cancel_tasks, [task])

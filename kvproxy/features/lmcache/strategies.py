@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.cache.actions.hotness import EDGE_PREFIXES, Hotness, KnownPrefix
-from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.cache.store import Action, ActionKind, HotPin
 from kvproxy.features.lmcache.cold_prefixes import ColdPrefixes
 from kvproxy.features.lmcache.pressure import Pressure
+from kvproxy.features.lmcache.settings import StrategySettings
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -100,7 +100,7 @@ class Pin(Strategy):
 
     def __init__(
         self,
-        settings: CacheStrategySettings,
+        settings: StrategySettings,
         hotness: Hotness,
         record: ActionRecord | None = None,
         *,
@@ -180,7 +180,7 @@ MAX_LOOKED_UP = 256
 class Compress(Strategy):
     """`compressed` is what was compressed and not yet decompressed, by instance and prefix key."""
 
-    def __init__(self, settings: CacheStrategySettings, cold: ColdPrefixes, record: ActionRecord | None = None) -> None:
+    def __init__(self, settings: StrategySettings, cold: ColdPrefixes, record: ActionRecord | None = None) -> None:
         self._settings = settings
         self._cold = cold
         self.compressed = (record or ActionRecord()).compressed
@@ -224,7 +224,7 @@ class Evict(Strategy):
 
     def __init__(
         self,
-        settings: CacheStrategySettings,
+        settings: StrategySettings,
         hotness: Hotness,
         cold: ColdPrefixes,
         record: ActionRecord | None = None,

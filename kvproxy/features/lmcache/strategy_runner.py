@@ -10,6 +10,7 @@ from kvproxy.cache.feature import CacheParts
 from kvproxy.cache.store import Action, ActionKind, HotPin, KvStore
 from kvproxy.features.lmcache.cold_prefixes import ColdPrefixes, PrefixPriorities
 from kvproxy.features.lmcache.pressure import PressureGauge
+from kvproxy.features.lmcache.settings import strategy_of
 from kvproxy.features.lmcache.strategies import Compress, Evict, Pin, RecordState, Served, Strategy
 
 
@@ -17,7 +18,7 @@ class StrategyRunner:
     """Compress, then pin, then evict: those that are enabled."""
 
     def __init__(self, parts: CacheParts, store: KvStore) -> None:
-        settings = parts.settings.cache_strategy
+        settings = strategy_of(parts.settings)
         hotness = parts.actions.hotness
         record = parts.state.of(RecordState).record_at(store.address)
         self._store = store

@@ -10,7 +10,7 @@ from kvproxy.base.settings.compose import part_of
 from kvproxy.base.settings.feature_settings import FeatureSettings
 from kvproxy.base.settings.model import Duration, Model
 from kvproxy.base.settings.paths import Finding, error_at, warning_at
-from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.settings import KvCacheSettings, has_store
 from kvproxy.operate.config.schema import Config, find_filters
 
 
@@ -48,7 +48,7 @@ def verify(config: Config) -> Iterator[Finding]:
         if not settings.enabled:
             continue
         where = (*at, "transfers", "on_demand")
-        if own.on_demand and not settings.lmcache_endpoint:
+        if own.on_demand and not has_store(settings):
             yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
         if own.on_demand and not any(one.queues for one in config.clusters.values()):
             why = "no cluster has a queue, without which nothing is copied on demand"

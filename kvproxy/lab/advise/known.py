@@ -10,7 +10,7 @@ from kvproxy.base.installed import installed
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.feature import find_reports
-from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.settings import KvCacheSettings, has_store
 from kvproxy.lab.advise.advice import Advice
 from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.traffic import NOT_MEASURED, Occupancy, Traffic
@@ -119,9 +119,7 @@ def _events(known: KnownFacts) -> Iterator[Advice]:
 
 
 def _render(known: KnownFacts) -> Iterator[Advice]:
-    needed = known.kvcache is not None and (
-        bool(known.kvcache.lmcache_endpoint) or find_reports(known.kvcache) is not None
-    )
+    needed = known.kvcache is not None and (has_store(known.kvcache) or find_reports(known.kvcache) is not None)
     if needed and known.traffic is not None and any(one.chat for one in known.traffic.requests):
         refusing = [one for one in known.engines if one.kind is EngineKind.VLLM and one.renders is False]
         what = (

@@ -203,32 +203,9 @@ def _without_parsing(config: Config, names: list[str]) -> Iterator[Finding]:
 def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Finding]:
     if not settings.enabled:
         return
-    for name in ("lmcache_endpoint", "vllm_endpoint"):
-        url = getattr(settings, name)
-        fault = url_fault(url) if url else ""
-        if fault:
-            yield error_at((*at, name), fault)
-    strategy = settings.cache_strategy
-    plan = (*at, "cache_strategy")
-    for name in strategy.enabled:
-        if not settings.lmcache_endpoint:
-            yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
-    if settings.lookup_routing_timeout > settings.request_timeout:
-        longer = (
-            f"{settings.lookup_routing_timeout:g} s is longer than request_timeout ({settings.request_timeout:g} s)"
-        )
-        hint = "a bare number is seconds: write 50ms for milliseconds" if settings.lookup_routing_timeout >= 10 else ""
-        yield warning_at((*at, "lookup_routing_timeout"), f"{longer}, which then ends lookups first", hint)
-    yield from _instances(settings, plan, config)
-
-
-def _instances(settings: KvCacheSettings, plan: Path, config: Config) -> Iterator[Finding]:
-    known = {e.instance_id or e.id for cluster in config.clusters.values() for e in cluster.endpoints}
-    for name in ("pin_instance_id", "compress_instance_id", "evict_instance_id"):
-        wanted = getattr(settings.cache_strategy, name)
-        if wanted and wanted not in known:
-            hint = f"instances: {', '.join(sorted(known))}"
-            yield warning_at((*plan, name), f"no endpoint has the instance id {wanted!r}", hint)
+    url = settings.vllm_endpoint
+    if fault := url_fault(url) if url else "":
+        yield error_at((*at, "vllm_endpoint"), fault)
 
 
 def _router(settings: RouterSettings, at: Path, config: Config) -> Iterator[Finding]:

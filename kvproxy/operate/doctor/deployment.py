@@ -10,9 +10,8 @@ from typing import Protocol, TypeVar
 
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.errors import ClientError, DiscoveryError, Refused
-from kvproxy.base.installed import installed
-from kvproxy.cache.feature import CacheFeature, find_needs, find_reports
-from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.feature import find_reports
+from kvproxy.cache.settings import KvCacheSettings, has_store
 from kvproxy.cluster.discovery import sources_of
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EventSources
 from kvproxy.cluster.sources.entries import Source, split_answer
@@ -92,7 +91,7 @@ class ClusterFacts:
 async def survey_deployment(config: Config, *, tools: Tools, open_files: int | None = None) -> Deployment:
     """Return the deployment of a configuration, its discoveries asked once."""
     kvcache = find_kvcache_settings(config)
-    lookups = kvcache is not None and find_needs(installed(CacheFeature), kvcache).lookups
+    lookups = kvcache is not None and has_store(kvcache)
     engines: list[EngineFacts] = []
     undiscovered: list[Finding] = []
     for name, cluster in config.clusters.items():

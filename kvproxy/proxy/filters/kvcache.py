@@ -17,7 +17,7 @@ from kvproxy.cache.feature import CacheFeature, find_needs, find_reports
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.reports import EngineReports
 from kvproxy.cache.service import KvCache
-from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.settings import KvCacheSettings, has_store
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -45,7 +45,7 @@ def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
     """Return True if the largest match is preferred to the policy's choice."""
     if settings.prefer is not None:
         return settings.prefer
-    return not policy_types()[policy].uses_overlap and find_needs(installed(CacheFeature), settings).lookups
+    return not policy_types()[policy].uses_overlap and has_store(settings)
 
 
 def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:

@@ -6,8 +6,8 @@ from array import array
 from typing import Any
 
 from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
-from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.features.lmcache.pressure import Pressure
+from kvproxy.features.lmcache.settings import StrategySettings
 from kvproxy.features.lmcache.strategies import PressureOf, Served
 from tests.cache.support import tokens
 
@@ -20,9 +20,9 @@ def hotness() -> Hotness:
     return Hotness(window_s=300, max_records=100, max_keys=1000)
 
 
-def strategy(**changes: Any) -> CacheStrategySettings:
+def strategy(**changes: Any) -> StrategySettings:
     """Hot from the second use on; prompts of any length are compressed."""
-    return CacheStrategySettings.model_validate({"hot_content_threshold": 2, "compress_min_tokens": 0, **changes})
+    return StrategySettings.model_validate({"hot_content_threshold": 2, "compress_min_tokens": 0, **changes})
 
 
 def everywhere(pressure: Pressure) -> PressureOf:

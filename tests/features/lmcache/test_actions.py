@@ -17,6 +17,7 @@ from kvproxy.cache.store import Action, ActionKind, ActionLocks, Prefix
 from kvproxy.features.lmcache.executor import ActionExecutor
 from kvproxy.features.lmcache.lookups import LookupClient
 from kvproxy.features.lmcache.provider import Effect
+from kvproxy.features.lmcache.settings import strategy_of
 from tests.cache.support import settings
 from tests.features.lmcache.support import hotness, serve
 from tests.features.lmcache.test_lookup import Answering
@@ -53,7 +54,7 @@ class Bench:
         self.locks: ActionLocks | None = None
         self.background = JobQueue(metrics=self.metrics)
         self.actions = ActionExecutor(
-            config,
+            dry_run=strategy_of(config).dry_run,
             jobs=self.background,
             lookups=lookups,
             breakers=breakers,

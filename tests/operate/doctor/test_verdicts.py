@@ -7,9 +7,9 @@ import pytest
 from kvproxy.base.errors import ClientError, ClientTimeout, NotSupported, Problem
 from kvproxy.cache.clients.engine_metrics import CacheConfig, EngineMetrics
 from kvproxy.cache.clients.event_sources import KvEventSource
-from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.features.lmcache.check_lookup import judge_chunk_size, judge_lookup_times
 from kvproxy.features.lmcache.check_service import judge_strategies
+from kvproxy.features.lmcache.settings import StrategySettings
 from kvproxy.operate.doctor.check_configuration import convert_problems
 from kvproxy.operate.doctor.check_models import may_be_one
 from kvproxy.operate.doctor.check_trial import judge_caching, judge_tokenize
@@ -140,7 +140,7 @@ def test_chunk_size(count: int, shorter: int, minimum: int, severity: Severity, 
 
 def test_actions_that_a_controller_cannot_do() -> None:
     """Eviction and unknown places: each would answer 404 or do nothing."""
-    strategy = CacheStrategySettings(
+    strategy = StrategySettings(
         enable_eviction=True,
         enable_compression=True,
         enable_pinning=True,
@@ -151,9 +151,9 @@ def test_actions_that_a_controller_cannot_do() -> None:
         "allow_clear: true",
         "pin_location",
     ]
-    cleared = CacheStrategySettings(enable_eviction=True, allow_clear=True, evict_location="nowhere")
+    cleared = StrategySettings(enable_eviction=True, allow_clear=True, evict_location="nowhere")
     assert ["evict_location" in one.what for one in judge_strategies("lmcache", cleared, evicts=False)] == [True]
-    assert not list(judge_strategies("lmcache", CacheStrategySettings(enable_eviction=True), evicts=True))
+    assert not list(judge_strategies("lmcache", StrategySettings(enable_eviction=True), evicts=True))
 
 
 def test_configuration_problems_keep_their_severity() -> None:

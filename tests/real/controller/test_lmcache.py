@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from kvproxy.base.errors import ClientError, NotSupported, UnknownInstance
-from kvproxy.cache.settings import CacheStrategySettings
 from kvproxy.cache.store import ActionKind, Prefix
 from kvproxy.features.lmcache.controller import CHUNK_TOKENS, LMCacheController
 from kvproxy.features.lmcache.provider import Effect
+from kvproxy.features.lmcache.settings import StrategySettings
 from tests.real.conftest import Saw
 from tests.real.controller.conftest import Lmcache
 from tests.real.kvcache import found
@@ -70,7 +70,7 @@ async def test_no_effect_is_no_success(lmcache_services: Lmcache, directory: LMC
     absent = Prefix(prompt(2, seed="absent"), "")
     assert await directory.act(ActionKind.PIN, "a", absent) == Effect(0)
     async with httpx.AsyncClient() as http:
-        places = CacheStrategySettings(pin_location="lmcache")
+        places = StrategySettings(pin_location="lmcache")
         elsewhere = LMCacheController(http, lmcache_services.url, places=places)
         assert await elsewhere.act(ActionKind.PIN, "a", Prefix(prompt(2, seed="pinned"), "")) == Effect(0)
     with pytest.raises(UnknownInstance):
