@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 
 from kvproxy.base.errors import QueueFull
 from kvproxy.base.metrics.bounds import BoundMetrics
@@ -72,6 +71,76 @@ class _QueuedRequest:
     room: RoomWait | None = None  # as the rule counts its wait; None: there is no rule
 
 
+class QueueSeries:
+    """The metric series of one router queue."""
+
+    def __init__(self, cluster: str, metrics: Metrics) -> None:
+        self._cluster = cluster
+        self._name = f"router/{cluster}"
+        self._bounds = metrics.group(BoundMetrics)
+        self._routing = metrics.group(RoutingMetrics)
+        self.shown = False
+
+    def exits(self, reason: ReleaseReason) -> CounterCell:
+        """Return the counter of this reason."""
+        return self._routing.router_queue_exits.labels(self._cluster, reason.value)
+
+    def observe_wait(self, wait_s: float) -> None:
+        self._routing.router_queue_wait.labels(self._cluster).observe(wait_s)
+
+    def bind_gauges(self, limit: int, depth: Callable[[], int], oldest_s: Callable[[], float]) -> None:
+        self.shown = True
+        self._bounds.queue_limit.labels(self._name).set(limit)
+        self._bounds.queue_depth.labels(self._name).set_function(depth)
+        self._routing.router_queue_oldest.labels(self._cluster).set_function(oldest_s)
+        for reason in ReleaseReason:
+            self.exits(reason)  # starts at 0, so that the first of a kind is an increase
+
+    def remove(self) -> None:
+        """Remove the queue from the gauges, if it was shown."""
+        if self.shown:
+            self._bounds.queue_limit.remove(self._name)
+            self._bounds.queue_depth.remove(self._name)
+            self._routing.router_queue_oldest.remove(self._cluster)
+
+
+class EndpointQueue:
+    """Requests that wait for a first endpoint."""
+
+    def __init__(self, settings: RouterQueueSettings, speeds: SpeedModel, *, series: QueueSeries, clock: Clock) -> None:
+        self.speeds = speeds
+        self.waiting: EndpointWait[Verdict] = EndpointWait(settings.limit, settings.max_wait, clock=clock)
+        self._series = series
+        self._clock = clock
+        self._closed = False
+
+    def close(self) -> None:
+        """Release all of them, and keep none from now on."""
+        self._closed = True
+        self.waiting.let_in()
+
+    async def wait(self, decide: Decide, facts: OverlapFacts) -> Verdict:
+        """Wait for an endpoint and return the decision, or the last refusal at the deadline. Raises QueueFull."""
+        now = self._clock()
+        reason = ReleaseReason.CLIENT_LEFT
+        try:
+            verdict = await self.waiting.wait(
+                lambda at: None if (found := decide(at)) is Refusal.NO_ENDPOINTS and not self._closed else found,
+                own_s(facts, EndpointId(""), self.speeds),
+            )
+            if self._closed:
+                reason = ReleaseReason.QUEUE_OFF
+            else:
+                reason = ReleaseReason.NO_ENDPOINT if verdict is None else ReleaseReason.ARRIVED
+        except QueueFull:
+            reason = ReleaseReason.REFUSED
+            raise
+        finally:
+            self._series.exits(reason).inc()
+        self._series.observe_wait(self._clock() - now)
+        return Refusal.NO_ENDPOINTS if verdict is None else verdict
+
+
 class RouterQueue:
     """In front of a cluster that learns `speeds`. `candidates(model, now)` are the endpoints that may be chosen. With
     `awaits` requests wait for a first one, too.
@@ -96,11 +165,12 @@ class RouterQueue:
         #: Rule by which requests wait for room in the engines' memory; None: there is none.
         self.admission: Admission | None = None
         self._refuses = settings.enabled is True
-        self._without_endpoint: EndpointWait[Verdict] = EndpointWait(settings.limit, settings.max_wait, clock=clock)
+        self._series = QueueSeries(cluster, metrics)
+        #: Requests that wait for a first endpoint.
+        self.without_endpoint = EndpointQueue(settings, speeds, series=self._series, clock=clock)
         self._queue: FairQueue[_QueuedRequest] = FairQueue(_bounds(settings))
         self._speeds = speeds
         self._candidates = candidates
-        self._metrics = metrics
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._load_decreased = asyncio.Event()
@@ -108,29 +178,29 @@ class RouterQueue:
         self.on_load_decrease = self._load_decreased.set
         self._closed = False
         self._cluster = cluster
-        self._name = f"router/{cluster}"
-        self._shown = False
 
     def __len__(self) -> int:
         """Return requests waiting."""
-        return len(self._queue) + len(self._without_endpoint)
+        return len(self._queue) + len(self.without_endpoint.waiting)
 
     @property
     def pending_s(self) -> float:
         """Pooled prefill seconds of all waiting requests, as estimated at their arrival."""
-        return self._queue.pending_s + self._without_endpoint.pending_s
+        return self._queue.pending_s + self.without_endpoint.waiting.pending_s
 
     def status(self, now: float) -> dict[str, object]:
         """For people: what waits against what may, and what became of all requests since the start."""
         settings = self._queue.settings
-        exits = {reason.value: int(self._exit_count(reason).value) for reason in ReleaseReason}
+        exits = {reason.value: int(self._series.exits(reason).value) for reason in ReleaseReason}
         refused = exits.pop(ReleaseReason.REFUSED.value)
         return {
             "depth": len(self),
             "limit": settings.limit,
             "waiting_for_room": self._queue.waiting_for_room,
-            "without_endpoint": len(self._without_endpoint),
-            "oldest_wait_s": round(self._oldest_wait_s(now), 3),
+            "without_endpoint": len(self.without_endpoint.waiting),
+            "oldest_wait_s": round(
+                max(self._queue.oldest_wait_s(now), self.without_endpoint.waiting.oldest_wait_s(now)), 3
+            ),
             "max_wait_s": settings.max_wait_s,
             "released": exits,
             "refused": refused,
@@ -169,7 +239,7 @@ class RouterQueue:
             if not self._offer(queued, decision, now):
                 return take(decision, now)
         except QueueFull:
-            self._exit_count(ReleaseReason.REFUSED).inc()
+            self._series.exits(ReleaseReason.REFUSED).inc()
             raise
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._release_in_turn(), name=f"router queue {self._cluster}")
@@ -183,17 +253,22 @@ class RouterQueue:
         finally:
             if queued.room is not None:
                 queued.room.over(self._clock())
-        self._metrics.group(RoutingMetrics).router_queue_wait.labels(self._cluster).observe(self._clock() - now)
+        self._series.observe_wait(self._clock() - now)
         return pick
 
     def _offer(self, queued: _QueuedRequest, decision: Decision[Endpoint], now: float) -> bool:
         """Queue a request, for room if it needs some; False: the queue is full, and it does not wait. Raises
         QueueFull."""
         request = decision.request
-        room = queued.room = self._begin_wait(request, self._queue.settings.max_wait_s - queued.early_s, now)
-        has_room = None
-        if room is not None and request.waits_for_room:
-            has_room = partial(self._has_room, self.admission, room, request.model)
+        by = self.admission
+        room = queued.room = _begin_wait(by, request, self._queue.settings.max_wait_s - queued.early_s, now)
+
+        def has_room(now: float) -> bool:
+            """Return whether an endpoint has room, by the rule that counted it in; without that rule it waits no longer."""
+            if room is None or self._closed or by is not self.admission:
+                return True
+            return room.has_room(self._candidates(request.model, now), now)
+
         queued.ticket = self._queue.offer(
             queued,
             least_own_s(request.facts, decision.candidates, self._speeds),
@@ -203,92 +278,52 @@ class RouterQueue:
             tenant=queued.tenant,
             weight=queued.weight,
             early_s=queued.early_s,
-            has_room=has_room,
+            has_room=has_room if room is not None and request.waits_for_room else None,
         )
         if queued.ticket is not None:
             return True
         if room is not None:
             room.over(now)
-        later_s = self._queue.retry_after_s(now) if self._refuses else self._begins_later_s(request, now)
+        later_s = self._queue.retry_after_s(now) if self._refuses else _begins_later_s(by, request, now)
         if later_s is None:
             return False
         raise QueueFull(later_s)
 
-    def _begin_wait(self, request: PickRequest, max_wait_s: float, now: float) -> RoomWait | None:
-        """Return the request's wait by the rule; None: there is none. Raises QueueFull if room would come too late."""
-        admission = self.admission
-        if admission is None:
-            return None
-        if request.waits_for_room and (later_s := admission.retry_after_s(request, max_wait_s, now)) is not None:
-            raise QueueFull(later_s)
-        return admission.wait(request, now)
-
-    def _has_room(self, by: Admission | None, room: RoomWait, model: str, now: float) -> bool:
-        """Return whether an endpoint has room, by the rule that counted it in; without that rule it waits no longer."""
-        return self._closed or by is not self.admission or room.has_room(self._candidates(model, now), now)
-
-    async def wait_for_endpoint(self, decide: Decide, facts: OverlapFacts) -> Verdict:
-        """Wait for an endpoint and return the decision, or the last refusal at the deadline. Raises QueueFull."""
-        now = self._clock()
-        reason = ReleaseReason.CLIENT_LEFT
-        try:
-            verdict = await self._without_endpoint.wait(
-                lambda at: None if (found := decide(at)) is Refusal.NO_ENDPOINTS and not self._closed else found,
-                own_s(facts, EndpointId(""), self._speeds),
-            )
-            if self._closed:
-                reason = ReleaseReason.QUEUE_OFF
-            else:
-                reason = ReleaseReason.NO_ENDPOINT if verdict is None else ReleaseReason.ARRIVED
-        except QueueFull:
-            reason = ReleaseReason.REFUSED
-            raise
-        finally:
-            self._exit_count(reason).inc()
-        self._metrics.group(RoutingMetrics).router_queue_wait.labels(self._cluster).observe(self._clock() - now)
-        return Refusal.NO_ENDPOINTS if verdict is None else verdict
-
     def on_endpoints_change(self) -> None:
         """There may be an endpoint now."""
-        if len(self._without_endpoint) and self._candidates("", self._clock()):
-            self._without_endpoint.let_in()
+        if len(self.without_endpoint.waiting) and self._candidates("", self._clock()):
+            self.without_endpoint.waiting.let_in()
 
     def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel, *, awaits: bool) -> None:
         """Other bounds, and maybe other speeds. Requests go on waiting, by the new ones."""
         # Kept over a reload with its task: requests of both generations wait in one line.
         self.awaits = awaits
         self._refuses = settings.enabled is True
-        self._without_endpoint.limit = settings.limit
-        self._without_endpoint.max_wait_s = settings.max_wait
+        self.without_endpoint.waiting.limit = settings.limit
+        self.without_endpoint.waiting.max_wait_s = settings.max_wait
         self._queue.reconfigure(_bounds(settings))
         self._speeds = speeds
-        if self._shown:
+        self.without_endpoint.speeds = speeds
+        if self._series.shown:
             self.bind_gauges()
         self._load_decreased.set()
 
     def bind_gauges(self) -> None:
-        self._shown = True
-        bounds = self._metrics.group(BoundMetrics)
+        queue = self._queue
+        others = self.without_endpoint.waiting
         clock = self._clock
-        bounds.queue_limit.labels(self._name).set(self._queue.settings.limit)
-        bounds.queue_depth.labels(self._name).set_function(lambda: len(self))
-        oldest = self._metrics.group(RoutingMetrics).router_queue_oldest.labels(self._cluster)
-        oldest.set_function(lambda: self._oldest_wait_s(clock()))
-        for reason in ReleaseReason:
-            self._exit_count(reason)  # starts at 0, so that the first of a kind is an increase
+        self._series.bind_gauges(
+            queue.settings.limit,
+            lambda: len(queue) + len(others),
+            lambda: max(queue.oldest_wait_s(now := clock()), others.oldest_wait_s(now)),
+        )
 
     def close(self) -> None:
         """Release all requests, and remove the queue from the gauges."""
         self._closed = True
-        self._without_endpoint.let_in()
+        self.without_endpoint.close()
         self._load_decreased.set()
-        if self._shown:
-            self._metrics.group(BoundMetrics).queue_limit.remove(self._name)
-            self._metrics.group(BoundMetrics).queue_depth.remove(self._name)
-            self._metrics.group(RoutingMetrics).router_queue_oldest.remove(self._cluster)
-
-    def _oldest_wait_s(self, now: float) -> float:
-        return max(self._queue.oldest_wait_s(now), self._without_endpoint.oldest_wait_s(now))
+        self._series.remove()
 
     async def _release_in_turn(self) -> None:
         """Places what may go, whenever load fell or time alone may have changed the answer, until nothing waits."""
@@ -311,80 +346,47 @@ class RouterQueue:
     def _release(self, now: float) -> float | None:
         """Seconds until to look again, 0 when other tasks are to have their turn first; None when nothing waits."""
         for _ in range(_DECIDED_A_TURN):
-            ticket = self._queue.poll(self._least_wait(now), now)
+            candidates = _no_candidates if self._closed else self._candidates
+            ticket = self._queue.poll(_least_wait(candidates, self._speeds, now), now)
             if ticket is None:
                 room_at = math.inf if self.admission is None else self.admission.next_change_at(now)
-                at = self._queue.next_poll_at(self._least_wait(now), now, room_at=room_at)
+                at = self._queue.next_poll_at(_least_wait(candidates, self._speeds, now), now, room_at=room_at)
                 return None if at is None else max(_TICK_S, at - now)
-            self._place(ticket.item, self._reason(ticket, now), now)
+            why = _reason(ticket, now, self._queue.settings.max_wait_s)
+            self._place(ticket.item, ReleaseReason.QUEUE_OFF if self._closed else why, now)
         return 0.0
-
-    def _reason(self, ticket: Ticket[_QueuedRequest], now: float) -> ReleaseReason:
-        if self._closed:
-            return ReleaseReason.QUEUE_OFF
-        if now - ticket.queued_at >= self._queue.settings.max_wait_s:
-            return ReleaseReason.MAX_WAIT
-        return ReleaseReason.TURN if ticket.has_room is None else ReleaseReason.ROOM
 
     def _place(self, queued: _QueuedRequest, why: ReleaseReason, now: float) -> None:
         if queued.placed.done():
             if queued.placed.cancelled():  # its own task has not noticed yet
-                self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
+                self._series.exits(ReleaseReason.CLIENT_LEFT).inc()
             return
         try:
             verdict = queued.decide(now)
             if queued.room is not None:
                 queued.room.over(now)
-            if not isinstance(verdict, Refusal) and self._waits_on(queued, verdict, why, now):
-                return
+            if not isinstance(verdict, Refusal):
+                if why is ReleaseReason.TURN and verdict.request.waits_for_room and self._offer(queued, verdict, now):
+                    return
+                later_s = _begins_later_s(self.admission, verdict.request, now)
+                if why is ReleaseReason.MAX_WAIT and later_s is not None:
+                    raise QueueFull(later_s)
             pick = queued.take(verdict, now)
         except QueueFull as error:
-            self._exit_count(ReleaseReason.REFUSED).inc()
+            self._series.exits(ReleaseReason.REFUSED).inc()
             queued.placed.set_exception(error)
             return
         except Exception as error:  # noqa: BLE001 - belongs to this request, not to the others that wait
             queued.placed.set_exception(error)
             return
-        self._exit_count(ReleaseReason.NO_ENDPOINT if pick is None else why).inc()
+        self._series.exits(ReleaseReason.NO_ENDPOINT if pick is None else why).inc()
         queued.placed.set_result(pick)
-
-    def _waits_on(self, queued: _QueuedRequest, decision: Decision[Endpoint], why: ReleaseReason, now: float) -> bool:
-        """Return whether a request whose turn has come waits for room from now on. Raises QueueFull for a session that
-        has waited for it long enough and would begin without."""
-        if why is ReleaseReason.TURN and decision.request.waits_for_room:
-            return self._offer(queued, decision, now)
-        if why is ReleaseReason.MAX_WAIT and (later_s := self._begins_later_s(decision.request, now)) is not None:
-            raise QueueFull(later_s)
-        return False
-
-    def _begins_later_s(self, request: PickRequest, now: float) -> float | None:
-        """Return when a session that would begin where it has no room should come again; None: this is no such one."""
-        if self.admission is None or not request.waits_for_room:
-            return None
-        return self.admission.retry_after_s(request, 0.0, now)
-
-    def _least_wait(self, now: float) -> LeastWait:
-        """Of the endpoints that may be chosen for a model; those of many models are often the same."""
-        known: dict[int, float] = {}
-
-        def least_wait_s(model: str) -> float:
-            candidates = () if self._closed else self._candidates(model, now)
-            least_s = known.get(id(candidates))
-            if least_s is None:
-                least_s = min((wait_s(one, self._speeds, now) for one in candidates), default=0.0)
-                known[id(candidates)] = least_s
-            return least_s
-
-        return least_wait_s
-
-    def _exit_count(self, reason: ReleaseReason) -> CounterCell:
-        return self._metrics.group(RoutingMetrics).router_queue_exits.labels(self._cluster, reason.value)
 
     def _abandon(self, queued: _QueuedRequest) -> None:
         """Remove the request of a client that left, possibly in the same moment as its turn."""
         ticket = queued.ticket
         if ticket is not None and not ticket.released:
-            self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
+            self._series.exits(ReleaseReason.CLIENT_LEFT).inc()
             self._queue.cancel(ticket)
             self._load_decreased.set()  # the next request may be another one, and the task ends with the last
         if queued.placed.done() and not queued.placed.cancelled() and queued.placed.exception() is None:
@@ -395,3 +397,41 @@ class RouterQueue:
 
 def _bounds(settings: RouterQueueSettings) -> QueueSettings:
     return QueueSettings(settings.limit, settings.max_wait)
+
+
+def _begin_wait(by: Admission | None, request: PickRequest, max_wait_s: float, now: float) -> RoomWait | None:
+    """Return the request's wait by the rule; None: there is none. Raises QueueFull if room would come too late."""
+    if by is None:
+        return None
+    if request.waits_for_room and (later_s := by.retry_after_s(request, max_wait_s, now)) is not None:
+        raise QueueFull(later_s)
+    return by.wait(request, now)
+
+
+def _begins_later_s(by: Admission | None, request: PickRequest, now: float) -> float | None:
+    """Return when a session that would begin where it has no room should come again; None: this is no such one."""
+    return by.retry_after_s(request, 0.0, now) if by is not None and request.waits_for_room else None
+
+
+def _reason(ticket: Ticket[_QueuedRequest], now: float, max_wait_s: float) -> ReleaseReason:
+    if now - ticket.queued_at >= max_wait_s:
+        return ReleaseReason.MAX_WAIT
+    return ReleaseReason.TURN if ticket.has_room is None else ReleaseReason.ROOM
+
+
+def _no_candidates(model: str, now: float) -> Sequence[Candidate]:
+    return ()
+
+
+def _least_wait(candidates: Callable[[str, float], Sequence[Candidate]], speeds: SpeedModel, now: float) -> LeastWait:
+    """Of the endpoints that may be chosen for a model; those of many models are often the same."""
+    known: dict[int, float] = {}
+
+    def least_wait_s(model: str) -> float:
+        found = candidates(model, now)
+        least_s = known.get(id(found))
+        if least_s is None:
+            least_s = known[id(found)] = min((wait_s(one, speeds, now) for one in found), default=0.0)
+        return least_s
+
+    return least_wait_s

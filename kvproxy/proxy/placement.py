@@ -60,7 +60,8 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
         exchange = self.exchange
         verdict = self.decide(now)
         if verdict is Refusal.NO_ENDPOINTS and queue is not None and queue.awaits:
-            verdict = await queue.wait_for_endpoint(self._decide_again, exchange.facts or NO_FACTS)
+            facts = exchange.facts or NO_FACTS
+            verdict = await queue.without_endpoint.wait(self._decide_again, facts)
             queue = self.cluster.queue
             now = self.clock()
         if queue is None or isinstance(verdict, Refusal) or exchange.outcome.attempts or queue.admits(verdict, now):
