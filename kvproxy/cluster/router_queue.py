@@ -264,7 +264,7 @@ class RouterQueue:
         room = queued.room = _begin_wait(by, request, self._queue.settings.max_wait_s - queued.early_s, now)
 
         def has_room(now: float) -> bool:
-            """Return whether an endpoint has room, by the rule that counted it in; without that rule it waits no longer."""
+            """Return whether an endpoint has room, by the rule that counted the wait; without that rule it is over."""
             if room is None or self._closed or by is not self.admission:
                 return True
             return room.has_room(self._candidates(request.model, now), now)

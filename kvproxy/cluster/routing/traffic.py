@@ -20,7 +20,7 @@ from kvproxy.cluster.routing.work import Features
 #: After a window without requests new ones are counted over this much more than their time.
 _BEGINNING_S = 1.0
 #: The share of time that is prefill before anything is known. If it were none, the delay of others would count too
-little at a start: its requests would wait for each other on few endpoints. It does not come back after a pause, when
+#: little at a start: its requests would wait for each other on few endpoints. It does not come back after a pause, when
 #: caches differ already: with it, bursts of 25 and 100 requests 120 s apart, of five traces at loads 0.5 and 0.9, had
 #: mean TTFTs of 0.987 to 1.009 times those without (geometric mean 0.999; p99 1.003).
 _UNKNOWN_RHO = 0.5
