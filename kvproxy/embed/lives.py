@@ -60,7 +60,7 @@ class Life:
         call.begin(self.proxy, scope).add_done_callback(lambda _: self._calls.discard(call))
 
     async def end(self) -> None:
-        """End requests that are under way, then the proxy. One that does not end by itself is cancelled."""
+        """End requests that are under way, then the proxy. The rest is cancelled after a while."""
         for call in self._calls:
             call.leave()
         tasks = {call.task for call in self._calls if call.task is not None}

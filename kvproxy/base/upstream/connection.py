@@ -100,8 +100,110 @@ class IdleTimer:
         self._on_idle()
 
 
+class Reading:
+    """How an answer is read: no faster than its reader takes it, and with a bound on the engine's silence."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, high_water_bytes: int, on_silence: Callable[[], None]) -> None:
+        self.timer = IdleTimer(loop, on_silence)
+        self.timeouts = Timeouts()
+        self.streaming = False  # the first body byte came
+        self.buffered_bytes = 0
+        self.paused = False
+        self.transport: asyncio.Transport
+        self._loop = loop
+        self._high_water_bytes = high_water_bytes
+
+    def take_in(self, size_bytes: int) -> None:
+        """Count a part of the body that its reader has not taken."""
+        self.buffered_bytes += size_bytes
+        if self.buffered_bytes > self._high_water_bytes:
+            self.streaming = True
+            self.timer.stop()  # the silence that follows is the reader's
+            if not self.paused:
+                self.paused = True
+                self.transport.pause_reading()
+        elif self.streaming:
+            self.timer.last = self._loop.time()
+        else:
+            self.streaming = True
+            self.timer.start(self.timeouts.idle_s)
+
+    def resume(self) -> None:
+        """Read on after a slow reader."""
+        self.paused = False
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def let_others_run(self) -> None:
+        """uvloop reads on in the same turn of the event loop while reads are full, up to 8 MB."""
+        self.transport.pause_reading()
+        self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not (self.paused or self.transport.is_closing()):
+            self.transport.resume_reading()
+
+    def describe_silence(self) -> UpstreamError:
+        """Return the error of an engine that was silent for too long."""
+        if self.streaming:
+            return IdleTimeout(f"silent for {self.timeouts.idle_s:g} s in the middle of a response")
+        return FirstByteTimeout(f"no body byte within {self.timeouts.first_byte_s:g} s")
+
+
+class Upload:
+    """The part of a request's body that was not there with its head, written as the engine takes it by a task among
+    `tasks`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        body: AsyncIterator[bytes | memoryview],
+        *,
+        length_bytes: int | None,
+        tasks: set[asyncio.Task[None]],
+    ) -> None:
+        self._connection = connection
+        running = self._run(body, length_bytes)
+        self.task = asyncio.get_running_loop().create_task(running, name="upstream upload")
+        tasks.add(self.task)
+        self.task.add_done_callback(tasks.discard)
+        self.task.add_done_callback(self._end)
+
+    async def _run(self, body: AsyncIterator[bytes | memoryview], length_bytes: int | None) -> None:
+        await send_body(self._write, body, length_bytes=length_bytes)
+        connection = self._connection
+        connection.upload = None  # not in the task's callback, since the engine's response may precede that
+        if connection.response is not None and not connection.reading.streaming:
+            connection.reading.timer.start(connection.reading.timeouts.first_byte_s)
+
+    async def _write(self, data: bytes | memoryview) -> None:
+        """Write once the engine takes more; it has the first-byte timeout to do so."""
+        connection = self._connection
+        reading = connection.reading
+        if connection.writable is not None:
+            if not reading.streaming:
+                reading.timer.start(reading.timeouts.first_byte_s)
+            await connection.writable
+            if not reading.streaming:
+                reading.timer.stop()
+        if connection.closed:
+            raise UpstreamDisconnected("closed while the request was being sent")
+        reading.transport.write(data)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Pass a failure on; the connection may carry another request by now."""
+        connection = self._connection
+        if connection.upload is not self:
+            return
+        connection.upload = None
+        if task.cancelled():
+            connection.fail(UpstreamDisconnected("the request body was cancelled"))
+        elif (error := task.exception()) is not None:
+            connection.fail(error)
+
+
 class Connection(asyncio.Protocol):
-    """The asyncio protocol of one upstream connection. Nothing here waits except `write`."""
+    """The asyncio protocol of one upstream connection. Nothing here waits."""
 
     def __init__(
         self,
@@ -116,22 +218,14 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         # tasks of all connections while they run
         self._uploads = set[asyncio.Task[None]]() if uploads is None else uploads
-        self._high_water_bytes = high_water_bytes
-        self._parser = ResponseParser()
-        self._timer = IdleTimer(loop, self._timed_out)
-        self._response: UpstreamResponse | None = None
-        self._timeouts = Timeouts()
-        self._streaming = False  # the first body byte came
-        self._buffered_bytes = 0
-        self._reading_paused = False
-        self._writable: asyncio.Future[None] | None = None  # while the transport is paused
-        self._upload: asyncio.Task[None] | None = None  # until all of the body is written
+        self.parser = ResponseParser()
+        self.reading = Reading(loop, high_water_bytes, self._timed_out)
+        self.response: UpstreamResponse | None = None
+        #: While the transport is paused.
+        self.writable: asyncio.Future[None] | None = None
+        #: Until all of the body is written.
+        self.upload: Upload | None = None
         self._transport: asyncio.Transport
-
-    @property
-    def heard(self) -> bool:
-        """Any byte came in answer to the present request."""
-        return self._parser.heard
 
     def send(
         self,
@@ -143,11 +237,12 @@ class Connection(asyncio.Protocol):
     ) -> UpstreamResponse:
         """Send a request, the part of its body that is not there yet while the response may already come. `early` and
         `on_head`: as of the response."""
-        self._parser.expect_response(request.method)
-        self._timeouts = timeouts
-        self._streaming = False
-        self._buffered_bytes = 0
-        self._response = response = UpstreamResponse(self, self._loop, early=early, on_head=on_head)
+        self.parser.expect_response(request.method)
+        reading = self.reading
+        reading.timeouts = timeouts
+        reading.streaming = False
+        reading.buffered_bytes = 0
+        self.response = response = UpstreamResponse(self, self._loop, early=early, on_head=on_head)
         buffers = request.buffers
         if len(buffers) == 1:
             self._transport.write(buffers[0])
@@ -155,43 +250,29 @@ class Connection(asyncio.Protocol):
             write_pieces(self._transport, buffers)
         body = request.upload() if request.body is not None else None
         if body is None:
-            self._timer.start(timeouts.first_byte_s)
+            reading.timer.start(timeouts.first_byte_s)
         else:  # the timer starts when the request is sent: until then the client may be the slow one
-            self._timer.stop()
-            upload = self._loop.create_task(self._send_body(body, request.length_bytes), name="upstream upload")
-            self._upload = upload
-            self._uploads.add(upload)
-            upload.add_done_callback(self._upload_done)
+            reading.timer.stop()
+            self.upload = Upload(self, body, length_bytes=request.length_bytes, tasks=self._uploads)
         return response
-
-    async def write(self, data: bytes | memoryview) -> None:
-        """Write once the engine takes more; it has the first-byte timeout to do so."""
-        if self._writable is not None:
-            if not self._streaming:
-                self._timer.start(self._timeouts.first_byte_s)
-            await self._writable
-            if not self._streaming:
-                self._timer.stop()
-        if self.closed:
-            raise UpstreamDisconnected("closed while the request was being sent")
-        self._transport.write(data)
 
     def take(self) -> bytes | None:
         """Return the body that arrived; reading goes on if a slow reader had stopped it."""
-        body = self._parser.body
+        body = self.parser.body
         if not body:
             return None
-        self._buffered_bytes = 0
-        if self._reading_paused:
-            self._resume_reading()
-            self._timer.start(self._timeouts.idle_s)
+        reading = self.reading
+        reading.buffered_bytes = 0
+        if reading.paused:
+            reading.resume()
+            reading.timer.start(reading.timeouts.idle_s)
         data = b"".join(body)  # a single piece is not copied
         body.clear()
         return data
 
     def cancel(self) -> None:
         """Give the response up and closes at once."""
-        self._fail(UpstreamDisconnected("given up by the proxy"))
+        self.fail(UpstreamDisconnected("given up by the proxy"))
 
     def close(self) -> None:
         """Close at once; a reader that waits for a response gets UpstreamDisconnected."""
@@ -201,18 +282,18 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self._transport = self.reading.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        response = self._response
+        response = self.response
         if response is None:  # unsolicited bytes could not be distinguished from the next response
             self._shut()
             return
-        parser = self._parser
+        parser = self.parser
         try:
             parser.feed(data)
         except UpstreamProtocolError as error:
-            self._fail(error)
+            self.fail(error)
             return
         if not response.status and parser.head_complete:
             response.status = parser.status
@@ -223,17 +304,18 @@ class Connection(asyncio.Protocol):
         elif body := parser.body:
             pass_on = response.on_piece
             waiter = response.waiter
-            if pass_on is not None and waiter is not None and not waiter.done() and not self._reading_paused:
-                self._timer.last = self._loop.time()
+            reading = self.reading
+            if pass_on is not None and waiter is not None and not waiter.done() and not reading.paused:
+                reading.timer.last = self._loop.time()
                 piece = b"".join(body)  # a single piece is not copied
                 body.clear()
                 if pass_on(piece):
-                    self._buffered_bytes = 0
+                    reading.buffered_bytes = 0
                     if len(data) >= _FULL_READ_BYTES:
-                        self._let_others_run()
+                        reading.let_others_run()
                     return
                 body.append(piece)
-            self._body_arrived(len(data))
+            reading.take_in(len(data))
             response.wake()
         elif parser.head_complete:
             if response.early or parser.status >= 500:
@@ -244,89 +326,62 @@ class Connection(asyncio.Protocol):
                 on_head(response)
 
     def eof_received(self) -> bool:
-        response = self._response
+        response = self.response
         if response is None:
             self._shut()
             return False
         try:
-            self._parser.feed_eof()
+            self.parser.feed_eof()
         except UpstreamDisconnected as error:
-            self._fail(error)
+            self.fail(error)
         else:
             self._finish(response)
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = self.lost = True
-        self._timer.close()
+        self.reading.timer.close()
         self.resume_writing()
-        self._fail(UpstreamDisconnected(f"connection lost: {exc}" if exc else "connection lost"))
+        self.fail(UpstreamDisconnected(f"connection lost: {exc}" if exc else "connection lost"))
         owner = self.owner
         self.owner = None
         if owner is not None:
             owner.lost(self)
 
     def pause_writing(self) -> None:
-        self._writable = self._loop.create_future()
+        self.writable = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        writable = self._writable
-        self._writable = None
+        writable = self.writable
+        self.writable = None
         if writable is not None and not writable.done():
             writable.set_result(None)
 
     # the parts
 
-    def _body_arrived(self, size_bytes: int) -> None:
-        self._buffered_bytes += size_bytes
-        if self._buffered_bytes > self._high_water_bytes:
-            self._streaming = True
-            self._timer.stop()  # the silence that follows is the reader's
-            if not self._reading_paused:
-                self._reading_paused = True
-                self._transport.pause_reading()
-        elif self._streaming:
-            self._timer.last = self._loop.time()
-        else:
-            self._streaming = True
-            self._timer.start(self._timeouts.idle_s)
-
-    def _let_others_run(self) -> None:
-        """uvloop reads on in the same turn of the event loop while reads are full, up to 8 MB."""
-        self._transport.pause_reading()
-        self._loop.call_soon(self._read_on)
-
-    def _read_on(self) -> None:
-        if not (self.closed or self._reading_paused):
-            self._transport.resume_reading()
-
-    def _resume_reading(self) -> None:
-        self._reading_paused = False
-        if not self.closed:
-            self._transport.resume_reading()
-
     def _finish(self, response: UpstreamResponse) -> None:
-        self._response = None
-        response.finish(self._parser.take_body() if self._parser.body else b"")
-        if self._reading_paused:
-            self._resume_reading()
-        sent = self._upload is None and not self._transport.get_write_buffer_size()
-        if not sent or self.closed or self.owner is None or not self._parser.reusable:
+        self.response = None
+        response.finish(self.parser.take_body() if self.parser.body else b"")
+        if self.reading.paused:
+            self.reading.resume()
+        sent = self.upload is None and not self._transport.get_write_buffer_size()
+        if not sent or self.closed or self.owner is None or not self.parser.reusable:
             self._shut()
         else:
             self.owner.release(self)
 
-    def _fail(self, error: BaseException) -> None:
-        response = self._response
-        self._response = None
+    def fail(self, error: BaseException) -> None:
+        """End the response with an error, and the connection with it."""
+        response = self.response
+        self.response = None
         if response is not None:
             self._shut()
-            response.fail(error, rest=self._parser.take_body())
+            response.fail(error, rest=self.parser.take_body())
 
     def _shut(self) -> None:
         """Close the socket, unsent bytes and all: what is left of this exchange has no reader."""
-        if self._upload is not None:
-            self._upload.cancel()
+        if self.upload is not None:
+            self.upload.task.cancel()
         if not self.closed:
             self.closed = True
             if self.owner is not None:
@@ -334,26 +389,4 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _timed_out(self) -> None:
-        error: UpstreamError
-        if self._streaming:
-            error = IdleTimeout(f"silent for {self._timeouts.idle_s:g} s in the middle of a response")
-        else:
-            error = FirstByteTimeout(f"no body byte within {self._timeouts.first_byte_s:g} s")
-        self._fail(error)
-
-    async def _send_body(self, body: AsyncIterator[bytes | memoryview], length_bytes: int | None) -> None:
-        await send_body(self.write, body, length_bytes=length_bytes)
-        self._upload = None  # not in the task's callback, since the engine's response may precede that
-        if self._response is not None and not self._streaming:
-            self._timer.start(self._timeouts.first_byte_s)
-
-    def _upload_done(self, upload: asyncio.Task[None]) -> None:
-        """Drop a finished upload; the connection may carry another request by now."""
-        self._uploads.discard(upload)
-        if self._upload is not upload:
-            return
-        self._upload = None
-        if upload.cancelled():
-            self._fail(UpstreamDisconnected("the request body was cancelled"))
-        elif (error := upload.exception()) is not None:
-            self._fail(error)
+        self.fail(self.reading.describe_silence())

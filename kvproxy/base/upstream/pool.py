@@ -129,7 +129,7 @@ class UpstreamPool:
                     raise response.error
             except UpstreamDisconnected:
                 response.abort()
-                if not kept or connection.heard or not request.replayable or self._closed:
+                if not kept or connection.parser.heard or not request.replayable or self._closed:
                     raise
             except BaseException:
                 response.abort()

@@ -70,7 +70,7 @@ async def test_pieces_that_arrived_together_are_taken_together() -> None:
     burst = b"".join(b"4\r\n%04d\r\n" % n for n in range(64))
     async with scripted(say(HEAD_ONLY + burst)) as upstream, UpstreamPool() as pool:
         response = await post(pool, upstream.origin)
-        await until(lambda: response._source is not None and response._source._buffered_bytes > 0)  # type: ignore[attr-defined]
+        await until(lambda: response._source is not None and response._source.reading.buffered_bytes > 0)  # type: ignore[attr-defined]
         assert response.take() == b"".join(b"%04d" % n for n in range(64))
         assert response.take() is None
         response.abort()
@@ -590,6 +590,9 @@ class Flood(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self.reading = True
+
+    def is_closing(self) -> bool:
+        return False
 
     def abort(self) -> None: ...
 
