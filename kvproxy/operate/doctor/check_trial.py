@@ -198,8 +198,8 @@ def priority_mode(deployment: Deployment, engine: EngineFacts) -> EnginePriority
 
 @check("engine priority", calls=TRIAL_CALLS + 1)
 async def check_priority(engine: EngineFacts, mode: EnginePriorityMode) -> Sequence[Finding]:
-    """Send a request of one token with a `priority`, after the same without was answered. Whether it orders
-    by it would show only where requests wait."""
+    """Send a request of one token with a `priority`, after the same without was answered. Its order would show only
+    where requests wait."""
     trial = await engine.trials.try_generating()
     try:
         await engine.trials.send_priority(chat=trial.chat)

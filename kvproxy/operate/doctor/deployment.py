@@ -62,7 +62,7 @@ class Deployment:
 
     @property
     def clusters(self) -> Sequence[ClusterFacts]:
-        """Those that have engines."""
+        """Clusters with engines."""
         found = (ClusterFacts(self, name) for name in self.config.clusters)
         return [cluster for cluster in found if cluster.engines]
 
