@@ -137,7 +137,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     ends_by_close: bool = False  # the response has neither a length nor chunks
     task: asyncio.Task[None] | None = None
     _pieces: list[bytes] = []
-    _buffered_bytes: int = 0
+    buffered_bytes: int = 0  # of the body; beyond HIGH_WATER_BYTES the app has enough for now
     _arrived_bytes: int = 0
     _body_taken: bool = False  # all of the body was read
     on_disconnect: Callable[[], None] | None = None
@@ -166,11 +166,6 @@ class RequestCycle(msgspec.Struct, eq=False):
 
     # calls from the connection
 
-    @property
-    def full(self) -> bool:
-        """The app has enough of the body for now."""
-        return self._buffered_bytes > HIGH_WATER_BYTES
-
     def body_arrived(self, pieces: Sequence[bytes], size_bytes: int, *, ended: bool = False) -> None:
         """Held until the app takes it; nothing of it once the response is complete. `ended`: so is the request."""
         self.body_complete = ended
@@ -179,8 +174,8 @@ class RequestCycle(msgspec.Struct, eq=False):
             self._connection.unwanted(size_bytes)
             return
         self._pieces += pieces
-        self._buffered_bytes += size_bytes + _PIECE_BYTES * len(pieces)
-        if self._buffered_bytes > HIGH_WATER_BYTES:
+        self.buffered_bytes += size_bytes + _PIECE_BYTES * len(pieces)
+        if self.buffered_bytes > HIGH_WATER_BYTES:
             self._connection.pause_reading()
         if self._connection.waiters.futures:
             self._connection.waiters.wake()
@@ -284,7 +279,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     def _take_pieces(self) -> bytes:
         pieces = self._pieces
         self._pieces = []
-        self._buffered_bytes = 0
+        self.buffered_bytes = 0
         if self._connection.reading_paused:
             self._connection.read_on()
         return b"".join(pieces)  # a single piece is not copied

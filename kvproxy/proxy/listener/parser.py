@@ -7,7 +7,7 @@ No I/O and no clock, so that a fuzzer can drive it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -93,14 +93,45 @@ class RequestOpener(Protocol):
 class _RepeatedHead:
     """A head as the client sent it, around the digits of its content-length, and the scope it stands for."""
 
-    __slots__ = ("after", "before", "headers", "length_index", "scope")
+    __slots__ = ("_after", "_before", "_headers", "_length_index", "_scope")
 
     def __init__(self, data: bytes, digits: re.Match[bytes], end: int, scope: Scope) -> None:
-        self.before = data[: digits.start(1)]
-        self.after = data[digits.end(1) : end]
-        self.headers: Headers = scope["headers"].copy()
-        self.length_index = next(n for n, (name, _) in enumerate(self.headers) if name == b"content-length")
-        self.scope = scope
+        self._before = data[: digits.start(1)]
+        self._after = data[digits.end(1) : end]
+        self._headers: Headers = scope["headers"].copy()
+        self._length_index = next(n for n, (name, _) in enumerate(self._headers) if name == b"content-length")
+        self._scope = scope
+
+    @classmethod
+    def find(cls, data: bytes, make_scope: Callable[[str], Scope]) -> _RepeatedHead | None:
+        """Return that of a request that came alone and whole; None for one too long, or without a content-length."""
+        end = data.find(b"\r\n\r\n") + 4
+        digits = _LENGTH_FIELD.search(data, 0, end)
+        if digits is None or end > _MAX_REPEATED_BYTES:
+            return None
+        if int(digits[1]) != len(data) - end:  # several requests, or one behind blank lines
+            return None
+        return cls(data, digits, end, make_scope("1.1"))
+
+    def open_again(self, data: bytes | memoryview, opener: RequestOpener) -> bool:
+        """Open the request if it is whole and has this head again, but for the number in content-length."""
+        if not isinstance(data, bytes) or not data.startswith(self._before):
+            return False
+        start = len(self._before)
+        end = data.find(b"\r", start, start + 10)
+        if not data.startswith(self._after, end):
+            return False
+        digits = data[start:end]
+        body_at = end + len(self._after)
+        size_bytes = len(data) - body_at
+        if not digits.isdigit() or int(digits) != size_bytes:
+            return False
+        scope = self._scope.copy()
+        scope["headers"] = headers = self._headers.copy()
+        headers[self._length_index] = (b"content-length", digits)
+        sink = opener.open_request(scope, keep_alive=True, expects_continue=False)
+        sink.body_arrived((data[body_at:],) if size_bytes else (), size_bytes, ended=True)
+        return True
 
 
 class RequestParser:
@@ -139,8 +170,12 @@ class RequestParser:
     def feed(self, data: bytes | memoryview) -> None:
         """Take what arrived. Raises BadRequest."""
         fresh = self._sink is None and not self.in_head
-        if fresh and self._repeated is not None and self._take_repeated(data, self._repeated):
-            return
+        if fresh and self._repeated is not None:
+            assert self._opener is not None
+            if self._repeated.open_again(data, self._opener):
+                self._framing_bytes = 0
+                self._patience = _PATIENCE
+                return
         if self._last and self._sink is None:
             self.dropped_bytes += len(data)
             return
@@ -156,8 +191,12 @@ class RequestParser:
         if self._arrived:
             self._hand_over()
         self._check_framing(len(data))
-        if fresh and self._patience and self._sink is None and not self.in_head:
-            self._remember(data)
+        plain = not (self._last or self._expects_continue or self._codings)
+        if fresh and plain and self._patience and self._sink is None and not self.in_head:
+            repeated = _RepeatedHead.find(bytes(data), self._new_scope)
+            if repeated is not None:
+                self._patience -= 1
+                self._repeated = repeated
 
     @property
     def declared_bytes(self) -> int | None:
@@ -303,44 +342,6 @@ class RequestParser:
         scope["query_string"] = query
         scope["headers"] = self._headers
         return scope
-
-    # heads that repeat
-
-    def _remember(self, data: bytes | memoryview) -> None:
-        """Keep the head of a request that came alone and whole, to recognise it again.
-
-        Only a head with a content-length and nothing special; all others are parsed."""
-        end = bytes(data).find(b"\r\n\r\n") + 4
-        digits = _LENGTH_FIELD.search(data, 0, end)
-        if digits is None or self._last or self._expects_continue or self._codings or end > _MAX_REPEATED_BYTES:
-            return
-        if int(digits[1]) != len(data) - end:
-            return  # several requests, or one behind blank lines
-        self._patience -= 1
-        self._repeated = _RepeatedHead(bytes(data), digits, end, self._new_scope("1.1"))
-
-    def _take_repeated(self, data: bytes | memoryview, head: _RepeatedHead) -> bool:
-        """Open the request if it is whole and its head the last one again, but for the number in content-length."""
-        if not isinstance(data, bytes) or not data.startswith(head.before):
-            return False
-        start = len(head.before)
-        end = data.find(b"\r", start, start + 10)
-        if not data.startswith(head.after, end):
-            return False
-        digits = data[start:end]
-        body_at = end + len(head.after)
-        size_bytes = len(data) - body_at
-        if not digits.isdigit() or int(digits) != size_bytes:
-            return False
-        scope = head.scope.copy()
-        scope["headers"] = headers = head.headers.copy()
-        headers[head.length_index] = (b"content-length", digits)
-        self._framing_bytes = 0
-        self._patience = _PATIENCE
-        assert self._opener is not None
-        sink = self._opener.open_request(scope, keep_alive=True, expects_continue=False)
-        sink.body_arrived((data[body_at:],) if size_bytes else (), size_bytes, ended=True)
-        return True
 
 
 def _as_bad_request(error: Exception) -> BadRequest:

@@ -13,7 +13,14 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from kvproxy.base.types import CONNECTION
-from kvproxy.proxy.listener.cycle import HttpDate, RequestCycle, Waiters, error_response, raw_error
+from kvproxy.proxy.listener.cycle import (
+    HIGH_WATER_BYTES,
+    HttpDate,
+    RequestCycle,
+    Waiters,
+    error_response,
+    raw_error,
+)
 from kvproxy.proxy.listener.parser import BadRequest, ListenerLimits, RequestParser, Scope
 
 #: Of a body that goes on after its answer; one that does not end there costs its connection.
@@ -233,7 +240,8 @@ class ClientProtocol(asyncio.Protocol):
     @property
     def _held_up(self) -> bool:
         """True while parsing is paused: earlier answers are due, or the app holds enough of its body."""
-        return self._ending or bool(self._queue) or (self._running is not None and self._running.full)
+        running = self._running
+        return self._ending or bool(self._queue) or (running is not None and running.buffered_bytes > HIGH_WATER_BYTES)
 
     def _run(self, cycle: RequestCycle, scope: Scope) -> None:
         self._running = cycle
