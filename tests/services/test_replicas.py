@@ -299,7 +299,7 @@ async def test_clocks_that_differ_by_hours(store: Store) -> None:
         await two.ask(text(2))
         await until(lambda: one.entries() == two.entries() > 10)
         await until(lambda: 1.0 < one.spent() <= 2.0 and 1.0 < two.spent() <= 2.0)
-        granted = [await replicated.sync._locks.claim("pin a 17", 60.0) for replicated in (one, two)]
+        granted = [await replicated.sync.locks.claim("pin a 17", 60.0) for replicated in (one, two)]
         assert sorted(granted) == [False, True]
         async with replica(store, "three", engine, ahead_s=-7200.0) as three:
             await until_synced(one, two, three)
@@ -328,15 +328,15 @@ async def test_claimed_work_is_done_once(store: Store) -> None:
         async with replica(store, "three", engine) as three:
             everyone = [*others, three.sync]
             await until(lambda: all(len(one.peers.living) == 2 for one in everyone))
-            granted = [await one.claim("pin a 17", 60.0) for one in everyone]
+            granted = [await one.locks.claim("pin a 17", 60.0) for one in everyone]
             assert sorted(granted) == [False, False, True]
             winner = everyone[granted.index(True)]
-            assert await winner.claim("pin a 17", 1.0)
+            assert await winner.locks.claim("pin a 17", 1.0)
             losers = [one for one in others if one is not winner]
         await until(lambda: all(len(one.peers.living) == 1 for one in others))
 
         async def granted_later() -> bool:
-            return any([await one.claim("pin a 17", 1.0) for one in losers])
+            return any([await one.locks.claim("pin a 17", 1.0) for one in losers])
 
         await until_says(True, granted_later, pause_s=0.05)  # its time to live has to run out
 

@@ -82,7 +82,7 @@ class SyncService(Companion):
         self.store = make_store(
             settings, self.origin, on_message=partial(self._heard, store=True), on_change=self._store_changed
         )
-        self._locks = SharedLocks(self.claims, self.journal, lambda: None if self.store is None else self.store.keys)
+        self.locks = SharedLocks(self.claims, self.journal, lambda: None if self.store is None else self.store.keys)
         self._alone_of = 1  # processes there were when the store was lost
         self._workers: DatagramLink | None = None
         self._links: list[Link] = []
@@ -115,7 +115,7 @@ class SyncService(Companion):
         self.peers.join(self._clock())
         self._tasks.start(self._keep_time(), name="sync")
         if self.store is not None and self.store.keeps:
-            self._tasks.start(self._handover.keep_in(self.store, self._locks), name="sync keep")
+            self._tasks.start(self._handover.keep_in(self.store, self.locks), name="sync keep")
         self._soon.start()
         return self
 
@@ -137,7 +137,7 @@ class SyncService(Companion):
         self._handover.follow(world, kvcache, clusters)
         self.journal.follow(world)
         if world.store is not None:
-            world.store.locks = self._locks
+            world.store.locks = self.locks
 
     @property
     def joining(self) -> bool:

@@ -59,7 +59,10 @@ class MessageOfChat:
 
     def convert(self, events: Sequence[bytes]) -> list[bytes]:
         """Return the message's events. Raises Mismatch."""
-        return [_as_event(made) for event in events if (data := read_data(event)) for made in self._convert(data)]
+        try:
+            return [_as_event(made) for event in events if (data := read_data(event)) for made in self._convert(data)]
+        except (AttributeError, TypeError):  # members that have another type than in the API
+            raise Mismatch("its events cannot be read") from None
 
     def _convert(self, data: bytes) -> Iterator[dict[str, Any]]:
         if self._failed:

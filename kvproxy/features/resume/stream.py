@@ -11,11 +11,12 @@ from kvproxy.base.errors import EndpointUnhealthy, EngineReportedError, Upstream
 from kvproxy.base.types import Clock, RequestKind
 from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.pick import Pick
+from kvproxy.features.resume.breaks import Breaks
 from kvproxy.features.resume.chat_form import MessageOfChat
 from kvproxy.features.resume.events import DONE, read_data, split_events, strip_ids, with_data
 from kvproxy.features.resume.metrics import ResumeMetrics
 from kvproxy.features.resume.mismatch import Mismatch
-from kvproxy.features.resume.note import NOTE, ResumedLeg, ResumeNote
+from kvproxy.features.resume.note import ResumedLeg
 from kvproxy.features.resume.plan import BrokenRequest, Plan, Wishes, plan_leg, read_request
 from kvproxy.features.resume.progress import Progress
 from kvproxy.features.resume.running import Moved, RunningStreams
@@ -78,11 +79,9 @@ class ResumableStream:
         self.member = _ASK_IDS if own else b""
         self.failure: UpstreamError | None = None
         self.withheld = b""
-        self._outcome = exchange.outcome
         self._events = events
         self._kind = kind
         self._wishes = wishes
-        self._metrics = metrics
         self._clock = clock
         self._context_tokens = context_tokens
         self._is_proven = is_proven
@@ -99,7 +98,7 @@ class ResumableStream:
         self._planned: Plan | None = None  # of a move
         self._splice: Splice | None = None
         self._converter: MessageOfChat | None = None  # of a leg with the events of a chat
-        self._legs: list[ResumedLeg] = []
+        self._breaks = Breaks(exchange.outcome, metrics)
         self._broke_at = 0.0
         self._held = b""
         self._pieces = 0  # that came
@@ -145,22 +144,17 @@ class ResumableStream:
             return b""
         events, self._held = split_events(self._held + piece if self._held else piece)
         if self._converter is not None:
-            events = self._convert(events, self._converter)
+            try:
+                events = self._converter.convert(events)
+            except Mismatch as error:
+                self.failure = error
+                events = []
         made = [self._take(event) for event in events]
         if len(self._held) > _MAX_EVENT_BYTES:
             self._progress.obstacle = "too_long"
             made.append(self._held)
             self._held = b""
         return made[0] if len(made) == 1 else b"".join(made)
-
-    def _convert(self, events: list[bytes], converter: MessageOfChat) -> list[bytes]:
-        try:
-            return converter.convert(events)
-        except _UNREADABLE:
-            self.failure = Mismatch("its events cannot be read")
-        except Mismatch as error:
-            self.failure = error
-        return []
 
     def finish(self, rest: bytes) -> bytes:
         """Return the end; a stream that lacks its last event broke."""
@@ -216,9 +210,9 @@ class ResumableStream:
             self.failure = Mismatch("its events cannot be read")
             return b""
         if splice.began and not began:
-            self._note_gap()
+            self._breaks.note_gap(self._clock() - self._broke_at)
         if self._debug and self._events.last in made:
-            made = made[:-1] + b',"kvproxy":' + msgspec.json.encode({"resumed": self._legs}) + b"}"
+            made = made[:-1] + b',"kvproxy":' + msgspec.json.encode({"resumed": self._breaks.legs}) + b"}"
         return with_data(event, made) if made else b""
 
     def move(self) -> str | None:
@@ -226,7 +220,7 @@ class ResumableStream:
         response = self._response
         if response is None or not self._is_running():
             return None
-        plan = "moves" if self._count_legs(moved=True) >= MAX_MOVES else self._plan()
+        plan = "moves" if self._breaks.count(moved=True) >= MAX_MOVES else self._plan()
         if isinstance(plan, str):
             return plan
         self._planned = plan
@@ -260,21 +254,21 @@ class ResumableStream:
         broken = ResumedLeg(self._endpoint, error.reason, self._progress.tokens)
         if isinstance(error, Mismatch):
             plan: Plan | str = error.refusal
-        elif self._planned is None and self._count_legs(moved=False) >= MAX_LEGS:
+        elif self._planned is None and self._breaks.count(moved=False) >= MAX_LEGS:
             plan = "twice"
         else:
             plan = self._planned or self._plan()
         if isinstance(plan, str):
-            self._add_refused(broken, plan)
+            self._breaks.add_refused(broken, plan)
             return None
         assert self._request is not None
-        self._add(msgspec.structs.replace(broken, grade=plan.grade))
+        self._breaks.add(msgspec.structs.replace(broken, grade=plan.grade))
         self._splice = Splice(plan, self._progress, greedy=self._request.greedy)
         self._converter = MessageOfChat() if plan.as_chat else None
         if self._planned is None:
             return plan.leg
         self._planned = None
-        self._metrics.moved.labels(self._outcome.cluster).inc()
+        self._breaks.count_move()
         return plan.leg._replace(moved=True)
 
     def _look_at_engines(self) -> None:
@@ -295,34 +289,6 @@ class ResumableStream:
             self._progress.ids_wanted = wanted is True
         return "body" if self._request is None else plan_leg(self._request, self._progress, self._wishes)
 
-    def _count_legs(self, *, moved: bool) -> int:
-        return sum((leg.error == Moved.reason) is moved for leg in self._legs)
-
     def refuse(self, reason: str) -> None:
         """Note that the proxy does not send the leg."""
-        self._replace_last(grade="", refusal=reason)
-        self._metrics.refused.labels(self._outcome.cluster, reason).inc()
-
-    def _add_refused(self, broken: ResumedLeg, reason: str) -> None:
-        self._add(msgspec.structs.replace(broken, refusal=reason))
-        self._metrics.refused.labels(self._outcome.cluster, reason).inc()
-
-    def _note_gap(self) -> None:
-        """Note the first new token of a leg."""
-        gap_s = self._clock() - self._broke_at
-        self._replace_last(gap_s=round(gap_s, 6))
-        cluster = self._outcome.cluster
-        self._metrics.gap.labels(cluster).observe(gap_s)
-        if self._legs[-1].error != Moved.reason:
-            self._metrics.resumed.labels(cluster, self._legs[-1].grade).inc()
-
-    def _add(self, leg: ResumedLeg) -> None:
-        self._legs.append(leg)
-        self._publish()
-
-    def _replace_last(self, **changes: object) -> None:
-        self._legs[-1] = msgspec.structs.replace(self._legs[-1], **changes)
-        self._publish()
-
-    def _publish(self) -> None:
-        self._outcome.notes[NOTE] = ResumeNote(tuple(self._legs))
+        self._breaks.refuse(reason)

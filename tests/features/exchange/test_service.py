@@ -176,10 +176,10 @@ async def test_claimed_work_is_granted_to_one_worker(tmp_path: Path) -> None:
     """The owner of a claim grants it once; the one that has it may have it again, and another one another claim."""
     async with two_workers(tmp_path) as (one, two):
         for number in range(10):  # some are owned by the one, some by the other
-            assert await one.sync._locks.claim(f"pin a {number}", 60.0)
-            assert not await two.sync._locks.claim(f"pin a {number}", 60.0)
-            assert await one.sync._locks.claim(f"pin a {number}", 60.0)
-            assert await two.sync._locks.claim(f"pin b {number}", 60.0)
+            assert await one.sync.locks.claim(f"pin a {number}", 60.0)
+            assert not await two.sync.locks.claim(f"pin a {number}", 60.0)
+            assert await one.sync.locks.claim(f"pin a {number}", 60.0)
+            assert await two.sync.locks.claim(f"pin b {number}", 60.0)
 
 
 async def test_the_last_samples_are_sent_before_the_end(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ async def keeping(one: Deciding, memory: Memory, monkeypatch: pytest.MonkeyPatch
     """Keep the state in the store during the block."""
     for pause in ("KEEP_EVERY_S", "RECALL_S"):
         monkeypatch.setattr(snapshot, pause, 0.001)
-    task = asyncio.create_task(one.sync._handover.keep_in(memory, one.sync._locks))
+    task = asyncio.create_task(one.sync._handover.keep_in(memory, one.sync.locks))
     yield
     await cancel_tasks([task])
 
