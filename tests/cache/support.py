@@ -153,6 +153,13 @@ def parsed(kind: RequestKind, body: dict[str, Any]) -> tuple[InferenceRequest, b
     return request, raw
 
 
+def messages(*contents: Any, **fields: Any) -> tuple[InferenceRequest, bytes]:
+    """Return a request of Anthropic's API whose user and assistant take turns."""
+    roles = ("user", "assistant")
+    said = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
+    return parsed(RequestKind.MESSAGES, {"model": "m", "max_tokens": 1, "messages": said, **fields})
+
+
 def tokens(count: int, *, start: int = 1) -> array[int]:
     """Consecutive token ids."""
     return array("I", range(start, start + count))
@@ -257,3 +264,24 @@ def service_of(clock: Clock, *, metrics: Metrics | None = None, **settings: obje
     kv = KvCache(KvCacheSettings(**settings), clusters={"c": cluster}, metrics=metrics, clock=clock)  # type: ignore[arg-type]
     kv.bind_gauges()
     return kv
+
+
+async def served(
+    service: Service, request: tuple[InferenceRequest, bytes], *, prompt_tokens: int | None = None
+) -> RequestFacts:
+    """Serve a whole request that the engine counted `prompt_tokens` in, and the queries after it."""
+    facts = await service.ask(request)
+    service.kv.placed(facts, A)
+    service.kv.finished(facts, Result(A, True, prompt_tokens=prompt_tokens))
+    await service.settled()
+    return facts
+
+
+def tokenized(service: Service, outcome: str) -> float:
+    """Return how many questions for tokens had this outcome."""
+    return service.metric("kvproxy_kvcache_tokenizes_total", outcome=outcome)
+
+
+def nobody(_: list[int]) -> dict[str, Any]:
+    """Answer of an LMCache where no instance holds these tokens."""
+    return {}

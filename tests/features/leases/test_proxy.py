@@ -284,7 +284,7 @@ async def test_switched_off_by_a_reload_nothing_stays_pinned() -> None:
         raw = {"endpoints": {"a": place.engines["a"]}, "health": {"active": False}}
         assert proxy.count("lease_entries", what="leases") == 1
         await proxy.proxy.reload(load_config(raw))
-        await until(lambda: proxy.proxy.replaced)
+        await until(lambda: proxy.proxy.generations.ended)
         assert pins(place, "DELETE") == 1
         shown = {one.name for one in proxy.proxy.metrics.registry.collect() if one.samples}
         assert not shown & {"kvproxy_lease_entries", "kvproxy_lease_held_tokens", "kvproxy_lease_kept_ratio"}
@@ -305,7 +305,7 @@ async def test_at_another_lmcache_nothing_is_held_yet() -> None:
         raw = {"endpoints": {"a": place.engines["a"]}, "health": {"active": False},
                "filters": ["inference_request", {"kvcache": cache}, "router"]}  # fmt: skip
         await proxy.proxy.reload(load_config(raw))
-        await until(lambda: proxy.proxy.replaced)
+        await until(lambda: proxy.proxy.generations.ended)
         assert not proxy.book.leases
         await proxy.tick(10_000)
         assert (pins(place, "DELETE"), pins(other, "DELETE")) == (1, 0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.features.lmcache.strategies import RecordState
-from tests.cache.support import A, chat, controller, world
+from kvproxy.proxy.filters.kvcache import needs_facts
+from tests.cache.support import NOWHERE, A, chat, controller, settings, world
 from tests.cache.support import engine as answering
 from tests.cache.test_watch import TURN, round_of
 from tests.support.clock import FakeClock
@@ -24,6 +26,13 @@ async def test_leases_are_renewed_between_requests(clock: FakeClock) -> None:
         await round_of(service)
         await service.settled()
         assert lmcache.calls["/pin"] == 2
+
+
+def test_lookups_need_facts_under_any_policy() -> None:
+    """Also one that weighs no prefixes."""
+    cluster = ClusterSettings(policy=PolicyName.ROUND_ROBIN)
+    assert needs_facts(settings(lmcache_endpoint=NOWHERE), cluster)
+    assert not needs_facts(settings(), cluster)
 
 
 @pytest.mark.parametrize(("other", "kept"), [("http://127.0.0.1:1", True), ("http://127.0.0.1:2", False)])

@@ -7,23 +7,27 @@ from typing import Any
 
 import pytest
 
-from kvproxy.base.types import InferenceRequest, RequestKind
 from kvproxy.cache.overlap import tokens as token_source
-from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.overlap.tokens import MAX_ASKED_BYTES, MAX_TOKENIZING
 from kvproxy.proxy.request.parse import MAX_PROMPT_BYTES
-from tests.cache.support import A, Fake, Service, chat, completion, controller, engine, long_text, parsed, world
+from tests.cache.support import (
+    A,
+    Fake,
+    chat,
+    completion,
+    controller,
+    engine,
+    long_text,
+    messages,
+    nobody,
+    served,
+    tokenized,
+    world,
+)
 from tests.support.until import until
 
 TURN = long_text("w")
-
-
-def nobody(_: list[int]) -> dict[str, Any]:
-    return {}
-
-
-def outcome(service: Any, name: str) -> float:
-    return float(service.metric("kvproxy_kvcache_tokenizes_total", outcome=name))
 
 
 async def test_an_engine_that_cannot_tokenize_is_not_asked_again() -> None:
@@ -40,8 +44,8 @@ async def test_nobody_can_tokenize() -> None:
     async with world({"a": Fake({})}, controller(nobody), circuit_breaker={"failure_threshold": 9}) as service:
         for number in range(2):
             assert (await service.ask(chat(long_text(f"w{number}-")))).tokens is None
-        assert outcome(service, "not_supported") == 1
-        assert outcome(service, "no_engine") == 1
+        assert tokenized(service, "not_supported") == 1
+        assert tokenized(service, "no_engine") == 1
 
 
 async def test_a_configured_engine_tokenizes_for_all() -> None:
@@ -59,7 +63,7 @@ async def test_a_refusal_is_no_failure_of_the_engine() -> None:
     async with world({"a": refusing}, controller(nobody), circuit_breaker={"failure_threshold": 1}) as service:
         for number in range(3):
             await service.ask(chat(long_text(f"w{number}-")))
-        assert outcome(service, "refused") == 3
+        assert tokenized(service, "refused") == 3
 
 
 async def test_a_broken_engine_opens_the_breaker_of_tokenize_alone() -> None:
@@ -135,7 +139,7 @@ async def test_an_engine_that_is_down_is_passed_over() -> None:
 async def test_an_answer_that_is_none(answer: bytes) -> None:
     async with world({"a": engine(tokenize=lambda _: answer)}, controller(nobody)) as service:
         assert (await service.ask(chat(TURN))).tokens is None
-        assert outcome(service, "bad_response") == 1
+        assert tokenized(service, "bad_response") == 1
 
 
 async def test_a_long_body_is_not_tokenized() -> None:
@@ -155,7 +159,7 @@ async def test_so_many_tokens_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(token_source, "MAX_TOKENS", 600)
     async with world({"a": engine()}, controller(nobody)) as service:
         assert (await service.ask(chat(TURN))).tokens is None
-        assert outcome(service, "unusable") == 1
+        assert tokenized(service, "unusable") == 1
         assert len(service.kv.overlap.tokens.memory) == 0
 
 
@@ -187,23 +191,6 @@ async def test_a_prompt_beyond_what_is_kept_counts_whole() -> None:
         assert facts.overlaps.prompt_tokens > 1_000_000
 
 
-def messages(*contents: Any, **fields: Any) -> tuple[InferenceRequest, bytes]:
-    roles = ("user", "assistant")
-    said = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
-    return parsed(RequestKind.MESSAGES, {"model": "m", "max_tokens": 1, "messages": said, **fields})
-
-
-async def served(
-    service: Service, request: tuple[InferenceRequest, bytes], *, prompt_tokens: int | None = None
-) -> RequestFacts:
-    """Serve a whole request that the engine counted `prompt_tokens` in, and the queries after it."""
-    facts = await service.ask(request)
-    service.kv.placed(facts, A)
-    service.kv.finished(facts, Result(A, True, prompt_tokens=prompt_tokens))
-    await service.settled()
-    return facts
-
-
 async def test_tokens_of_before_the_answer_are_held_against_its_count() -> None:
     """The lookup's own tokens were no part of the answer yet."""
     async with world({"a": engine()}, controller(nobody)) as service:
@@ -222,5 +209,5 @@ async def test_a_body_of_very_many_objects_is_not_looked_into() -> None:
     async with world({"a": able}) as service:
         service.kv.overlap.indexes["default"].followed.any = True  # so that tokens are of use
         await served(service, messages(blocks))
-        assert outcome(service, "unusable") == 1
+        assert tokenized(service, "unusable") == 1
     assert not able.calls["/tokenize"]

@@ -5,9 +5,21 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.base.types import RequestKind
-from tests.cache.overlap.test_tokens import TURN, chat, engine, messages, nobody, outcome, served
-from tests.cache.support import Fake, controller, long_text, parsed, world
+from tests.cache.support import (
+    Fake,
+    chat,
+    controller,
+    engine,
+    long_text,
+    messages,
+    nobody,
+    parsed,
+    served,
+    tokenized,
+    world,
+)
 
+TURN = long_text("w")
 RESPONSE = {"model": "m", "input": [{"role": "user", "content": TURN}]}
 PICTURE = [{"type": "text", "text": "what is this"}, {"type": "image", "source": {"type": "url", "url": "http://x"}}]
 
@@ -31,13 +43,13 @@ async def test_tokens_that_the_engine_did_not_count_are_not_kept() -> None:
         for number in range(4):
             facts = await served(service, messages(long_text(f"w{number}-")), prompt_tokens=600)
             assert facts.tokens is None
-        assert outcome(service, "wrong_tokens") == 2
+        assert tokenized(service, "wrong_tokens") == 2
         assert wrong.calls["/tokenize"] == 2
         assert len(service.kv.overlap.tokens.memory) == 0
         (outage,) = service.kv.breakers.outages
         assert (outage.operation, "601 tokens" in outage.last_error) == ("tokenize_messages", True)
         await served(service, chat(TURN), prompt_tokens=601)  # chats go their own way
-        assert outcome(service, "ok") == 1
+        assert tokenized(service, "ok") == 1
 
 
 @pytest.mark.parametrize("lmcache", [True, False])
@@ -63,7 +75,7 @@ async def test_a_prompt_that_begins_with_an_image_is_not_asked_for() -> None:
     able = engine()
     async with world({"a": able}, kv_events=True) as service:
         await served(service, messages(PICTURE))
-        assert outcome(service, "unusable") == 1
+        assert tokenized(service, "unusable") == 1
     assert not able.calls["/tokenize"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -21,6 +21,7 @@ from kvproxy.features.shield.rules import Rule
 from kvproxy.operate.admin.pick import PickRoutes
 from kvproxy.operate.admin.replies import RequestRefused, on_refused
 from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.filters.chain import RequestGuard
 from tests.features.shield.test_shield import HOSTILE_N, NEW, OLD, RESPONSES, with_n
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
@@ -174,18 +175,25 @@ async def test_the_middleware_names_an_engine_without_the_fault() -> None:
             assert answer["preferred"] in (None, "e1")
 
 
+def guards_of(middleware: KVCacheMiddleware) -> Sequence[RequestGuard]:
+    """Return those of the running event loop."""
+    life = middleware._hosted.find_life()
+    assert life is not None
+    assert life.filters is not None
+    return life.filters.guards
+
+
 async def test_the_middleware_warns_by_default() -> None:
     """The request passes and is counted; `off` asks no engine."""
     async with engines(OLD) as urls, hosted(urls) as (middleware, client):
-        life = next(iter(middleware._lives.values()))
-        assert life.filters is not None
+        (guard,) = guards_of(middleware)
         hostile = {"model": "m", "input": "x", "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
-        await middleware._guards[0]._versions.ask()  # type: ignore[attr-defined]
+        await guard._versions.ask()  # type: ignore[attr-defined]
         answer = await client.post(RESPONSES, content=json.dumps(hostile).encode())
         assert answer.json()["endpoint"] == "e0"
         assert counted(middleware, Rule.RESPONSES_CHAT_TEMPLATE, "passed") == 1
     async with hosted(urls, shield="off") as (middleware, client):
-        assert middleware._guards == ()
+        assert guards_of(middleware) == ()
 
 
 async def test_a_body_that_comes_late_is_examined_too() -> None:

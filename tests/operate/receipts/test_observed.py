@@ -20,6 +20,7 @@ from kvproxy.operate.receipts.observed import MAX_ATTEMPTS, MAX_CANDIDATES, Atte
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
 from tests.support.clock import FakeClock
+from tests.support.picks import pick_endpoint
 
 
 def cluster(clock: FakeClock, count: int, policy: str) -> Cluster:
@@ -79,7 +80,7 @@ def test_attempts_are_bounded(clock: FakeClock) -> None:
 def test_loads_are_those_before_the_reservation(clock: FakeClock) -> None:
     """The decision was made without the request's own load."""
     pool, observed = cluster(clock, 1, "kv_aware"), AttemptLog()
-    pool.pick(PickRequest(facts=OverlapFacts(300)), now=clock())
+    pick_endpoint(pool, PickRequest(facts=OverlapFacts(300)), clock())
     clock.advance(0.01)
     Told(observed).pick(pool, clock(), facts=OverlapFacts(700))
     (candidate,) = observed.decisions[0].candidates
@@ -93,7 +94,7 @@ def test_live_blocks_are_noted_where_they_are_counted(clock: FakeClock) -> None:
     facts = OverlapFacts(64, blocks=array("Q", (1, 2, 3)), block_tokens=16.0)
     for policy, noted in (("dynamo", (3, 2)), ("kv_aware", (None, 0))):
         pool, observed = cluster(clock, 1, policy), AttemptLog()
-        pool.pick(PickRequest(facts=facts), now=clock())
+        pick_endpoint(pool, PickRequest(facts=facts), clock())
         Told(observed).pick(pool, clock(), facts=OverlapFacts(64, blocks=array("Q", (1, 2, 9)), block_tokens=16.0))
         (candidate,) = observed.decisions[0].candidates
         assert (candidate.live_blocks, candidate.shared_blocks) == noted

@@ -135,7 +135,6 @@ async def test_facts_that_nothing_would_use_are_not_gathered() -> None:
         ({}, {"client_policies": ["least_request", "kv_aware"]}, True),
         ({"prefer": True}, {}, True),
         ({"preference_header": "x-preferred"}, {}, True),
-        ({"lmcache_endpoint": NOWHERE}, {}, True),
     ],
 )
 def test_policies_that_need_facts(kvcache: dict[str, Any], cluster: dict[str, Any], needed: bool) -> None:
