@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import composed
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind, utc_seconds
+from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.cache.feature import CacheFeature, find_reports
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.reports import EngineReports
@@ -163,6 +164,17 @@ def messages(*contents: Any, **fields: Any) -> tuple[InferenceRequest, bytes]:
 def tokens(count: int, *, start: int = 1) -> array[int]:
     """Consecutive token ids."""
     return array("I", range(start, start + count))
+
+
+def count_uses(
+    known: Hotness, *keys: int, now: float = 0.0, instance: str = "a", of: array[int] | None = None, times: int = 1
+) -> list[KnownPrefix]:
+    """Count uses of a prompt with these message prefixes; its tokens begin with its first key unless given."""
+    used: list[KnownPrefix] = []
+    for _ in range(times):
+        used = known.count_use(list(keys), model="m", cache_salt="", instance=instance, now=now)
+        known.learn_tokens(used, tokens(512, start=keys[0] * 10_000) if of is None else of)
+    return used
 
 
 class Service:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,9 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.store import Prefix
 from kvproxy.features.lmcache.controller import LMCacheController
+from tests.support.decision import decided, predicted_at
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until, until_says
-
-_MATCHED = re.compile(r"([^,]+):(\d+)/(\w+)")  # an endpoint's id may be a rank's (`a@0`) or an address
 
 
 @dataclass(frozen=True)
@@ -37,18 +35,6 @@ class Asked:
 def with_kvcache(**settings: Any) -> list[Any]:
     """Return a filter chain whose kvcache has these settings."""
     return ["inference_request", {"kvcache": settings} if settings else "kvcache", "router"]
-
-
-def decided(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the decision in an answer, by part."""
-    return dict(part.split("=", 1) for part in headers["x-kvproxy-decision"].split("; "))
-
-
-def predicted_at(headers: Mapping[str, str]) -> tuple[int, str]:
-    """Return the tokens that were predicted to be reused where the request went, and by which source."""
-    matched = _MATCHED.findall(decided(headers).get("matched", ""))
-    found = {name: (int(tokens), source) for name, tokens, source in matched}
-    return found.get(headers["x-kvproxy-endpoint"], (0, ""))
 
 
 @contextlib.asynccontextmanager

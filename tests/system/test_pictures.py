@@ -12,7 +12,8 @@ from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.proxy.metrics import RequestMetrics
 from tests.cache.media.samples import data_uri, picture_part, png
 from tests.lab.simulator.support import engine
-from tests.real.kvcache import ask, following, predicted_at
+from tests.real.kvcache import ask, following
+from tests.support.decision import predicted_at
 from tests.support.proxy import RunningProxy
 from tests.support.until import until
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
+from kvproxy.cache.actions.hotness import Hotness
 from kvproxy.features.lmcache.pressure import Pressure
 from kvproxy.features.lmcache.settings import StrategySettings
 from kvproxy.features.lmcache.strategies import PressureOf, Served
-from tests.cache.support import tokens
+from tests.cache.support import count_uses
 
 CALM = Pressure(0.0, 0.0)
 BUSY = Pressure(1.0, 1.0)
@@ -32,9 +32,5 @@ def everywhere(pressure: Pressure) -> PressureOf:
 def serve(
     known: Hotness, *keys: int, now: float = 0.0, instance: str = "a", of: array[int] | None = None, times: int = 1
 ) -> Served:
-    """Return a prompt with these message prefixes was served; its tokens begin with its first key unless given."""
-    used: list[KnownPrefix] = []
-    for _ in range(times):
-        used = known.count_use(list(keys), model="m", cache_salt="", instance=instance, now=now)
-        known.learn_tokens(used, tokens(512, start=keys[0] * 10_000) if of is None else of)
-    return Served(instance, used)
+    """Serve a prompt with these message prefixes; its tokens begin with its first key unless given."""
+    return Served(instance, count_uses(known, *keys, now=now, instance=instance, of=of, times=times))

@@ -18,8 +18,7 @@ from kvproxy.operate.config.load import load_config
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.listener.server import serve
 from tests.cache.fleet import simulated
-from tests.cache.support import long_text
-from tests.features.lmcache.support import serve as routed
+from tests.cache.support import count_uses, long_text
 from tests.features.workers.together import Together, begin_worker, together
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat
@@ -111,7 +110,7 @@ async def test_hot_prefixes_of_all_workers_are_exported() -> None:
         for proxy, keys in zip(both.proxies, ((1,), (1, 2)), strict=True):
             assert proxy.kvcache is not None
             for key in keys:
-                routed(proxy.kvcache.actions.hotness, key, now=proxy.clock(), times=50)
+                count_uses(proxy.kvcache.actions.hotness, key, now=proxy.clock(), times=50)
         answer = await both.admin.get("/warm")
         assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-ndjson")
         prompts = [msgspec.json.decode(line)["prompt"] for line in answer.content.splitlines()]

@@ -13,8 +13,8 @@ from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
 from kvproxy.proxy.forward.headers import describe_decision
-from tests.real.kvcache import predicted_at
 from tests.support.clock import FakeClock
+from tests.support.decision import predicted_at
 from tests.support.picks import pick_endpoint
 
 

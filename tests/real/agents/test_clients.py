@@ -15,10 +15,11 @@ from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import TINY
 from tests.real.engines.vllm import BLOCK_TOKENS, Vllm
-from tests.real.kvcache import predicted_at, with_kvcache
+from tests.real.kvcache import with_kvcache
 from tests.real.pair import warm_up
 from tests.real.prompts import text
 from tests.support.agents import HEADER, MARK
+from tests.support.decision import predicted_at
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until
 

@@ -16,9 +16,10 @@ from tests.real.engines import vllm
 from tests.real.engines.place import TINY
 from tests.real.engines.program import flags
 from tests.real.engines.vllm import BLOCK_TOKENS, Vllm
-from tests.real.kvcache import predicted_at, with_kvcache
+from tests.real.kvcache import with_kvcache
 from tests.real.prompts import chat, text
 from tests.support.certificates import Certificate, make_certificate
+from tests.support.decision import predicted_at
 from tests.support.proxy import running_proxy
 from tests.support.until import until
 

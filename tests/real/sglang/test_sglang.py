@@ -17,10 +17,11 @@ from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import sglang
 from tests.real.engines.place import TINY
 from tests.real.engines.sglang import PAGE_TOKENS, Sglang
-from tests.real.kvcache import Asked, ask, following, predicted_at
+from tests.real.kvcache import Asked, ask, following
 from tests.real.pair import warm_up
 from tests.real.prompts import chat, text
 from tests.support.agents import HEADER, MARK
+from tests.support.decision import predicted_at
 from tests.support.proxy import running_proxy
 from tests.support.until import until
 
