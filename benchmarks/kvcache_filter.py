@@ -225,8 +225,8 @@ def _serve_late(parent: Connection) -> None:
 
 
 async def turns(sessions: int, length: int) -> tuple[float, float]:
-    """Share of turns after a chat's first that had a preference before routing, without any inline tokenize call; and
-    the share that would have had one were only whole prompts remembered. Simulated engines and controller."""
+    """Share of turns after a chat's first that had a preference before routing; and the share that would have had one
+    without a tokenize call were only whole prompts remembered. Simulated engines and controller."""
     rng = random.Random(3)
     async with AsyncExitStack() as stack:
         engine = VllmSettings(model="bench", engine=EngineSettings(65_536, 16, token_outputs=True))
@@ -234,7 +234,7 @@ async def turns(sessions: int, length: int) -> tuple[float, float]:
             serve_fleet(FleetSettings(clone_engines(engine, 2)), rng=random.Random(4))
         )
         endpoints = fleet.engines
-        settings = {"lmcache_endpoint": fleet.lmcache, "tokenize": {"inline": False}, "lookup_routing_timeout": 1.0}
+        settings = {"lmcache_endpoint": fleet.lmcache, "lookup_routing_timeout": 1.0}
         settings |= {"preference_header": "x-preferred"}  # so that the preferred endpoint is told
         proxy = await started(stack, ["inference_request", {"kvcache": settings}, "router"], endpoints)
         later = preferred = whole = 0

@@ -136,7 +136,7 @@ class LeasedTime(VirtualTime):
         self._known = known
         self._stores = stores  # by engine, which may be the same one
         self._leased = leases
-        self._settings = LeaseSettings(enabled=True, tenant_tokens=10**9, endpoint_tokens=10**9)
+        self._settings = LeaseSettings(enabled=True, tenant_tokens=10**9)
         self.book = LeaseBook(most=100_000)
         self._blocks_of: dict[int, array[int]] = {}
         self.counts: Counter[str] = Counter()

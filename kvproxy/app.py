@@ -321,9 +321,7 @@ def _make_pool(config: Config, *, clock: Clock, metrics: Metrics, certificates: 
     pool = config.pool
     return UpstreamPool(
         max_connections=pool.max_connections,
-        max_idle=pool.max_idle,
         idle_timeout_s=pool.idle_timeout,
-        max_waiting=pool.max_waiting,
         clock=clock,
         metrics=metrics,
         certificates=certificates,

@@ -38,17 +38,6 @@ class TokenCacheSettings(Model):
     """A prefix not used for this long is forgotten."""
 
 
-class TokenizeSettings(Model):
-    """Use of the engine's `/tokenize` before routing."""
-
-    retired = {"max_concurrent": "64 prompts are tokenized at once, further ones are routed without"}
-
-    inline: bool = True
-    """Tokenize before routing, under `lookup_routing_timeout`; otherwise only afterwards, for the next turn."""
-    inline_min: Size = 1024
-    """Shorter prompts are tokenized afterwards: LMCache matches whole chunks only (256 tokens by default)."""
-
-
 #: Connections to LMCache, and as many to the engine that tokenizes.
 MAX_CONNECTIONS = 64
 
@@ -61,6 +50,7 @@ class KvCacheSettings(Model):
         "background": "1,024 jobs may wait, 4 run at once, each for 10 s at most",
         "hot_max_keys": "the uses of 100,000 prefixes are counted",
         "hot_max_records": "300 uses of a prefix are remembered",
+        "tokenize": "prompts are tokenized before routing where KV events or LMCache need ids",
         "retry": "a background call is attempted three times, 0.1 s and 0.2 s apart at most",
         "max_connections": "64 connections lead to LMCache, and as many to `vllm_endpoint`",
     }
@@ -89,8 +79,6 @@ class KvCacheSettings(Model):
     """How far back uses of a prefix count."""
     token_cache: TokenCacheSettings = TokenCacheSettings()
     """Token memory."""
-    tokenize: TokenizeSettings = TokenizeSettings()
-    """Asking the engine for token ids."""
     cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
     circuit_breaker: BreakerSettings = BreakerSettings()

@@ -79,11 +79,10 @@ def _describe_cache(kvcache: KvCacheSettings | None) -> Iterator[Capability]:
         yield Capability("tokenizer", OFF, NO_FILTER)
         return
     asks = has_store(kvcache) or find_reports(kvcache) is not None
-    tokens = "before routing" if kvcache.tokenize.inline else "after routing, for the next turn"
     yield Capability(
         "tokenizer",
         ON if asks else OFF,
-        f"`/tokenize` {tokens}, where KV events or LMCache need ids" if asks else "neither KV events nor LMCache",
+        "`/tokenize` before routing, where KV events or LMCache need ids" if asks else "neither KV events nor LMCache",
     )
 
 

@@ -54,16 +54,16 @@ class TimeoutSettings(Model):
 class PoolSettings(Model):
     """Connections to each endpoint."""
 
-    retired = {"max_response_head": "heads of engines' responses may have 1 MiB"}
+    retired = {
+        "max_response_head": "heads of engines' responses may have 1 MiB",
+        "max_idle": "256 connections at most are kept without a request",
+        "max_waiting": "4,096 requests may wait for a connection to one endpoint",
+    }
 
     max_connections: int = Field(default=1024, ge=1)
     """Open at once to one endpoint."""
-    max_idle: int = Field(default=256, ge=0)
-    """Kept open without a request, per endpoint."""
     idle_timeout: Duration = 4.0
     """Closed after this long without a request (uvicorn engines close theirs after 5 s)."""
-    max_waiting: int = Field(default=4096, ge=0)
-    """Requests waiting for a connection to one endpoint; further ones try elsewhere or get 503."""
 
 
 class RetrySettings(Model):

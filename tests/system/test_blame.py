@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
 from starlette.types import Send
 
+from kvproxy import app
+from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.pick import AttemptOutcome
@@ -121,7 +124,7 @@ async def test_poison_between_good_requests_ejects_none() -> None:
         assert conditions(proxy) == {Condition.UP}
 
 
-async def test_connections_that_are_all_taken_say_nothing_about_the_engine() -> None:
+async def test_connections_that_are_all_taken_say_nothing_about_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is our own: requests beyond it are refused, and the engine stays in rotation."""
     answered = asyncio.Event()
 
@@ -130,7 +133,8 @@ async def test_connections_that_are_all_taken_say_nothing_about_the_engine() -> 
         await answer_ok(engine, call, send)
 
     engine = FakeEngine("a", slow)
-    few = {"pool": {"max_connections": 1, "max_waiting": 0}, "retry": {"attempts": 1}}
+    monkeypatch.setattr(app, "UpstreamPool", partial(UpstreamPool, max_waiting=0))
+    few = {"pool": {"max_connections": 1}, "retry": {"attempts": 1}}
     async with serve(engine) as url, running_proxy({"a": url}, **few) as proxy:
         first = asyncio.create_task(ask(proxy, 1))
         await until(lambda: bool(engine.calls))

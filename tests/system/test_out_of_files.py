@@ -45,7 +45,7 @@ async def test_no_engine_is_blamed_for_it(caplog: pytest.LogCaptureFixture) -> N
     """Requests get 503 meanwhile, probes say nothing, no endpoint is taken out, no breaker opens; it is counted."""
     engine = FakeEngine("a")
     health = {"active": True, "interval": "500ms", "timeout": "5s", "unhealthy_threshold": 1, "eject_after": 1}
-    pool = {"max_idle": 0}
+    pool = {"idle_timeout": 0}
     async with Server(engine) as server, running_proxy({"a": server.url}, health=health, pool=pool) as proxy:
         endpoint = proxy.proxy.clusters["default"].endpoints[0]
 

@@ -12,6 +12,9 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.features.access_control.settings import CorsSettings
 from kvproxy.proxy.filters.chain import FilterContext
 
+#: Time for which a browser may keep the answer to a preflight request.
+_MAX_AGE_S = 600
+
 
 class CorsFilter(CORSMiddleware):
     """Starlette's, in front of engines that may set the same fields: `vary: Origin` is sent once."""
@@ -40,9 +43,9 @@ def build(app: ASGIApp, settings: CorsSettings, context: FilterContext) -> ASGIA
         app,
         allow_origins=settings.allow_origins,
         allow_origin_regex=settings.allow_origin_regex or None,
-        allow_methods=settings.allow_methods,
-        allow_headers=settings.allow_headers,
+        allow_methods=("*",),
+        allow_headers=("*",),
         allow_credentials=settings.allow_credentials,
         expose_headers=settings.expose_headers,
-        max_age=round(settings.max_age),
+        max_age=_MAX_AGE_S,
     )

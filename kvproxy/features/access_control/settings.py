@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from kvproxy.base.settings.feature_settings import AddedFilter, FeatureSettings, FilterOrder
-from kvproxy.base.settings.model import Duration, Model, Name, Secret
+from kvproxy.base.settings.model import Model, Name, Secret
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
 from kvproxy.operate.config.schema import Config, find_filters
 
@@ -16,20 +16,20 @@ from kvproxy.operate.config.schema import Config, find_filters
 class CorsSettings(Model):
     """Settings of `cors` (Starlette's CORSMiddleware)."""
 
+    retired = {
+        "allow_methods": "every method is allowed; paths that clients may not ask for are refused all the same",
+        "allow_headers": "every request header is allowed",
+        "max_age": "preflight answers may be cached for 10 minutes",
+    }
+
     allow_origins: tuple[str, ...] = ()
     """Origins that may call; `*` for any."""
     allow_origin_regex: str = ""
     """Or a regular expression for them."""
-    allow_methods: tuple[str, ...] = ("GET", "POST", "DELETE")
-    """Methods."""
-    allow_headers: tuple[str, ...] = ("*",)
-    """Request headers; `*` for any."""
     allow_credentials: bool = False
     """Let browsers send cookies and authorization."""
     expose_headers: tuple[str, ...] = ("x-request-id", "x-kvproxy-endpoint", "retry-after")
     """Response headers a page may read."""
-    max_age: Duration = 600.0
-    """How long a preflight answer may be cached."""
 
 
 class ApiKey(Model):

@@ -35,6 +35,8 @@ from kvproxy.proxy.request.observer import RequestObserver
 MAX_WAITING = 16_384
 #: A conversation that did not go on for this long is no longer expected; no lease is longer.
 HORIZON_S = 3600.0
+#: Tokens under lease at one endpoint.
+ENDPOINT_TOKENS = 500_000
 #: Message prefixes by which the first and last turns of a conversation differ, at most.
 LOOKED_AT = 17
 
@@ -286,7 +288,7 @@ class LeaseBook:
             return "max_leases"
         if self.tenant_tokens[tenant] + lease.tokens > settings.tenant_tokens:
             return "tenant_budget"
-        if self._endpoints[place] + lease.tokens > settings.endpoint_tokens:
+        if self._endpoints[place] + lease.tokens > ENDPOINT_TOKENS:
             return "endpoint_budget"
         self.leases[lease.of.key] = lease
         lease.known.promised_until = lease.until

@@ -21,6 +21,7 @@ class LeaseSettings(Model):
     retired = {
         "touch": "sessions took 1.00 to 1.03 of their time with it, in four measurements",
         "max_leases": "there may be 1,000 at once, besides the budgets in tokens",
+        "endpoint_tokens": "500,000 tokens may be under lease at one endpoint, besides the tenants' budgets",
         "tenants": "every tenant has the same budget",
         "share": "pauses are no longer learned, a lease lasts for max_duration",
     }
@@ -31,8 +32,6 @@ class LeaseSettings(Model):
     """Duration of a lease; shorter if the client requests less."""
     min_tokens: int = Field(default=1024, ge=1)
     """Shorter prompts are not worth one."""
-    endpoint_tokens: int = Field(default=500_000, ge=0)
-    """Under lease at one endpoint at once."""
     tenant_tokens: int = Field(default=200_000, ge=0)
     """Under lease for one tenant (API key) at once; requests without one are a tenant together."""
 

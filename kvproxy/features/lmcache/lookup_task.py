@@ -29,6 +29,8 @@ log = logging.getLogger("kvproxy.kvcache")
 MAX_LOOKUPS = 512
 #: Request bodies that these keep in memory, each for `request_timeout` at most; beyond it likewise.
 MAX_HELD_BYTES = 128 * 1024 * 1024
+#: A prompt has about a token for so many bytes.
+_TOKEN_BYTES = 4
 QUEUE = "kvcache_lookup"
 
 
@@ -90,8 +92,7 @@ class LookupTask:
             return False
         if facts.tokens is not None:  # if only for the prompt's beginning: an unseen prompt is at no instance
             return len(facts.tokens) >= settings.lookup_min_tokens
-        tokenize = settings.tokenize
-        return tokenize.inline and facts.prompt_bytes >= tokenize.inline_min and self._tokens.may_ask(facts)
+        return facts.prompt_bytes >= _TOKEN_BYTES * settings.lookup_min_tokens and self._tokens.may_ask(facts)
 
     async def ask(self, facts: RequestFacts) -> list[HolderOverlap]:
         """Return the holders that came in time. Tokens learned on the way are put into `facts`."""

@@ -41,6 +41,7 @@ class StrategySettings(CacheStrategySettings):
     retired = {
         "score_weights": "the order of eviction is the measured one (benchmarks/reports/eviction.md)",
         "evict_batch": "4 prefixes go after each response",
+        "compress_min_tokens": "prefixes of 2,048 tokens and more are compressed",
         "compress_method": "LMCache compresses with cachegen and ignores other methods",
         "memory_hysteresis": "eviction goes on until memory use is 0.1 below memory_threshold",
         "pin_renewal": "a pin is renewed after 0.8 of pin_lease",
@@ -79,8 +80,6 @@ class StrategySettings(CacheStrategySettings):
     """LMCache instance that compresses; empty: the one that served or holds the prefix."""
     compress_location: str = "LocalCPUBackend"
     """Storage location whose entries are compressed."""
-    compress_min_tokens: int = Field(default=2048, ge=0)
-    """Shorter prefixes are not compressed: little would be won, and to use them again they are decompressed."""
     evict_instance_id: str = ""
     """LMCache instance that evicts; empty: the one short of memory."""
     evict_location: str = "LocalCPUBackend"

@@ -33,6 +33,8 @@ Supports = Callable[[], frozenset[ActionKind]]
 
 #: Eviction ends where memory use is this much below its threshold.
 MEMORY_HYSTERESIS = 0.1
+#: Shorter prefixes are not compressed: little would be won, and to use them again they are decompressed.
+COMPRESS_MIN_TOKENS = 2048
 #: Compressed prefixes remembered; one that is forgotten is never decompressed, as if the proxy had restarted.
 MAX_REMEMBERED = 10_000
 
@@ -191,8 +193,7 @@ class Compress(Strategy):
         if load is None or load < self._settings.load_threshold:
             return []
         done = {key for where, key in self.compressed if where == instance}
-        least = self._settings.compress_min_tokens
-        cold = self._cold.choose(instance, taken=taken, now=now, least_tokens=least, skip=done)
+        cold = self._cold.choose(instance, taken=taken, now=now, least_tokens=COMPRESS_MIN_TOKENS, skip=done)
         taken.update(one.head for one in cold)
         return [Action(ActionKind.COMPRESS, instance, one, f"load {load:.2f}") for one in cold]
 

@@ -31,6 +31,8 @@ from kvproxy.proxy.request.body import HeldBodies
 
 #: Memory of a message beside a body in it.
 _MESSAGE_BYTES = 1024 * 1024
+#: A request counts as load of its endpoint until Envoy says that it is over, and never longer than this.
+LEASE_S = 3600.0
 #: A watch of the health looks so often for a change.
 _LOOK_S = 0.5
 #: Envoy has a connection or two for each of its workers.
@@ -55,7 +57,7 @@ class PickerServer:
         self._target = target
         config = target.config
         metrics = target.metrics
-        placer = Placer(target, lease_s=settings.lease, fallbacks=settings.fallbacks, queue="picker")
+        placer = Placer(target, lease_s=LEASE_S, fallbacks=settings.fallbacks, queue="picker")
         self._conversations = Conversations(placer, held=target.bodies, metrics=metrics)
         self._watches: set[HealthWatch] = set()
         methods: dict[str, Method] = {

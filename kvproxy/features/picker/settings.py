@@ -9,7 +9,7 @@ from pydantic import Field
 from kvproxy.base.settings.addresses import is_address, same_origin, url_fault
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.settings.feature_settings import FeatureSettings
-from kvproxy.base.settings.model import Duration, Model, Port
+from kvproxy.base.settings.model import Model, Port
 from kvproxy.base.settings.paths import Finding, error_at, warning_at
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.settings import ListenerTls
@@ -17,6 +17,8 @@ from kvproxy.proxy.settings import ListenerTls
 
 class PickerSettings(Model):
     """Listener on which Envoy asks `kvproxy picker` for the endpoint of a request (gRPC, external processing)."""
+
+    retired = {"lease": "a request that Envoy does not end counts as load for an hour"}
 
     host: str = "127.0.0.1"
     """Address to bind; `0.0.0.0` for every interface."""
@@ -26,8 +28,6 @@ class PickerSettings(Model):
     """Serve gRPC over TLS with this certificate."""
     fallbacks: int = Field(default=1, ge=0, le=8)
     """Endpoints named after the chosen one, in order, for Envoy to go to if that cannot be reached."""
-    lease: Duration = Field(default=3600.0, gt=0, le=86_400)
-    """A request counts as load of its endpoint until Envoy says that it is over, and never longer than this."""
 
 
 class PickerPlace(Model):

@@ -118,7 +118,7 @@ def _proxy(translation: Translation, proxy: LlmProxy, at: Path) -> None:
     if proxy.max_per_host:
         translation.set_value("pool", "max_connections", proxy.max_per_host, (*at, "maxConnsPerHost"))
     if proxy.max_idle_per_host:
-        translation.set_value("pool", "max_idle", proxy.max_idle_per_host, (*at, "maxIdleConnsPerHost"))
+        translation.add_note((*at, "maxIdleConnsPerHost"), "256 idle connections at most are kept to each endpoint")
     if proxy.max_idle:
         translation.add_note((*at, "maxIdleConns"), "idle connections are bounded per endpoint only")
 
@@ -138,11 +138,10 @@ def _cors(translation: Translation, raw: Any, at: Path) -> None:
         for scheme in (("",) if origin == "*" or "://" in origin else ("https://", "http://"))
     ]
     settings: dict[str, Any] = {"allow_origins": origins, "allow_credentials": cors.allow_credentials}
-    for name in ("allow_methods", "allow_headers", "expose_headers"):
-        if getattr(cors, name):
-            settings[name] = list(getattr(cors, name))
-    if cors.max_age is not None:
-        settings["max_age"] = cors.max_age
+    if cors.expose_headers:
+        settings["expose_headers"] = list(cors.expose_headers)
+    if cors.allow_methods or cors.allow_headers or cors.max_age is not None:
+        translation.add_note(at, "allows every method and request header, for 10 minutes after a preflight answer")
     translation.add_note(
         at, "answers browsers' preflight requests too; allow_origin is compared with their Origin header"
     )
@@ -186,7 +185,6 @@ def translate_kvcache(translation: Translation, raw: dict[str, Any], at: Path) -
         _endpoints(translation, settings, at)
     _connections(translation, settings, at)
     settings.setdefault("lookup_min_tokens", 1)  # Pixiu looks up every prompt, however short
-    settings.setdefault("tokenize", {"inline_min": 0})
     for key in ("hot_max_keys", "hot_max_records", "retry"):
         if settings.pop(key, None) is not None:
             translation.add_note((*at, key), "bounds of this proxy apply")

@@ -23,9 +23,14 @@ from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache.feature import CacheObserver, CacheParts
 from kvproxy.features.snapshot.metrics import SnapshotMetrics
-from kvproxy.features.snapshot.settings import MAX_AGE_S, SnapshotSettings
+from kvproxy.features.snapshot.settings import SnapshotSettings
 from kvproxy.operate.runtime.saved_state import Contents, Outcome, Returned, Saved, Unusable, decode, pack_checksum
 
+#: Largest file, with a little over 8 bytes for each 256 bytes of prompt; the least recently requested entries are left
+#: out.
+MAX_BYTES = 64 * 1024 * 1024
+#: An older file is not used: the engines have evicted much of its contents.
+MAX_AGE_S = 3600.0
 _READ_BYTES = 4 << 20
 #: A temporary file this old was left by a proxy that was killed while it wrote.
 _LEFT_BEHIND_S = 600.0
@@ -246,7 +251,7 @@ class WarmRestart(BackgroundTask, CacheObserver):
         """Take and write a snapshot. A failure is logged once, until one succeeds."""
         began = self._clock()
         try:
-            pieces = await self._sliced(self._contents.take(self._settings.max_bytes), pause_s)
+            pieces = await self._sliced(self._contents.take(MAX_BYTES), pause_s)
             size = await self._thread.call(lambda: self._store.write(pieces), timeout_s=self._file_timeout_s)
         except Exception as error:  # noqa: BLE001 - logged there; the proxy works as well without a snapshot
             self._failed(error)
@@ -317,6 +322,6 @@ def _reason(error: Exception) -> str:
 
 def warm_restart(settings: SnapshotSettings, parts: CacheParts) -> WarmRestart:
     """Return the observer that keeps this service's snapshot."""
-    store = SnapshotFile(Path(settings.path), max_bytes=settings.max_bytes, wall_clock=parts.wall_clock)
+    store = SnapshotFile(Path(settings.path), max_bytes=MAX_BYTES, wall_clock=parts.wall_clock)
     contents = Contents(parts.state, clusters=parts.clusters, clock=parts.clock, wall_clock=parts.wall_clock)
     return WarmRestart(settings, contents, store, fresh=parts.state.fresh, metrics=parts.metrics, clock=parts.clock)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from pydantic import Field
-
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.settings.feature_settings import FeatureSettings
-from kvproxy.base.settings.model import Model, Size
+from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Finding, warning_at
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.operate.config.schema import Config, find_filters
-
-#: An older file is not used: the engines have evicted much of its contents.
-MAX_AGE_S = 3600.0
 
 
 class SnapshotSettings(Model):
@@ -23,14 +18,15 @@ class SnapshotSettings(Model):
 
     Hashes and numbers, no text and no tokens. Off without a path."""
 
-    retired = {"max_age": "a file is used for an hour", "interval": "it is written every minute"}
+    retired = {
+        "max_age": "a file is used for an hour",
+        "interval": "it is written every minute",
+        "max_bytes": "a file has 64 MiB at most, without the least recently requested entries",
+    }
 
     path: str = ""
     """File to keep, one for each proxy, in a folder the proxy may write to; empty: no snapshot. It is written every
     minute and at the end."""
-    max_bytes: Size = Field(default=64 * 1024 * 1024, ge=4096)
-    """Largest file (a little over 8 bytes for each 256 bytes of prompt); the least recently requested entries are left
-    out."""
 
 
 class SnapshotPlace(Model):

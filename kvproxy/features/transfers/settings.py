@@ -18,18 +18,18 @@ class TransferSettings(Model):
     """Copying KV to where it will be needed: from a shared store into an instance's memory (LMCache's coordinator), or
     from one instance to another (its controller, where the engines have P2P). Needs `lmcache_endpoint`."""
 
-    retired = {"ahead": "turns took 1.04 of the time without copies ahead of them; `on_demand` copies where it helps"}
+    retired = {
+        "ahead": "turns took 1.04 of the time without copies ahead of them; `on_demand` copies where it helps",
+        "at_once": "2 transfers at once are under way; `tokens_per_second` is their budget",
+        "timeout": "a transfer that is not over after 2 s, or a longer `max_wait`, has failed",
+    }
 
     on_demand: bool = False
     """To where a request goes, as part of the decision. Needs a cluster with `queue`."""
     max_wait: Duration = Field(default=2.0, gt=0, le=60)
     """On demand: upper bound of a request's wait for its copy, which is never longer than the expected saving."""
-    at_once: int = Field(default=2, ge=1, le=64)
-    """Transfers under way at once, over all instances; further ones are not made."""
     tokens_per_second: int = Field(default=50_000, ge=1)
     """Budget of all instances together; 8,192 are 1 GB/s where a token's KV is 128 KiB."""
-    timeout: Duration = 2.0
-    """A transfer that is not over by then has failed."""
     min_tokens: int = Field(default=1024, ge=1)
     """Fewer tokens are not worth a transfer."""
 

@@ -25,6 +25,11 @@ from kvproxy.features.transfers.settings import TransferPlace, TransferSettings
 _NEW = 0.3
 SPEED_AGE_S = 60.0
 
+#: A transfer that is not over by then has failed; later where requests may wait longer for it.
+TIMEOUT_S = 2.0
+#: Transfers under way at once, over all instances.
+AT_ONCE = 2
+
 
 class Link:
     """Concurrency and bandwidth limits for transfers, plus measured throughput."""
@@ -49,7 +54,7 @@ class Link:
         most = float(self._settings.tokens_per_second)
         self._budget = min(most, self._budget + most * (now - self._refilled_at))
         self._refilled_at = now
-        if self.running >= self._settings.at_once:
+        if self.running >= AT_ONCE:
             return "busy"
         if min(tokens, most) > self._budget:
             return "budget"
@@ -110,7 +115,12 @@ class Transfers:
             self.metrics.refused.labels(refused).inc()
             return False
         action = Action(
-            ActionKind.TRANSFER, target.instance_id, prefix, reason, source=source, timeout_s=self.settings.timeout
+            ActionKind.TRANSFER,
+            target.instance_id,
+            prefix,
+            reason,
+            source=source,
+            timeout_s=max(TIMEOUT_S, self.settings.max_wait),
         )
         over = partial(self._over, target.id, prefix, action, on_over)
         if not self.store.submit(action, self.done, over):

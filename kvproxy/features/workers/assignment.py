@@ -188,13 +188,7 @@ def take_share(config: Config, index: int, count: int) -> Config:
             "limits": limits.model_copy(
                 update={"connections": part(limits.connections), "bodies": max(limits.body, part(limits.bodies))}
             ),
-            "pool": pool.model_copy(
-                update={
-                    "max_connections": part(pool.max_connections),
-                    "max_idle": part(pool.max_idle),
-                    "max_waiting": part(pool.max_waiting),
-                }
-            ),
+            "pool": pool.model_copy(update={"max_connections": part(pool.max_connections)}),
             "receipts": receipts.model_copy(
                 update={
                     "path": str(worker_path(Path(receipts.path), index)) if receipts.path else "",

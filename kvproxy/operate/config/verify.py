@@ -106,8 +106,6 @@ def _covers(wide: RouteSettings, narrow: RouteSettings) -> bool:
 
 
 def _intervals(config: Config) -> Iterator[Finding]:
-    if config.pool.max_idle > config.pool.max_connections:
-        yield warning_at(("pool", "max_idle"), "more than max_connections are never kept")
     for name in ("connect", "first_byte", "idle"):
         if getattr(config.timeouts, name) == 0:
             yield error_at(("timeouts", name), "must be longer than 0")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
+from kvproxy.features.leases import leases
 from kvproxy.features.leases.leases import (
     HORIZON_S,
     MAX_RELEASED,
@@ -67,7 +68,7 @@ def test_a_lease_has_its_reason() -> None:
 @pytest.mark.parametrize("name", ["touch", "share", "max_leases"])
 def test_a_setting_that_is_gone_is_a_warning_with_the_reason(name: str) -> None:
     """The rest of the file is used."""
-    filters = ["inference_request", {"kvcache": {"leases": {name: True, "endpoint_tokens": 7}}}, "router"]
+    filters = ["inference_request", {"kvcache": {"leases": {name: True, "tenant_tokens": 7}}}, "router"]
     config, problems = check_config({"endpoints": ["http://127.0.0.1:1"], "filters": filters})
     assert config is not None
     (gone,) = (one for one in problems if one.path == f"filters[1].kvcache.leases.{name}")
@@ -181,8 +182,6 @@ def test_the_end_of_a_session_releases_what_was_kept_for_it() -> None:
         ({"tenant_tokens": 1500}, [lease(waiting(2))], lease(waiting()), "tenant_budget"),
         ({"tenant_tokens": 1500}, [lease(waiting(2, tenant="u"))], lease(waiting()), ""),
         ({"tenant_tokens": 0}, [], lease(waiting()), "tenant_budget"),
-        ({"endpoint_tokens": 1500}, [lease(waiting(2, tenant="u"))], lease(waiting()), "endpoint_budget"),
-        ({"endpoint_tokens": 1500}, [lease(waiting(2, endpoint=EndpointId("b")))], lease(waiting()), ""),
         ({}, [lease(waiting())], lease(waiting()), "duplicate"),
     ],
 )
@@ -191,6 +190,15 @@ def test_each_bound_refuses(limits: dict[str, Any], held: list[Lease], one: Leas
     for each in held:
         assert book.grant(each, settings(**limits)) == ""
     assert book.grant(one, settings(**limits)) == refusal
+
+
+def test_tokens_at_one_endpoint_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all tenants together; another endpoint has its own."""
+    monkeypatch.setattr(leases, "ENDPOINT_TOKENS", 1500)
+    book = LeaseBook()
+    assert book.grant(lease(waiting(1)), settings()) == ""
+    assert book.grant(lease(waiting(2, tenant="u")), settings()) == "endpoint_budget"
+    assert book.grant(lease(waiting(3, endpoint=EndpointId("b"))), settings()) == ""
 
 
 def test_leases_at_once_are_bounded() -> None:
@@ -211,7 +219,7 @@ def test_leases_at_once_are_bounded() -> None:
 )
 def test_a_tenant_never_holds_more_than_its_budget(steps: list[tuple[str, int, str, int]]) -> None:
     """Whatever comes in which order; what is counted is what is held."""
-    limits = settings(tenant_tokens=2000, endpoint_tokens=4000)
+    limits = settings(tenant_tokens=2000)
     book = LeaseBook(most=5)
     for now, (step, key, tenant, tokens) in enumerate(steps):
         of = waiting(key, tenant=tenant, session=key, at=float(now))

@@ -21,8 +21,8 @@ def hotness() -> Hotness:
 
 
 def strategy(**changes: Any) -> StrategySettings:
-    """Hot from the second use on; prompts of any length are compressed."""
-    return StrategySettings.model_validate({"hot_content_threshold": 2, "compress_min_tokens": 0, **changes})
+    """Hot from the second use on."""
+    return StrategySettings.model_validate({"hot_content_threshold": 2, **changes})
 
 
 def everywhere(pressure: Pressure) -> PressureOf:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvproxy.cache.actions.hotness import Hotness
 from kvproxy.cache.store import ActionKind
+from kvproxy.features.lmcache import strategies
 from kvproxy.features.lmcache.cold_prefixes import ColdPrefixes
 from kvproxy.features.lmcache.pressure import Pressure
 from kvproxy.features.lmcache.strategies import Compress
@@ -92,11 +95,12 @@ def test_of_a_very_long_chat_the_ends_are_looked_up() -> None:
     assert len(compress.plan_undoing([*many, 1, *many], "a")) == 0
 
 
-def test_short_prefixes_are_not_worth_it() -> None:
+def test_short_prefixes_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """512 tokens here."""
     known = hotness()
     serve(known, 1)
     served = serve(known, 2)
     for least, found in ((513, 0), (512, 1)):
-        compress = compressing(known, compress_min_tokens=least)
+        monkeypatch.setattr(strategies, "COMPRESS_MIN_TOKENS", least)
+        compress = compressing(known)
         assert len(compress.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)) == found

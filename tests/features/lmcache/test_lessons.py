@@ -57,9 +57,8 @@ async def test_a_chats_second_turn_needs_no_tokenize_before_routing() -> None:
     """The first turn's tokens are a prefix of the second's: enough for the lookup, whatever was added."""
     tokenizer = engine()
     lmcache = controller(lambda tokens: {"b": ["LocalCPUBackend", len(tokens)]})
-    async with world({"a": tokenizer, "b": tokenizer}, lmcache, tokenize={"inline": False}) as service:
+    async with world({"a": tokenizer, "b": tokenizer}, lmcache) as service:
         first = await service.ask(chat(TURN))
-        assert first.preferred is None
         service.kv.finished(first, Result(None, True))  # an engine answered, which is not known
         await service.settled()
         asked = tokenizer.calls["/tokenize"]
@@ -89,7 +88,7 @@ async def test_token_ids_given_by_the_client_need_no_tokenizer() -> None:
 async def test_prompts_that_are_not_one_prompt_are_left_alone(prompt: Any) -> None:
     """Batches and nonsense are the engine's business."""
     tokenizer = engine()
-    async with world({"a": tokenizer}, controller(nobody), tokenize={"inline_min": 0}) as service:
+    async with world({"a": tokenizer}, controller(nobody), lookup_min_tokens=0) as service:
         await service.serve(completion(prompt), A)
         await service.settled()
         assert tokenizer.calls["/tokenize"] == 0

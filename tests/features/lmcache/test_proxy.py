@@ -81,8 +81,7 @@ async def test_memory_pressure_without_evict_is_said_once(caplog: pytest.LogCapt
 
 async def test_a_compressed_prefix_is_decompressed_before_it_is_used() -> None:
     """Cold under load: compressed. Wanted again: not preferred there until it is decompressed."""
-    strategy = {"enable_compression": True, "load_threshold": 0.0,
-                "compress_min_tokens": 0}  # fmt: skip
+    strategy = {"enable_compression": True, "load_threshold": 0.0}
     async with simulated(names=("a",)) as place, proxied(place, cache_strategy=strategy) as proxy:
         under_test = service(proxy)
         await under_test.scraper.scrape_all()

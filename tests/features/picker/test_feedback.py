@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.features.picker import server
 from kvproxy.features.picker.messages import BodyMode
 from tests.features.picker.support import USAGE, A, B, C, chat, destination, fields_of, running_picker, served_metadata
 from tests.support.until import until
@@ -177,9 +178,10 @@ async def test_envoys_own_answer_blames_only_what_was_reached(details: str, outc
         assert sum(picker.in_flight().values()) == 0
 
 
-async def test_a_lease_bounds_what_envoy_does_not_end() -> None:
+async def test_a_lease_bounds_what_envoy_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that hangs holds no load for ever, and its end later changes nothing."""
-    async with running_picker(picker={"lease": "20ms"}) as picker:
+    monkeypatch.setattr(server, "LEASE_S", 0.02)
+    async with running_picker() as picker:
         envoy = picker.ask()
         await envoy.pick()
         await until(lambda: picker.metric("kvproxy_pick_reservations_total", result="expired") == 1)

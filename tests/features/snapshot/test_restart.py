@@ -19,6 +19,7 @@ from kvproxy.cache.overlap.last_served import LastServed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.embed.middleware import KVCacheMiddleware
+from kvproxy.features.snapshot import restart as restart_module
 from kvproxy.features.snapshot.restart import SnapshotFile, Store, WarmRestart
 from kvproxy.features.snapshot.settings import SnapshotSettings
 from kvproxy.operate.runtime import saved_state as contents
@@ -240,13 +241,14 @@ async def test_a_snapshot_of_other_endpoints_is_said(tmp_path: Path, caplog: pyt
     ],
 )
 async def test_a_spoilt_file_is_a_warning(
-    tmp_path: Path, spoil: Any, outcome: Outcome, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, spoil: Any, outcome: Outcome, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One line; the proxy starts empty, and the next snapshot replaces the file."""
+    monkeypatch.setattr(restart_module, "MAX_BYTES", 1 << 20)
     await first_life(tmp_path)
     file = tmp_path / "snapshot"
     file.write_bytes(spoil(file.read_bytes()))
-    async with life(tmp_path, max_bytes=1 << 20) as service:
+    async with life(tmp_path) as service:
         assert await matched(service) == set()
         assert service.metric("kvproxy_kvcache_snapshot_restores_total", outcome=outcome.value) == 1
         assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
@@ -400,9 +402,10 @@ async def test_others_run_between_the_steps() -> None:
         assert store.writes[0] > 0
 
 
-async def test_the_bound_is_kept(tmp_path: Path) -> None:
+async def test_the_bound_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the index holds; each cluster has its share."""
-    async with life(tmp_path, max_bytes=4096) as service:
+    monkeypatch.setattr(restart_module, "MAX_BYTES", 4096)
+    async with life(tmp_path) as service:
         for number in range(50):
             await service.serve(chat(long_text(f"w{number}")), A)
     assert 2000 < (tmp_path / "snapshot").stat().st_size <= 4096
@@ -417,7 +420,7 @@ async def test_a_service_that_follows_another_is_not_filled_again(tmp_path: Path
     cluster = cluster_of(URLS)
     async with life(tmp_path, cluster) as before:
         before.kv.overlap.indexes["default"].forget_endpoint(A)
-        async with running(keeping(tmp_path, max_bytes="1MiB"), cluster, state=before.kv.state) as after:
+        async with running(keeping(tmp_path), cluster, state=before.kv.state) as after:
             assert await matched(after) == set()
             assert await matched(after, OTHER) == {B}
             await after.serve(chat(TURN), A)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvproxy.features.transfers import transfers as transfers_module
 from kvproxy.features.transfers.note import NOTE, TransferResult
 from kvproxy.features.transfers.on_demand import CopyObserver, OnDemand
 from kvproxy.operate.config.load import check_config
@@ -91,7 +92,7 @@ def long_held_by_a(tokens: list[int]) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def stage(service: Fake, receipts: Path | None = None, **transfers: Any) -> AsyncIterator[Stage]:
     """Yield the proxy with both engines, and time for copies unless told otherwise."""
-    transfers = {"max_wait": "60s", "timeout": "60s", "tokens_per_second": 100_000, **transfers}
+    transfers = {"max_wait": "60s", "tokens_per_second": 100_000, **transfers}
     go_on = asyncio.Event()
 
     async def answer(_: dict[str, Any]) -> dict[str, Any]:
@@ -126,11 +127,14 @@ class Slow:
         return moved(asked)
 
 
-async def test_a_copy_that_does_not_end_is_given_up() -> None:
-    """After `timeout`, though the request would wait longer."""
+async def test_a_copy_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that would wait longer, as one that came later to the copy, is decided then."""
+    monkeypatch.setattr(transfers_module, "TIMEOUT_S", 0.01)
     slow = Slow()
     service = controller(long_held_by_a, move=slow)
-    async with stage(service, timeout="10ms") as staged:
+    async with stage(service) as staged:
+        transfers = staged.on_demand._transfers
+        transfers.settings = transfers.settings.model_copy(update={"max_wait": 0.01})
         staged.send(LONG)
         await until(lambda: staged.answers == 1)
         slow.end.set()
@@ -202,8 +206,9 @@ async def test_a_request_waits_for_its_copy(tmp_path: Path, caplog: pytest.LogCa
     assert "; it waited " in explain_receipt(receipt)
 
 
-async def test_no_request_waits_longer_than_it_may() -> None:
+async def test_no_request_waits_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy does not end: the engine computes after `max_wait`."""
+    monkeypatch.setattr(transfers_module, "TIMEOUT_S", 60.0)
     slow = Slow()
     service = controller(long_held_by_a, move=slow)
     async with stage(service, max_wait="1ms") as staged:
@@ -282,11 +287,12 @@ async def test_a_client_that_leaves_while_its_copy_is_made_gives_its_place_back(
         assert staged.answers == 0
 
 
-async def test_with_no_room_on_the_link_a_request_is_decided_without() -> None:
-    """`at_once` are under way: told once a request, however often it is asked where it would go."""
+async def test_with_no_room_on_the_link_a_request_is_decided_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told once a request, however often it is asked where it would go."""
+    monkeypatch.setattr(transfers_module, "AT_ONCE", 1)
     slow = Slow()
     service = controller(long_held_by_a, move=slow)
-    async with stage(service, at_once=1) as staged:
+    async with stage(service) as staged:
         staged.go_on.set()
         staged.send(LONG)
         await until(lambda: service.calls["/move"] == 1)

@@ -14,10 +14,11 @@ import pytest
 
 from kvproxy.base.types import InferenceRequest
 from kvproxy.cache.actions.hotness import KnownPrefix
+from kvproxy.features.transfers import transfers as transfers_module
 from kvproxy.features.transfers.copy_planner import draw_source, find_holders
 from kvproxy.features.transfers.on_demand import CopyObserver
 from kvproxy.features.transfers.settings import TransferSettings
-from kvproxy.features.transfers.transfers import SPEED_AGE_S, Link, Transfers
+from kvproxy.features.transfers.transfers import AT_ONCE, SPEED_AGE_S, Link, Transfers
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings
@@ -120,8 +121,9 @@ async def test_a_prompt_is_copied_from_the_shared_store(clock: FakeClock, caplog
 async def test_a_busy_link_refuses(clock: FakeClock) -> None:
     """Nothing is asked for, and the refusal counts by its reason."""
     app = coordinator(clock)
-    async with prepared(app, clock, transfers={"at_once": 1}) as (service, transfers):
-        transfers.link.begin(1)
+    async with prepared(app, clock) as (service, transfers):
+        for _ in range(AT_ONCE):
+            transfers.link.begin(1)
         assert not await copy(service, transfers)
         assert refused(service, "busy") == 1
     assert app.calls["POST /cache/prefetches"] == 0
@@ -172,10 +174,11 @@ async def test_a_coordinator_that_is_lost_meanwhile(clock: FakeClock) -> None:
         assert service.metric("kvproxy_kvcache_transfer_seconds_count", result="refused") == 1
 
 
-async def test_a_prefetch_that_does_not_end_is_given_up(clock: FakeClock) -> None:
-    """After `timeout`, with one attempt."""
+async def test_a_prefetch_that_does_not_end_is_given_up(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `max_wait`, with one attempt."""
     app = coordinator(clock, prefetch_s=3600.0)
-    async with prepared(app, clock, transfers={"timeout": "1s"}) as (service, transfers):
+    monkeypatch.setattr(transfers_module, "TIMEOUT_S", 0.1)
+    async with prepared(app, clock, transfers={"max_wait": "1s"}) as (service, transfers):
         await copy(service, transfers)
         assert done(service, "timeout") == 1
         assert transfers.link.running == 0
@@ -227,7 +230,7 @@ def test_a_setting_that_is_gone_is_a_warning_with_the_reason() -> None:
 
 def test_a_link_is_bounded(clock: FakeClock) -> None:
     """At once, in tokens a second, and by what it is worth; a speed that is old is tried again."""
-    link = Link(TransferSettings(at_once=2, tokens_per_second=1000), clock=clock)
+    link = Link(TransferSettings(tokens_per_second=1000), clock=clock)
     assert link.why_refused(600, 1.0) == ""
     link.begin(600)
     assert link.why_refused(600, 1.0) == "budget"

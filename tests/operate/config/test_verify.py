@@ -72,7 +72,6 @@ def test_a_good_configuration_has_no_problem() -> None:
          "error: filters.request_id.header: no HTTP header has such a name"),
         ("filters: {request_id: {header: ''}}\n", "error: filters.request_id.header: must not be empty"),
         # intervals
-        ("pool: {max_connections: 5}\n", "warning: pool.max_idle: more than max_connections"),
         ("timeouts: {idle: 0}\n", "error: timeouts.idle: must be longer than 0"),
         ("health: {timeout: 0}\n", "error: health.timeout: must be longer than 0"),
         ("health: {path: health}\n", "error: health.path: must start with /"),

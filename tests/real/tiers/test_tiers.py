@@ -182,7 +182,7 @@ async def test_a_request_waits_for_its_copy(tiers: Tiers, directory: LMCacheCoor
     long, cheap = (chat(MID.name, text(2500, seed=seed)) for seed in ("awaited", "not awaited"))
     tokens = await left_on_disk(tiers, directory, long)
     await left_on_disk(tiers, directory, cheap)
-    transfers = {"on_demand": True, "max_wait": "10s", "min_tokens": 512, "timeout": "10s"}
+    transfers = {"on_demand": True, "max_wait": "10s", "min_tokens": 512}
     settings = with_kvcache(**tiers.kvcache, transfers=transfers)
     counts = []
     for weights, body in (({}, cheap), ({Tier.HOST: 1.0, Tier.SHARED: 0.0}, long)):
