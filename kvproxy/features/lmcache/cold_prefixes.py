@@ -1,4 +1,4 @@
-"""Which prefixes go first where memory is short or the load is high, by a score and by priorities. No I/O."""
+"""Order in which prefixes go where memory is short or the load is high, by a score and by priorities. No I/O."""
 
 from __future__ import annotations
 
