@@ -13,10 +13,9 @@ from kvproxy.cache.clients.engine_metrics import EngineKind, EngineMetrics, pars
 from kvproxy.cache.clients.sglang import SglangInfo
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.deployment import survey_deployment
-from kvproxy.operate.doctor.engine import EngineFacts, sum_samples
+from kvproxy.operate.doctor.engine import EngineFacts, read_samples, sum_buckets, sum_samples
 from kvproxy.operate.doctor.tools import Tools
 
-_LABEL = re.compile(rb'(\w+)="([^"]*)"')
 #: Steps of one size that are significant.
 _STEPS = 20
 _PROBE = b'{"messages": [{"role": "user", "content": "x"}]}'
@@ -65,7 +64,7 @@ async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
     metrics = parse_engine_metrics(text)
     if metrics.kind is EngineKind.SGLANG:
         return await _sglang(engine, metrics)
-    labels = _cache_labels(text)
+    labels = next((sample.labels for sample in read_samples(text, "vllm:cache_config_info")), {})
     share = labels.get("gpu_memory_utilization", "")
     offload = labels.get("kv_offloading_size")
     publishes, replays = await _events(engine)
@@ -81,7 +80,7 @@ async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
         memory_share=float(share) if re.fullmatch(r"0?\.\d+|1\.0", share) else None,
         offloads=None if offload is None else offload != "None",
         step_tokens=_step_tokens(text),
-        preemptions=None if (preempted := sum_samples(text, b"vllm:num_preemptions_total")) is None else int(preempted),
+        preemptions=None if (preempted := sum_samples(text, "vllm:num_preemptions_total")) is None else int(preempted),
         publishes=publishes,
         replays=replays,
         renders=await _renders(engine),
@@ -115,25 +114,12 @@ async def _renders(engine: EngineFacts) -> bool | None:
     return True
 
 
-def _cache_labels(text: bytes) -> dict[str, str]:
-    line = next((each for each in text.split(b"\n") if each.startswith(b"vllm:cache_config_info{")), b"")
-    return {name.decode(): value.decode("utf-8", "replace") for name, value in _LABEL.findall(line)}
-
-
 def _step_tokens(text: bytes) -> int | None:
     """Return the largest step there was, by the histogram's bounds (powers of two, as budgets are): what steps may
     have, if prompts are long enough to fill one."""
-    counts: dict[float, float] = {}
-    for line in text.split(b"\n"):
-        if line.startswith(b"vllm:iteration_tokens_total_bucket{"):
-            bound = dict(_LABEL.findall(line)).get(b"le", b"")
-            try:
-                counts[float(bound)] = counts.get(float(bound), 0.0) + float(line.rpartition(b" ")[2])
-            except ValueError:
-                continue
-    before = 0.0
+    before = 0
     largest = None
-    for bound, count in sorted(counts.items()):
+    for bound, count in sorted(sum_buckets(text, "vllm:iteration_tokens_total").items()):
         if count - before >= _STEPS and 1 < bound < float("inf"):
             largest = int(bound)
         before = count

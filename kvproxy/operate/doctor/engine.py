@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvproxy.base.errors import BadResponse, ClientError, NotSupported
 from kvproxy.base.installed import installed
@@ -31,11 +34,10 @@ from kvproxy.operate.doctor.trial import (
     try_ranks,
 )
 
-_LE = re.compile(rb'le="(\+Inf|[0-9.eE+]+)"')
 #: A larger number is no count.
 _MOST = 2.0**53
-_GROWING = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total", b"vllm:time_to_first_token_seconds_sum")
-_STARTED = b"process_start_time_seconds"
+_GROWING = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_sum")
+_STARTED = "process_start_time_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,38 +76,35 @@ def parse_counters(text: bytes) -> Counters | None:
 
 def parse_prompt_lengths(text: bytes) -> PromptLengths:
     """From `vllm:request_prompt_tokens`, over all ranks and models."""
-    buckets: dict[float, int] = {}
-    for line in text.split(b"\n"):
-        found = _LE.search(line) if line.startswith(b"vllm:request_prompt_tokens_bucket{") else None
-        value = _value(line) if found else None
-        if found is not None and value is not None and (bound := _number(found[1])) is not None:
-            buckets[bound] = buckets.get(bound, 0) + int(value)
+    buckets = sum_buckets(text, "vllm:request_prompt_tokens")
     return PromptLengths(max(buckets.values(), default=0), tuple(sorted(buckets.items())))
 
 
-def sum_samples(text: bytes, name: bytes) -> float | None:
+def sum_samples(text: bytes, name: str) -> float | None:
     """Over all ranks and models; None when there is no such sample."""
-    values = [
-        _value(line)
-        for line in text.split(b"\n")
-        if line.startswith(name) and line[len(name) : len(name) + 1] in (b"{", b" ")
-    ]
-    known = [value for value in values if value is not None]
+    known = [sample.value for sample in read_samples(text, name)]
     return sum(known) if known else None
 
 
-def _value(line: bytes) -> float | None:
-    """Return the sample's value; a timestamp may follow it."""
-    fields = (line.rpartition(b"}")[2] if b"}" in line else line.partition(b" ")[2]).split()
-    value = _number(fields[0]) if fields else None
-    return value if value is not None and 0.0 <= value <= _MOST else None
+def sum_buckets(text: bytes, name: str) -> dict[float, int]:
+    """Return a histogram's counts by the upper bounds of its buckets, over all ranks and models."""
+    buckets: dict[float, int] = {}
+    for sample in read_samples(text, f"{name}_bucket"):
+        with contextlib.suppress(KeyError, ValueError):
+            bound = float(sample.labels["le"])
+            buckets[bound] = buckets.get(bound, 0) + int(sample.value)
+    return buckets
 
 
-def _number(text: bytes) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+def read_samples(text: bytes, name: str) -> Iterator[Sample]:
+    """Yield the samples of a name, but for lines that cannot be read and for values that are no count."""
+    start = name.encode()
+    for line in text.split(b"\n"):
+        if line.startswith((start + b"{", start + b" ")):
+            with contextlib.suppress(ValueError):
+                [[sample]] = [one.samples for one in text_string_to_metric_families(line.decode() + "\n")]
+                if 0.0 <= sample.value <= _MOST:
+                    yield sample
 
 
 T = TypeVar("T")
