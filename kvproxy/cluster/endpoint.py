@@ -13,7 +13,7 @@ from kvproxy.cluster.endpoint_metrics import EndpointMetrics
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.metrics import EndpointStateMetrics
 from kvproxy.cluster.routing.engine_samples import EndedWork
-from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.load import EndpointLoad, own_pending_tokens
 from kvproxy.cluster.settings import ClusterSettings, EndpointRole, EndpointSettings
 
 
@@ -239,7 +239,7 @@ class Endpoint:
         group = metrics.group(EndpointStateMetrics)
         for gauge in (group.in_flight, group.in_flight_formerly):
             self.metrics.bind_gauge(gauge, lambda: load.own_in_flight)
-        self.metrics.bind_gauge(group.pending_prompt_tokens, lambda: load.own_pending_tokens)
+        self.metrics.bind_gauge(group.pending_prompt_tokens, lambda: own_pending_tokens(load))
         self.metrics.bind_gauge(group.adapters, lambda: len(self.engine.adapters.names))
         self.metrics.bind_gauge(group.up, lambda: self.condition(clock()) in TAKING)
         name = f"{self.metrics.cluster}/{self.id}"

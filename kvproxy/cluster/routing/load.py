@@ -184,41 +184,16 @@ class EndpointLoad:
         return self.in_flight if self.remote_load is None else self.in_flight - self.remote_load.in_flight
 
     @property
-    def own_pending_tokens(self) -> int:
-        """Uncached prompt tokens without a first token, of the same."""
-        return self.pending_tokens if self.remote_load is None else sum(one.uncached_tokens for one in self._pending)
-
-    @property
     def pending_requests(self) -> int:
         """Requests without a first token."""
         own = len(self._pending)
         return own if self.remote_load is None else own + round(self.remote_load.pending[0])
-
-    def row(self, now: float) -> LoadRow:
-        """Return the row for other routers."""
-        others = self.remote_load
-        pending = self._work if self._pending else NO_WORK
-        resident = self.resident_tokens if others is None else self.resident_tokens - others.resident_tokens
-        busy_s = now - self._busy_at
-        shown_s = now - self._shown_at
-        head = list_head(self._line(), now)
-        kept_s = -1.0 if self.kept_since is None else now - self.kept_since
-        return LoadRow(
-            self.own_in_flight, resident, pending, busy_s, shown_s, self._prefilled, head=head, kept_s=kept_s
-        )
 
     def keep_room(self, since: float | None) -> None:
         """Keep room in the engine's memory for a session that came then; None: keep none."""
         self.kept_since = since
         if self.watch is not None:
             self.watch.load_changed()
-
-    def head(self) -> Features:
-        """Of the pending work, what the engine is at once at work on."""
-        head = self._head
-        if head is None:
-            head = self._head = head_of(self._pending.values())
-        return head
 
     def reserve(
         self,
@@ -247,7 +222,7 @@ class EndpointLoad:
         pending = self._pending
         head = self._head
         if not pending and self.remote_load is not None:
-            self._close_sample(now)  # left open because others' first tokens are reported late
+            _close_sample(self, now)  # left open because others' first tokens are reported late
         if pending:
             self._work = sum_of(self._work, work)
             # the head includes all pending work
@@ -287,8 +262,9 @@ class EndpointLoad:
 
     def first_token(self, reservation: Reservation, now: float) -> None:
         """End this request's prefill; a hidden one ended at an unknown time before."""
-        if self.hidden_requests:
-            self._presume_before(reservation)
+        if self.hidden_requests and reservation in self._pending:  # those placed before this one are prefilled
+            while (oldest := next(iter(self._pending))) is not reservation and oldest.hidden:
+                self._presume(oldest)
         if reservation.hidden:
             self._void(reservation, now)
             return
@@ -301,11 +277,11 @@ class EndpointLoad:
         work = self._settle(reservation)
         assert work is not None
         if self._sample.is_over(now):
-            self._close_sample(now)
+            _close_sample(self, now)
         self._sample.join(work, reservation.lower, now)
         self._begun = self._shown_at = now
         if not self._pending and self.remote_load is None:
-            self._close_sample(now)
+            _close_sample(self, now)
 
     def release(self, reservation: Reservation, now: float) -> None:
         """Count a request out: finished, failed or cancelled. Idempotent."""
@@ -333,14 +309,14 @@ class EndpointLoad:
             return 0.0
         if self._priced_at is not seconds:
             self._priced_at = seconds
-            self._oldest_s = self._hidden_s(seconds) if self.hidden_requests else math.inf
+            self._oldest_s = _hidden_s(self, seconds) if self.hidden_requests else math.inf
             a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
             if elsewhere is None or not elsewhere.pending[0]:
                 work = self._work
-                head = self._head or self.head()
+                head = self._head or _head_of_own(self)
             else:
                 work = sum_of(self._work, elsewhere.pending) if self._pending else elsewhere.pending
-                head = elsewhere.head_of_all(self._line())
+                head = elsewhere.head_of_all(_line(self))
             p, q, r, s = work
             self._work_s = self._head_s = p * a + q * b + r * c + s * d
             if head is not work:
@@ -350,7 +326,7 @@ class EndpointLoad:
         if self.hidden_requests and now >= begun + slowness * self._oldest_s:  # else none is over yet
             return self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if elsewhere is not None:
-            begun = self._begun_of_all(elsewhere, begun if self._pending else None)
+            begun = _begun_of_all(self, elsewhere, begun if self._pending else None)
         progress = MAX_PROGRESS * slowness * self._head_s
         elapsed = now - begun
         if elapsed < progress:
@@ -363,51 +339,18 @@ class EndpointLoad:
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
         """Return the pending work without the hidden requests that are over by these speeds; with None without speeds
         all."""
-        work, begun, over = self._left(seconds, slowness, now)
+        work, begun, over = _left(self, seconds, slowness, now)
         elsewhere = self.remote_load
         if elsewhere is not None and elsewhere.pending[0]:
-            head = elsewhere.head_of_all(islice(self._line(), over, None))
-            begun = self._begun_of_all(elsewhere, None if work is NO_WORK else begun)
+            head = elsewhere.head_of_all(islice(_line(self), over, None))
+            begun = _begun_of_all(self, elsewhere, None if work is NO_WORK else begun)
             return Backlog(sum_of(work, elsewhere.pending), head, now - begun)
         if work is NO_WORK:
             return IDLE
-        head = head_of(islice(self._pending.values(), over, None)) if over else self.head()
+        head = head_of(islice(self._pending.values(), over, None)) if over else _head_of_own(self)
         if elsewhere is not None:
-            begun = self._begun_of_all(elsewhere, begun)
+            begun = _begun_of_all(self, elsewhere, begun)
         return Backlog(work, head, now - begun)
-
-    def own_work(self, seconds: Features, slowness: float, now: float) -> Features:
-        """Return the pending work of the requests counted here."""
-        return self._left(seconds, slowness, now)[0]
-
-    def _left(self, seconds: Features | None, slowness: float, now: float) -> tuple[Features, float, int]:
-        """Return the same, when the engine began with the oldest of them, and how many before it are hidden
-        and over."""
-        pending = self._pending
-        work = self._work
-        begun = self._begun
-        over = 0
-        if self.hidden_requests and seconds is not None:
-            for reservation, own in pending.items():
-                due_at = begun + slowness * seconds_of(own, seconds)
-                if not reservation.hidden or now < due_at:
-                    break
-                begun = due_at
-                work = difference(work, own)
-                over = over + 1
-        return (NO_WORK if over == len(pending) else work), begun, over
-
-    def _line(self) -> Iterator[tuple[float, Features]]:
-        """Our own pending work, the oldest first, with when it was placed."""
-        return ((reservation.started_at, work) for reservation, work in self._pending.items())
-
-    def _begun_of_all(self, elsewhere: RemoteLoad, own: float | None) -> float:
-        """When the engine began with the oldest of all that is pending; `own`: with ours, None where there is none."""
-        if own is None:
-            own = elsewhere.busy_at
-        elif elsewhere.pending[0] and own <= self._busy_at:
-            own = min(own, elsewhere.busy_at)
-        return max(own, self._shown_at, elsewhere.shown_at)
 
     def reprice(self) -> None:
         """As of SharedLoad."""
@@ -419,18 +362,11 @@ class EndpointLoad:
         if self._priced_at is seconds and now < self._begun + slowness * self._oldest_s:
             return
         while self.hidden_requests:
-            due_at = self._begun + slowness * self._hidden_s(seconds)
+            due_at = self._begun + slowness * _hidden_s(self, seconds)
             if now < due_at:
                 return
             self._begun = due_at
             self._presume(next(iter(self._pending)))
-
-    def _hidden_s(self, seconds: Features) -> float:
-        """Return the prefill seconds of the oldest pending request if it is hidden; infinity if it is not, or there is
-        none."""
-        for oldest, work in self._pending.items():
-            return seconds_of(work, seconds) if oldest.hidden else math.inf
-        return math.inf
 
     def _void(self, reservation: Reservation, now: float) -> None:
         """Take a request out whose prefill teaches nothing, and with it the open sample."""
@@ -439,13 +375,6 @@ class EndpointLoad:
             self._begun = self._shown_at = now
             if self.remote_load is not None:
                 self.remote_load.take_prefilled(now)
-
-    def _presume_before(self, shown: Reservation) -> None:
-        """Mark hidden requests placed before this one as prefilled."""
-        if shown not in self._pending:
-            return
-        while (oldest := next(iter(self._pending))) is not shown and oldest.hidden:
-            self._presume(oldest)
 
     def _presume(self, hidden: Reservation) -> None:
         work = self._settle(hidden)
@@ -474,20 +403,91 @@ class EndpointLoad:
                 self.watch.load_changed()
         return work
 
-    def _close_sample(self, now: float) -> None:
-        sample = self._sample.close()
-        if sample is None:
-            return
-        work, busy_s, lower = sample
-        if self.remote_load is not None:
-            work = sum_of(work, self.remote_load.take_prefilled(self._sample.ended_at + GROUP_GAP_S))
-        if self.on_sample is not None:
-            self.on_sample(work, busy_s, now, lower=lower)
-            if self.watch is not None:
-                self.watch.sampled(work, busy_s, scraped=False)
-
 
 def count_live_blocks(load: EndpointLoad, wanted: bool) -> None:
     """Start or stop counting live blocks; requests already in flight are never counted."""
     if wanted != (load.live is not None):
         load.live = LiveBlocks() if wanted else None
+
+
+def own_pending_tokens(load: EndpointLoad) -> int:
+    """Return the uncached prompt tokens without a first token, of the requests counted here."""
+    return load.pending_tokens if load.remote_load is None else sum(one.uncached_tokens for one in load._pending)
+
+
+def row_of(load: EndpointLoad, now: float) -> LoadRow:
+    """Return the row for other routers."""
+    others = load.remote_load
+    pending = load._work if load._pending else NO_WORK
+    resident = load.resident_tokens if others is None else load.resident_tokens - others.resident_tokens
+    busy_s = now - load._busy_at
+    shown_s = now - load._shown_at
+    head = list_head(_line(load), now)
+    kept_s = -1.0 if load.kept_since is None else now - load.kept_since
+    return LoadRow(load.own_in_flight, resident, pending, busy_s, shown_s, load._prefilled, head=head, kept_s=kept_s)
+
+
+def _head_of_own(load: EndpointLoad) -> Features:
+    """Of the pending work, what the engine is at once at work on."""
+    head = load._head
+    if head is None:
+        head = load._head = head_of(load._pending.values())
+    return head
+
+
+def own_work(load: EndpointLoad, seconds: Features, slowness: float, now: float) -> Features:
+    """Return the pending work of the requests counted here."""
+    return _left(load, seconds, slowness, now)[0]
+
+
+def _left(load: EndpointLoad, seconds: Features | None, slowness: float, now: float) -> tuple[Features, float, int]:
+    """Return the same, when the engine began with the oldest of them, and how many before it are hidden
+    and over."""
+    pending = load._pending
+    work = load._work
+    begun = load._begun
+    over = 0
+    if load.hidden_requests and seconds is not None:
+        for reservation, own in pending.items():
+            due_at = begun + slowness * seconds_of(own, seconds)
+            if not reservation.hidden or now < due_at:
+                break
+            begun = due_at
+            work = difference(work, own)
+            over = over + 1
+    return (NO_WORK if over == len(pending) else work), begun, over
+
+
+def _line(load: EndpointLoad) -> Iterator[tuple[float, Features]]:
+    """Our own pending work, the oldest first, with when it was placed."""
+    return ((reservation.started_at, work) for reservation, work in load._pending.items())
+
+
+def _begun_of_all(load: EndpointLoad, elsewhere: RemoteLoad, own: float | None) -> float:
+    """When the engine began with the oldest of all that is pending; `own`: with ours, None where there is none."""
+    if own is None:
+        own = elsewhere.busy_at
+    elif elsewhere.pending[0] and own <= load._busy_at:
+        own = min(own, elsewhere.busy_at)
+    return max(own, load._shown_at, elsewhere.shown_at)
+
+
+def _hidden_s(load: EndpointLoad, seconds: Features) -> float:
+    """Return the prefill seconds of the oldest pending request if it is hidden; infinity if it is not, or there is
+    none."""
+    for oldest, work in load._pending.items():
+        return seconds_of(work, seconds) if oldest.hidden else math.inf
+    return math.inf
+
+
+def _close_sample(load: EndpointLoad, now: float) -> None:
+    sample = load._sample.close()
+    if sample is None:
+        return
+    work, busy_s, lower = sample
+    if load.remote_load is not None:
+        work = sum_of(work, load.remote_load.take_prefilled(load._sample.ended_at + GROUP_GAP_S))
+    if load.on_sample is not None:
+        load.on_sample(work, busy_s, now, lower=lower)
+        if load.watch is not None:
+            load.watch.sampled(work, busy_s, scraped=False)

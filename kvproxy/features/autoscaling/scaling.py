@@ -17,7 +17,7 @@ from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
 from kvproxy.cluster.endpoint import TAKING
 from kvproxy.cluster.feature import ClusterObserver, ListClusters, ObservedCluster
-from kvproxy.cluster.routing.load import Reservation
+from kvproxy.cluster.routing.load import Reservation, own_work
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import seconds_of
 from kvproxy.features.autoscaling.metrics import ScalingMetrics
@@ -84,7 +84,7 @@ class Autoscaling(ClusterObserver):
         for endpoint in self._cluster.endpoints:
             if endpoint.load.own_in_flight:
                 slowness = speeds.slowness(endpoint.id, now)
-                work = endpoint.load.own_work(speeds.seconds, slowness, now)
+                work = own_work(endpoint.load, speeds.seconds, slowness, now)
                 pending_s += slowness * seconds_of(work, speeds.seconds)
         return pending_s
 

@@ -16,7 +16,7 @@ from kvproxy.cache.indexes.radix import PrefixCursor
 from kvproxy.cache.overlap.last_served import Served
 from kvproxy.cache.prefix.hashing import little_endian
 from kvproxy.cache.store import Action
-from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.load import EndpointLoad, row_of
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.work import Features
 from kvproxy.features.exchange import deltas
@@ -139,7 +139,7 @@ class LedgerWatch:
 
     def told(self, now: float) -> EndpointLoads:
         """Return the ledger as it stands."""
-        row = self.load.row(now)
+        row = row_of(self.load, now)
         row = msgspec.structs.replace(row, routed_s=self._routed_s, routed=self._routed, bound=self._bound)
         return EndpointLoads(*self.key, row)
 

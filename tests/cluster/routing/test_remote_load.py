@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.load import EndpointLoad, Reservation
+from kvproxy.cluster.routing.load import EndpointLoad, Reservation, row_of
 from kvproxy.cluster.routing.remote_load import MAX_TOLD, RemoteLoad, ReplicaSpread
 from kvproxy.cluster.routing.traffic import Pool
 from kvproxy.cluster.routing.work import Features
@@ -51,7 +51,7 @@ class Routers:
             for other in self.several:
                 if other is not load:
                     assert load.remote_load is not None
-                    load.remote_load.tell(id(other), other.row(self.now), self.now)
+                    load.remote_load.tell(id(other), row_of(other, self.now), self.now)
 
     def check(self) -> None:
         for slowness in (1.0, 2.0):
@@ -110,7 +110,7 @@ def test_many_short_requests_at_the_head_are_told_in_a_few_words() -> None:
     routers = Routers()
     for _ in range(3 * MAX_TOLD):
         routers.begin(0, 10)
-    row = routers.several[0].row(routers.now)
+    row = row_of(routers.several[0], routers.now)
     assert len(row.head) == MAX_TOLD
     assert sum(ahead.work[1] for ahead in row.head) == 240
     routers.now += 0.1

@@ -13,7 +13,7 @@ import pytest
 
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.routing.fair_queue import FairQueue
-from kvproxy.cluster.routing.load import EndpointLoad, EngineState
+from kvproxy.cluster.routing.load import EndpointLoad, EngineState, row_of
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.remote_load import RemoteLoad
 from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
@@ -721,7 +721,7 @@ class TwoRouters:
 
     def tell_rooms(self, now: float = 0.0) -> None:
         """Exchange the rows of the ledgers."""
-        rows = [one.load.row(now) for one in self.engines]
+        rows = [row_of(one.load, now) for one in self.engines]
         for rule_, one, row in zip(self.rules, self.engines, reversed(rows), strict=True):
             one.load.remote_load = one.load.remote_load or RemoteLoad(one.load)
             one.load.remote_load.tell("other", row, now)
