@@ -28,8 +28,8 @@ from benchmarks.agents_report import Report
 from tests.real.agents.conftest import TEMPLATE
 from tests.real.engines.place import TINY, missing
 from tests.real.engines.vllm import Vllm
-from tests.real.kvcache import predicted_at
 from tests.real.pair import Pair, running_pair
+from tests.support.decision import predicted_at
 from tests.support.process import kvproxy_serve
 
 AT_ONCE = 2
