@@ -118,9 +118,10 @@ def copying(url: str, **transfers: Any) -> dict[str, Any]:
 
 
 def settings(**changes: Any) -> KvCacheSettings:
-    """Return settings with the round of readings off, and with the sections of features."""
+    """Return settings with the round of readings off, patience for lookups, and the sections of features."""
+    patience = {"lookup_routing_timeout": 60.0} if changes.get("lmcache_endpoint") else {}
     return composed(KvCacheSettings).model_validate(
-        {"engine_metrics_interval": 0, "lookup_routing_timeout": 60.0, "request_timeout": 60.0, **changes}
+        {"engine_metrics_interval": 0, "request_timeout": 60.0, **patience, **changes}
     )
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 import pytest
 
+from kvproxy.cluster.settings import PolicyName
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.proxy.filters.kvcache import prefers
 from tests.cache.fleet import simulated
-from tests.cache.support import long_text
+from tests.cache.support import NOWHERE, long_text, settings
+from tests.features.lmcache.support import proxied
 from tests.lab.simulator.support import slow
-from tests.proxy.filters.test_kvcache import TURN, ask, body, proxied, service
+from tests.proxy.filters.test_kvcache import TURN, ask, body, service
 from tests.support.until import until
 
 PIN = {"enable_pinning": True, "hot_content_threshold": 2}
@@ -91,3 +96,42 @@ async def test_a_compressed_prefix_is_decompressed_before_it_is_used() -> None:
         await until(lambda: under_test.actions.jobs.idle)
         await ask(proxy, TURN, "an answer", "again")
         await until(lambda: place.calls["POST /decompress"] == 1)
+
+
+@pytest.mark.parametrize(
+    "fleet", [{}, {"controller": None, "coordinator": CoordinatorSettings()}], ids=["controller", "coordinator"]
+)
+async def test_a_chat_stays_where_its_prefix_is(fleet: dict[str, Any]) -> None:
+    """Round robin would alternate; the lookup tells the two instances apart, with either LMCache service."""
+    async with simulated(**fleet) as place, proxied(place, directory_model="models/tiny-qwen") as proxy:
+        history = [TURN]
+        first = await ask(proxy, *history)
+        for turn in range(4):
+            history += ["an answer", f"question {turn}"]
+            assert await ask(proxy, *history) == first
+        other = await ask(proxy, long_text("z", 400))
+        assert other != first
+        assert proxy.metric("kvproxy_preferences_total", result="followed") == 4
+        assert proxy.metric("kvproxy_kvcache_lookups_total", outcome="hit") == 4
+
+
+async def test_the_engine_confirms_what_was_predicted() -> None:
+    """`cached_tokens` of the answer against the prediction, by source."""
+    async with simulated() as place, proxied(place) as proxy:
+        await ask(proxy, TURN)
+        await ask(proxy, TURN, "an answer", "more")
+        results = [
+            proxy.metric(
+                "kvproxy_kvcache_predictions_total", cluster="default", endpoint=name, source=source, result="hit"
+            )
+            for source in ("approximate", "lmcache_controller")
+            for name in place.engines
+        ]
+        assert sum(results) == 1
+
+
+def test_a_lookup_overrules_policies_that_weigh_no_prefixes() -> None:
+    """Unless the settings state otherwise."""
+    assert prefers(settings(lmcache_endpoint=NOWHERE), PolicyName.ROUND_ROBIN)
+    assert not prefers(settings(lmcache_endpoint=NOWHERE), PolicyName.KV_AWARE)
+    assert not prefers(settings(prefer=False, lmcache_endpoint=NOWHERE), PolicyName.ROUND_ROBIN)

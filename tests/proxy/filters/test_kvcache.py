@@ -1,10 +1,8 @@
-"""The kvcache filter in a whole proxy, over simulated engines and a simulated LMCache."""
+"""The kvcache filter in a whole proxy, over simulated engines."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -17,11 +15,10 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
-from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, needs_facts, prefers
 from kvproxy.proxy.request.exchange import Exchange
-from tests.cache.fleet import Place, simulated
+from tests.cache.fleet import simulated
 from tests.cache.support import NOWHERE, cluster_of, long_text, settings
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.fake_engine import Call, FakeEngine, answer_ok
@@ -30,20 +27,6 @@ from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy
 
 TURN = long_text("w", 400)
-
-
-@contextlib.asynccontextmanager
-async def proxied(place: Place, **kvcache: Any) -> AsyncIterator[RunningProxy]:
-    """Yield a round-robin proxy whose kvcache filter has these settings."""
-    chosen = {
-        "lmcache_endpoint": place.lmcache,
-        "lookup_routing_timeout": "60s",
-        "engine_metrics_interval": 0,
-        **kvcache,
-    }
-    filters = ["inference_request", {"kvcache": chosen}, "router"]
-    async with running_proxy(place.engines, filters=filters) as proxy:
-        yield proxy
 
 
 def service(proxy: RunningProxy) -> KvCache:
@@ -66,46 +49,10 @@ async def ask(proxy: RunningProxy, *contents: str) -> str:
     return answer.headers["x-kvproxy-endpoint"]
 
 
-@pytest.mark.parametrize(
-    "fleet", [{}, {"controller": None, "coordinator": CoordinatorSettings()}], ids=["controller", "coordinator"]
-)
-async def test_a_chat_stays_where_its_prefix_is(fleet: dict[str, Any]) -> None:
-    """Round robin would alternate; the lookup tells the two instances apart, with either LMCache service."""
-    async with simulated(**fleet) as place, proxied(place, directory_model="models/tiny-qwen") as proxy:
-        history = [TURN]
-        first = await ask(proxy, *history)
-        for turn in range(4):
-            history += ["an answer", f"question {turn}"]
-            assert await ask(proxy, *history) == first
-        other = await ask(proxy, long_text("z", 400))
-        assert other != first
-        assert proxy.metric("kvproxy_preferences_total", result="followed") == 4
-        assert proxy.metric("kvproxy_kvcache_lookups_total", outcome="hit") == 4
-
-
-async def test_the_engine_confirms_what_was_predicted() -> None:
-    """`cached_tokens` of the answer against the prediction, by source."""
-    async with simulated() as place, proxied(place) as proxy:
-        await ask(proxy, TURN)
-        await ask(proxy, TURN, "an answer", "more")
-        results = [
-            proxy.metric(
-                "kvproxy_kvcache_predictions_total", cluster="default", endpoint=name, source=source, result="hit"
-            )
-            for source in ("approximate", "lmcache_controller")
-            for name in place.engines
-        ]
-        assert sum(results) == 1
-
-
 def test_which_policies_a_preference_overrules() -> None:
-    """With a lookup service those that do not weigh matches themselves; else what the settings say."""
-    remote, local = settings(lmcache_endpoint="http://127.0.0.1:1"), settings()
-    assert prefers(remote, PolicyName.ROUND_ROBIN)
-    assert not prefers(remote, PolicyName.KV_AWARE)
-    assert not prefers(local, PolicyName.ROUND_ROBIN)
+    """None without a lookup service, unless the settings state it."""
+    assert not prefers(settings(), PolicyName.ROUND_ROBIN)
     assert prefers(settings(prefer=True), PolicyName.KV_AWARE)
-    assert not prefers(settings(prefer=False, lmcache_endpoint="http://127.0.0.1:1"), PolicyName.ROUND_ROBIN)
 
 
 async def test_round_robin_stays_round_robin_without_a_lookup_service() -> None:
@@ -252,7 +199,7 @@ async def test_a_pick_that_cannot_be_counted_harms_nothing(caplog: pytest.LogCap
 async def test_it_starts_and_ends_with_the_proxy() -> None:
     """Its tasks are gone when the proxy is."""
     before = len(asyncio.all_tasks())
-    async with simulated(names=("a",)) as place, proxied(place, engine_metrics_interval=60) as proxy:
+    async with simulated(names=("a",)) as place, running_proxy(place.engines, policy="kv_aware") as proxy:
         await ask(proxy, TURN)
         names = {task.get_name() for task in asyncio.all_tasks()}
         assert "kvcache watch" in names
@@ -261,7 +208,7 @@ async def test_it_starts_and_ends_with_the_proxy() -> None:
 
 async def test_facts_come_before_the_client_is_answered_by_plain_httpx() -> None:
     """Bodies of unknown shape are balanced without facts."""
-    async with simulated(names=("a",)) as place, proxied(place) as proxy:
+    async with simulated(names=("a",)) as place, running_proxy(place.engines, policy="kv_aware") as proxy:
         answer = await proxy.client.post("/v1/chat/completions", content=b"not json")
         assert answer.status_code == 400
         async with httpx.AsyncClient() as plain:
