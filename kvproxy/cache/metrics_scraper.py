@@ -127,7 +127,7 @@ class ReadingIntake:
             self._gave_up(cluster.name, endpoint)
         capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
         now = self._clock()
-        endpoint.load.engine = EngineState(now, capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
+        endpoint.load.engine = EngineState(now, capacity_tokens, metrics.running, metrics.waiting)
         if metrics.prefills is not None and metrics.prefill_s is not None:
             endpoint.ended.read_counters(Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens), now)
         restarted = self._restarted(cluster.name, endpoint.id, metrics)

@@ -57,11 +57,11 @@ async def test_an_engine_without_prefix_caching_holds_nothing() -> None:
 async def test_the_ledger_hears_of_the_engines_memory() -> None:
     """With the time it was read. Of an engine that is not read nothing is known."""
     clock = FakeClock(70.0)
-    async with world({"a": engine(usage=0.75), "b": Fake({})}, clock=clock) as service:
+    async with world({"a": engine(tokens=12_800), "b": Fake({})}, clock=clock) as service:
         read, unread = service.cluster.endpoints
         await round_of(service)
         assert isinstance(read.load.engine, EngineState)
-        assert (read.load.engine.read_at, read.load.engine.used_share) == (70.0, 0.75)
+        assert (read.load.engine.read_at, read.load.engine.capacity_tokens) == (70.0, 12_800)
         assert unread.load.engine is None
 
 

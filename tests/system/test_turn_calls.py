@@ -92,7 +92,7 @@ async def count_turns() -> dict[int, list[Counter]]:
             for number in range(WARM + COUNTED):
                 clock.now += 0.3
                 for endpoint in proxy.clusters["default"].endpoints:
-                    endpoint.load.engine = EngineState(clock.now, 100_000, 0.1, 0, 0)
+                    endpoint.load.engine = EngineState(clock.now, 100_000, 0, 0)
                 counter = Counter()
                 sys.setprofile(counter)
                 try:

@@ -42,7 +42,6 @@ class EngineState(msgspec.Struct, frozen=True):
 
     read_at: float
     capacity_tokens: int | None = None  # tokens of KV memory
-    used_share: float | None = None  # share of it held by running requests; a shared block counts once
     running: int | None = None  # admitted requests
     waiting: int | None = None  # requests not admitted yet
 

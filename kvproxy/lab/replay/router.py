@@ -60,7 +60,7 @@ class SimEndpoint:
         settings = self.engine.settings
         load = self.engine.load
         capacity_tokens = settings.capacity_blocks * settings.block_size
-        self.load.engine = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
+        self.load.engine = EngineState(now, capacity_tokens, load.running, load.waiting)
         for one in self.seen_as:
             one.prefills = self.prefills
             one.scrape_engine(now)
