@@ -79,8 +79,8 @@ class SessionHashes:
     against 3.1 for a chat's next turn, 35 calls against 26).
     """
 
-    def __init__(self, *, max_bytes: int = 64 * 1024 * 1024, signatures: UrlSignatures | None = None) -> None:
-        self.signatures = UrlSignatures() if signatures is None else signatures  # of URLs of media
+    def __init__(self, *, max_bytes: int = 64 * 1024 * 1024) -> None:
+        self.signatures = UrlSignatures()  # of URLs of media
         self._max_bytes = max_bytes
         self._known: dict[int, array[int]] = {}
         self._named: dict[int, _Named] = {}  # by the messages as they were sent

@@ -89,12 +89,16 @@ class _Entry:
     grown_into: int = 0
 
 
+#: Tokens at the end of a prompt that templates change when a chat goes on.
+GENERATION_PROMPT_TOKENS = 8
+
+
 class TokenMemory:
     """Memory of prompts' tokens, bounded in bytes, entries and age; holds hashes and token ids, never text.
 
     A grown chat's tokens begin with the earlier turn's, but for the generation prompt at its end, which some templates
-    drop or change later (such as a thinking tag): a partial recall drops `generation_prompt_tokens` and any remainder
-    of `block_tokens`. Of a chat that only grows the latest two turns are kept."""
+    drop or change later (such as a thinking tag): a partial recall drops the last few and any remainder of
+    `block_tokens`. Of a chat that only grows the latest two turns are kept."""
 
     def __init__(
         self,
@@ -104,12 +108,10 @@ class TokenMemory:
         max_entries: int = 100_000,
         ttl_s: float = 3600.0,
         block_tokens: int = 16,
-        generation_prompt_tokens: int = 8,
     ) -> None:
         self.stats = TokenMemoryStats()
         self._max_entries = max_entries
         self._block_tokens = block_tokens
-        self._given_up = generation_prompt_tokens
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
@@ -169,7 +171,7 @@ class TokenMemory:
 
     def beginning(self, tokens: array[int]) -> array[int]:
         """Return what surely stays of a prompt's tokens when it grows; empty where nothing does."""
-        return tokens[: max(0, len(tokens) - self._given_up) // self._block_tokens * self._block_tokens]
+        return tokens[: max(0, len(tokens) - GENERATION_PROMPT_TOKENS) // self._block_tokens * self._block_tokens]
 
     def forget(self, keys: Sequence[int]) -> None:
         """Forget the whole prompt with these keys: its tokens were wrong."""
@@ -189,7 +191,7 @@ class TokenMemory:
             if older is None:
                 continue
             entry.grown_from = key
-            entry.hashed = HashedTokens(entry.hashed.tokens, grown_from=older.hashed, given_up=self._given_up)
+            entry.hashed = HashedTokens(entry.hashed.tokens, grown_from=older.hashed, given_up=GENERATION_PROMPT_TOKENS)
             older.grown_into += 1
             oldest = None if older.grown_from is None else self._get(older.grown_from)
             if oldest is not None and oldest.grown_into == 1:

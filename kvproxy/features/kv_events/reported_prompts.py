@@ -18,6 +18,7 @@ from kvproxy.cache.indexes.precise import PreciseIndex
 from kvproxy.cache.media.cut import HEAD_OF_STAND_IN, Medium
 from kvproxy.cache.overlap.media_reports import MediaReports, ReportedBeginning, ServedPrompt
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.cache.prefix.token_memory import GENERATION_PROMPT_TOKENS
 from kvproxy.features.kv_events.media_chains import Identifier, MediaChains, PlacedMedium
 
 _MAX_PROMPTS = 16_384
@@ -27,8 +28,6 @@ _MAX_MEDIA = 16_384
 #: Served prompts of one endpoint whose events did not come yet.
 _MAX_WAITING = 16
 _MAX_ENDPOINTS = 4096
-#: Tokens at the end of a prompt that templates change when a chat goes on.
-_GENERATION_PROMPT_TOKENS = 8
 
 
 class ReportedPrompts(MediaReports):
@@ -170,7 +169,7 @@ class ReportedPrompts(MediaReports):
 
 def _shortened(known: ReportedBeginning) -> ReportedBeginning:
     """Return the blocks of a prompt that surely stay when its chat goes on."""
-    kept = max(0, known.prompt_tokens - _GENERATION_PROMPT_TOKENS) // known.block_size
+    kept = max(0, known.prompt_tokens - GENERATION_PROMPT_TOKENS) // known.block_size
     return known._replace(hashes=known.hashes[:kept])
 
 
