@@ -50,12 +50,12 @@ class ClusterSessions(ClusterObserver):
         now = self._clock()
         self.rule.expire(now)
         habits = self.rule.habits
-        wait_s = self.rule.expected_wait_s(now)
+        wait_s = self.rule.line.expected_wait_s(now)
         return {
-            "known": self.rule.sessions,
+            "known": len(self.rule.known),
             "residents": sum(len(one.sessions) for one in self.rule.sets.values()),
-            "waiting": len(self.rule.waits),
-            "waits": [one.describe(now) for one in islice(self.rule.waits, WAITS_SHOWN)],
+            "waiting": len(self.rule.line.waits),
+            "waits": [one.describe(now) for one in islice(self.rule.line.waits, WAITS_SHOWN)],
             "expected_wait_s": None if wait_s is None else round(wait_s, 1),
             "gave_way": self.rule.given_way,
             "idle_limit_s": round(habits.idle_limit_s, 1),
@@ -125,12 +125,12 @@ def show_sessions(metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> 
 
     def entries() -> Iterator[Sample]:
         for one in find_sessions(clusters()):
-            yield (one.cluster_name, "known"), float(one.rule.sessions)
-            yield (one.cluster_name, "waiting"), float(len(one.rule.waits))
+            yield (one.cluster_name, "known"), float(len(one.rule.known))
+            yield (one.cluster_name, "waiting"), float(len(one.rule.line.waits))
 
     def expected_waits() -> Iterator[Sample]:
         for one in find_sessions(clusters()):
-            if (wait_s := one.rule.expected_wait_s(clock())) is not None:
+            if (wait_s := one.rule.line.expected_wait_s(clock())) is not None:
                 yield (one.cluster_name,), wait_s
 
     group = metrics.group(SessionMetrics)

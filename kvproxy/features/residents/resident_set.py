@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 
 import msgspec
 
@@ -28,7 +29,7 @@ class Session(msgspec.Struct, eq=False):
     blocks: int
     tokens: int
     began_at: float
-    endpoint: EndpointId | None = None  # where it is resident; None: nowhere
+    home: ResidentSet | None = None  # where it is resident; None: nowhere
     leaf: ContextNode | None = None  # the end of its context there
     ended_at: float = 0.0  # end of its latest answer
     running: bool = True  # between a prompt and the end of its answer
@@ -39,11 +40,17 @@ class Session(msgspec.Struct, eq=False):
     name: int = 0  # as its client names it; 0: not at all
     parent: int = 0  # name of the session that it was made from
 
+    def leave(self) -> None:
+        """Give up its room, if it has any."""
+        if self.home is not None:
+            self.home.remove(self)
+
 
 class ResidentSet:
     """The residents of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, endpoint: EndpointId) -> None:
+        self.endpoint = endpoint
         self._tree: RadixTree[ContextNode] = RadixTree(ContextNode)
         self.sessions: dict[Session, None] = {}
         self._tokens = 0  # of all contexts, shared prefixes several times
@@ -61,7 +68,7 @@ class ResidentSet:
         cursor = self._tree.locate(blocks)
         return (cursor.depth + cursor.inside) / len(blocks)
 
-    def enter(self, session: Session, endpoint: EndpointId, blocks: array[int], tokens: int) -> None:
+    def enter(self, session: Session, blocks: array[int], tokens: int) -> None:
         """Add a session whose turn begins with this context, or set the context of one that is there."""
         leaf = session.leaf
         if leaf is None:
@@ -77,25 +84,30 @@ class ResidentSet:
                 before = leaf
                 leaf = self._add(blocks)
                 self._drop(before)
-        session.endpoint = endpoint
+        session.home = self
         session.leaf = leaf
         self._tokens += tokens
         self._blocks += len(blocks)
         self.running_tokens += tokens
 
-    def leave(self, session: Session) -> None:
+    def remove(self, session: Session) -> None:
         """Remove a session."""
         assert session.leaf is not None
         del self.sessions[session]
         self._drop(session.leaf)
         self._tokens -= session.tokens
         self._blocks -= session.blocks
-        session.endpoint = session.leaf = None
+        session.home = session.leaf = None
 
-    def youngest_idle(self) -> Session | None:
-        """Return the session between turns that began last."""
-        idle = (one for one in self.sessions if not one.running)
-        return max(idle, key=lambda one: one.began_at, default=None)
+    def shrink(self, limit_tokens: float, growth_tokens: float) -> Iterator[Session]:
+        """Remove the sessions between turns that began last until the others are within the limit. Yields them."""
+        while self.tokens(growth_tokens) > limit_tokens:
+            idle = (one for one in self.sessions if not one.running)
+            youngest = max(idle, key=lambda one: one.began_at, default=None)
+            if youngest is None:
+                return
+            self.remove(youngest)
+            yield youngest
 
     def _add(self, blocks: array[int]) -> ContextNode:
         tree = self._tree

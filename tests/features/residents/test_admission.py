@@ -209,7 +209,7 @@ def test_beginnings_are_learned_from_what_came_back() -> None:
     turn(admission, prompt(2, 10), A, now=1.0)
     admission.expire(2.0 + HORIZON_S)
     assert lonely not in admission.habits.returning
-    assert admission.sessions == 0
+    assert len(admission.known) == 0
 
 
 def test_one_who_writes_twice_within_the_horizon_is_no_session_yet() -> None:
@@ -247,7 +247,7 @@ def test_a_client_that_left_gives_up_its_room_at_once(admission: SessionAdmissio
     knows(admission, 1, 2)
     begin(admission, prompt(1, 800), A).end(0.0, served=False)
     assert not waits(admission, prompt(2, 800), A)
-    assert admission.sessions == 0
+    assert len(admission.known) == 0
 
 
 def test_a_session_that_its_client_ends_gives_up_its_room_with_its_answer(admission: SessionAdmission) -> None:
@@ -258,7 +258,7 @@ def test_a_session_that_its_client_ends_gives_up_its_room_with_its_answer(admiss
     assert waits(admission, prompt(2, 200), A)
     last.end(0.0, served=True)
     assert not waits(admission, prompt(2, 200), A)
-    assert admission.sessions == 0
+    assert len(admission.known) == 0
 
 
 def test_the_youngest_between_turns_gives_way_to_growth(admission: SessionAdmission) -> None:
@@ -292,7 +292,7 @@ def test_the_first_that_waits_keeps_the_room_that_comes_first(admission: Session
     assert not waits(admission, prompt(3, 500), A)
     large.over(0.0)
     large.over(0.0)
-    assert list(admission.waits) == [small]
+    assert list(admission.line.waits) == [small]
 
 
 def test_room_is_kept_where_the_session_may_go(admission: SessionAdmission) -> None:
@@ -476,7 +476,7 @@ def test_a_session_whose_turn_waits_in_the_queue_is_not_idle(admission: SessionA
     wait = admission.wait(prompt(1, 510), 1.0)
     later_s = 3 * HORIZON_S
     assert waits(admission, prompt(2, 401), A, now=later_s)
-    assert not admission.waits
+    assert not admission.line.waits
     wait.over(later_s)
     wait.over(later_s + 1.0)  # its client's task ends later
     stay = begin(admission, prompt(1, 510), A, now=later_s)
@@ -502,14 +502,14 @@ def test_new_sessions_are_refused_where_they_could_not_begin_in_time(admission: 
     knows(admission, *range(1, 20))
     new = prompt(18, 100)
     assert admission.retry_after_s(new, 300.0, 0.0) is None
-    assert admission.expected_wait_s(0.0) is None
+    assert admission.line.expected_wait_s(0.0) is None
     assert admission.retry_after_s(new, 0.0, 0.0) == 1.0
     waiting = [wait_for_room(admission, prompt(number, 100), 1.0) for number in range(1, 16)]
     for number in range(10):
         assert admission.retry_after_s(new, 2.0, 1.0 + number) is None or number > 7
         assert waiting[number].has_room([A], 2.0 + number)
         waiting[number].over(2.0 + number)
-    assert admission.expected_wait_s(11.0) == pytest.approx(5.0)
+    assert admission.line.expected_wait_s(11.0) == pytest.approx(5.0)
     assert admission.retry_after_s(new, 300.0, 11.0) is None
     assert admission.retry_after_s(new, 2.0, 11.0) == pytest.approx(3.0)
     turn(admission, prompt(17, 10), A, now=11.0)
@@ -524,7 +524,7 @@ def test_the_rate_of_an_earlier_rush_refuses_no_one(admission: SessionAdmission)
         wait.over(1.0)
     for number in range(20, 40):
         wait_for_room(admission, prompt(number, 100), 3600.0)
-    assert admission.expected_wait_s(3600.0) is None
+    assert admission.line.expected_wait_s(3600.0) is None
     assert admission.retry_after_s(prompt(50, 100), 300.0, 3600.0) is None
 
 
@@ -567,7 +567,7 @@ def test_tenants_share_places_by_weight(admission: SessionAdmission, weight: flo
             weight=weight if tenant == "a" else 1.0,
             has_room=lambda now, room=room: room.has_room(engines, now),  # type: ignore[misc]
         )
-    rooms = {wait.request.facts.blocks[0] // 1_000_000: wait for wait in admission.waits}
+    rooms = {wait.request.facts.blocks[0] // 1_000_000: wait for wait in admission.line.waits}
     placed = []
     while len(placed) < 60:
         running.pop(rng.randrange(len(running))).end(0.0, served=False)
@@ -595,7 +595,7 @@ def test_room_goes_to_the_one_that_goes_ahead_of_its_first_holder(admission: Ses
     assert [queue.poll(lambda model: 0.0, 5.0) for _ in range(2)] == [None, None]
     assert A.load.kept_since == 3.0
     running.end(6.0, served=False)
-    rooms = {wait.request.facts.blocks[0] // 1_000_000: wait for wait in admission.waits}
+    rooms = {wait.request.facts.blocks[0] // 1_000_000: wait for wait in admission.line.waits}
     for expected in (3, 2):
         ticket = queue.poll(lambda model: 0.0, 6.0)
         assert ticket is not None
@@ -609,7 +609,7 @@ def test_kept_entries_are_bounded(admission: SessionAdmission, monkeypatch: pyte
     monkeypatch.setattr(rule, "MAX_SESSIONS", 3)
     for number in range(1, 6):
         turn(admission, prompt(number, 2), A)
-    assert admission.sessions == 3
+    assert len(admission.known) == 3
     habits = Habits()
     for head in range(MAX_HEADS + 2):
         habits.note_return(head, 1.0, 1, 0)
@@ -653,13 +653,13 @@ def test_a_session_that_its_client_names_goes_on_with_a_context_written_anew(adm
     anew = named(prompt(2, 300, shared=2), 11)
     assert not waits(admission, anew, A)
     running = begin(admission, anew, A)
-    assert admission.sessions == len(admission.sets[A.id].sessions) == 1
+    assert len(admission.known) == len(admission.sets[A.id].sessions) == 1
     assert admission.sets[A.id].tokens(0.0) == pytest.approx(300 * BLOCK)
     begin(admission, named(prompt(3, 20, shared=2), 11), A)
     assert len(admission.sets[A.id].sessions) == 2
     running.end(0.0, served=True)
     begin(admission, named(prompt(4, 20), 11), A)
-    assert admission.sessions == 3
+    assert len(admission.known) == 3
 
 
 def test_a_fork_that_its_client_names_is_a_session_of_its_own(admission: SessionAdmission) -> None:
@@ -682,7 +682,7 @@ def test_a_parent_keeps_its_place_while_its_children_work(admission: SessionAdmi
     turn(admission, named(prompt(1, 710), 11), A, now=2.4 * limit_s)
     assert max(admission.habits._gaps)[0] == pytest.approx(0.8 * limit_s)
     admission.expire(10 * HORIZON_S)
-    assert not admission._by_name
+    assert not admission.known._by_name
     turn(admission, named(prompt(2, 100), 12, parent=11), A, 10 * HORIZON_S)
 
 
@@ -738,7 +738,7 @@ def test_two_routers_fill_an_engine_once() -> None:
     again = both.begin(0, prompt(1, 810))
     both.end(0, again, served=False)
     assert not waits(both.rules[1], prompt(2, 800), both.engines[1])
-    assert both.rules[1].sessions == 0
+    assert len(both.rules[1].known) == 0
 
 
 def test_an_end_that_the_answer_shows_frees_the_place_at_every_router() -> None:
@@ -774,7 +774,7 @@ def test_prompts_without_blocks_placed_elsewhere_are_not_counted() -> None:
     """As those placed here."""
     rule_ = SessionAdmission()
     rule_.placed_elsewhere(1, OverlapFacts(10), A.id, 0.0)
-    assert rule_.sessions == 0
+    assert len(rule_.known) == 0
 
 
 def test_the_first_to_come_keeps_room_at_all_routers() -> None:
@@ -812,7 +812,7 @@ def test_sessions_that_may_wait_are_not_taken_for_single_requests() -> None:
     for rule_ in both.rules:
         rule_.habits._note_outcome(head, 1)  # one more, and it counts as single
         rule_.expire(2 * HORIZON_S)
-        assert rule_.sessions == 1  # of the turn that is running
+        assert len(rule_.known) == 1  # of the turn that is running
         assert rule_.habits._heads[head] == [1, 1]
 
 
@@ -853,16 +853,16 @@ def test_thousands_of_sessions_leave_nothing_behind(seed: int) -> None:
             admission.forget(engines[step // 1500 % 4].id)
     assert waited > 100
     assert admission.given_way
-    assert len(waiting) == len(admission.waits)
+    assert len(waiting) == len(admission.line.waits)
     for stay in running:
         stay.end(now, served=True)
     for wait, _ in waiting:
         wait.over(now)
     assert sum(len(one.sessions) for one in admission.sets.values()) > 10
     admission.expire(now + HORIZON_S + 1.0)
-    assert admission.sessions == len(admission._known) == len(admission._idle) == 0
-    assert not admission.waits
-    assert not admission._reserved
+    assert len(admission.known) == len(admission.known.paused) == len(admission.known.idle) == 0
+    assert not admission.line.waits
+    assert not admission.line.kept
     for residents in admission.sets.values():
         assert not residents.sessions
         assert residents.running_tokens == 0

@@ -70,7 +70,7 @@ async def test_a_session_without_room_waits_until_another_is_over(
         for turn in range(1, 7):
             assert (await client.post("/v1/chat/completions", json=chat(1, turn))).status_code == 200
         second = asyncio.create_task(client.post("/v1/chat/completions", json=chat(2, 4)))
-        await until(lambda: len(rule.waits) == 1)
+        await until(lambda: len(rule.line.waits) == 1)
         shown = FEATURE.describe_live(proxy)["sessions"]
         assert shown["default"]["waiting"] == 1  # type: ignore[index]
         (waits,) = shown["default"]["waits"]  # type: ignore[index]
@@ -80,10 +80,10 @@ async def test_a_session_without_room_waits_until_another_is_over(
         assert described.reason == "1 resident now, 1 wait for room"
         assert (await client.post("/v1/chat/completions", json=chat(1, 7))).status_code == 200
         third = asyncio.create_task(client.post("/v1/chat/completions", json=chat(3, 5)))
-        await until(lambda: len(rule.waits) == 2)
+        await until(lambda: len(rule.line.waits) == 2)
         third.cancel()
         await asyncio.gather(third, return_exceptions=True)
-        assert len(rule.waits) == 1
+        assert len(rule.line.waits) == 1
         rule.forget(EndpointId("only"))
         queue.on_load_decrease()
         assert (await second).status_code == 200
@@ -104,7 +104,7 @@ async def test_switched_off_no_session_waits(tmp_path: Path) -> None:
         answer = await client.post("/v1/chat/completions", json=chat(2, 5))
         assert answer.status_code == 200
         assert sessions.admission is None
-        assert sessions.rule.sessions == 0
+        assert len(sessions.rule.known) == 0
         assert FEATURE.describe_live(proxy) == {"sessions": {}}
         row = describe_capability(proxy.config, proxy.clusters.values())
         assert (row.state, row.reason) == ("off", "`admit_sessions: false`")
@@ -137,7 +137,7 @@ async def test_answers_show_whether_a_session_goes_on(tmp_path: Path, path: str,
             body = {"model": "sim", "input": body["messages"], "max_output_tokens": 16, "stream": stream}
         answer = await client.post(f"/v1/{path}", json=body)
         assert answer.status_code == 200
-        assert [one.calls_tool for one in sessions.rule._known] == [False]
+        assert [one.calls_tool for one in sessions.rule.known.paused] == [False]
 
 
 async def test_sessions_are_those_that_clients_name(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ async def test_sessions_are_those_that_clients_name(tmp_path: Path) -> None:
         names = {one.name for one in residents}
         assert {one.parent for one in residents} - {0} < names
         await client.post("/v1/chat/completions", json=chat(3, 2) | {"user": "u"})
-        assert len(sessions.rule._by_name) == 2
+        assert len(sessions.rule.known._by_name) == 2
 
 
 async def test_metrics_and_live_show_residents(tmp_path: Path) -> None:
