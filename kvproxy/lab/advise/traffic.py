@@ -87,7 +87,6 @@ class Traffic:
         return f"cluster {self.cluster}, model {', '.join(self.models)}"
 
     def answered_by(self, endpoint: EndpointId) -> list[RecordedRequest]:
-        """Return the requests that one endpoint answered."""
         return [one for one in self.requests if one.endpoint == endpoint]
 
 

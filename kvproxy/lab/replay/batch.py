@@ -89,7 +89,6 @@ class BatchReport:
         return mean_ratio([[(mine.session_mean_s, base.session_mean_s) for mine, base in pairs]])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole report."""
         policies = {
             name: {
                 **asdict(figures),
@@ -102,7 +101,6 @@ class BatchReport:
         return {**{name: getattr(self, name) for name in kept}, "settings": dict(self.settings), "policies": policies}
 
     def render_table(self) -> str:
-        """For a terminal."""
         rows = [["policy", *(column.title for column in COLUMNS), "/baseline"]]
         for name, figures in self.policies.items():
             failed = f" ({figures.failed:g} failed)" if figures.failed else ""

@@ -269,7 +269,6 @@ class _DelayedFeedback:
         self._count = 0
 
     def schedule(self, sample: FeedbackSample | None) -> None:
-        """Schedule the sample of a decision."""
         if sample is not None:
             self._count += 1
             heappush(self._coming, (sample.at, self._count, sample))

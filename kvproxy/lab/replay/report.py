@@ -234,7 +234,6 @@ class LiveReport:
         }
 
     def render_table(self, *, all_figures: bool = False) -> str:
-        """For a terminal."""
         summary = self.summary
         ended = f"{summary.requests} of {self.wanted} requests" if self.interrupted else f"{summary.requests} requests"
         lines = [
@@ -344,7 +343,6 @@ class Review:
     policies: Mapping[str, Verdict]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole review."""
         return asdict(self)
 
     def render_table(self) -> str:

@@ -94,7 +94,6 @@ class Draw:
 
 
 def single(start_s: float, turn: Turn, tenant: str = "") -> TraceSession:
-    """Return a request of its own."""
     return TraceSession(start_s, (turn,), tenant)
 
 
@@ -253,7 +252,6 @@ def draw_hot_set(draw: Draw, *, flips: bool = False) -> Iterator[TraceSession]:
 
 @_scenario("hot_set_flips", 0.85, "the same, other documents from half-way on")
 def draw_hot_set_flips(draw: Draw) -> Iterator[TraceSession]:
-    """As `draw_hot_set`."""
     return draw_hot_set(draw, flips=True)
 
 

@@ -22,7 +22,7 @@ from kvproxy.lab.simulator.engine_io import (
     Tokens,
 )
 from kvproxy.lab.simulator.lower_tiers import LowerTier, LowerTiers
-from kvproxy.lab.simulator.retention import Eviction, Future, Ranking
+from kvproxy.lab.simulator.retention import Future, make_ranking
 from kvproxy.lab.simulator.scheduler import Batch, Scheduler, SequenceMemory
 from kvproxy.lab.simulator.sequence import Sequence
 from kvproxy.lab.simulator.timing import Stretch
@@ -49,8 +49,7 @@ class Engine:
         own_tiers = [LowerTier(each, future=future) for each in settings.tiers]
         tiers = [*own_tiers, *(() if store is None else (store,))]
         lower = LowerTiers(tiers) if tiers else None
-        ranked = settings.eviction is not Eviction.LRU
-        ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
+        ranking = make_ranking(settings.eviction, settings.capacity_blocks, future=future)
         own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events, lower=lower, ranking=ranking)
         self.own_cache = own  # not the one that it was given
         self.scheduler = Scheduler(settings, SequenceMemory(settings, own if cache is None else cache, lower=lower))

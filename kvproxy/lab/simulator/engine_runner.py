@@ -67,7 +67,6 @@ class GenerationGroup:
 
     @property
     def ended(self) -> bool:
-        """Every sequence is done."""
         return all(member.ended for member in self.members)
 
     @property
@@ -76,7 +75,6 @@ class GenerationGroup:
         return any(member.failed for member in self.members)
 
     async def wait_until_ended(self) -> None:
-        """Wait for the end of every sequence."""
         while not self.ended:
             await self.wait_for_change()
 

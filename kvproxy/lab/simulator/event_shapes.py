@@ -135,7 +135,6 @@ class AnthropicShape:
         self._opened = False
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
         whole = answer.read_choice(0)
         return {
             "id": f"chatcmpl-{answer.plan.id}",

@@ -76,12 +76,10 @@ class MpServer:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of what is held."""
         return len(self.store) * self.chunk_bytes
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes it may hold."""
         return self.store.capacity_chunks * self.chunk_bytes
 
     def describe_placement(self) -> dict[str, object]:
@@ -130,11 +128,9 @@ class Directory:
         return found
 
     def add(self, server: MpServer) -> None:
-        """Register a server."""
         self._servers[server.instance_id] = server
 
     def get(self, instance_id: str) -> MpServer | None:
-        """Return a server by id."""
         return self._servers.get(instance_id)
 
     def servers(self) -> list[MpServer]:
@@ -142,7 +138,6 @@ class Directory:
         return list(self._servers.values())
 
     def find_holders(self, key: ChunkKey) -> list[MpServer]:
-        """Return the servers that hold the key."""
         return [server for server in self.servers() if server.holds(key)]
 
     def all_keys(self) -> Iterator[ChunkKey]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvproxy.lab.simulator.engine_io import BlockRemoved, BlockStored, KvEvent
-from kvproxy.lab.simulator.retention import Eviction, Future, Ranking, TierSettings
+from kvproxy.lab.simulator.retention import Future, TierSettings, make_ranking
 
 
 class LowerTier:
@@ -22,8 +22,7 @@ class LowerTier:
         self.settings = settings
         self.next: LowerTier | None = None
         self._held: OrderedDict[int, BlockStored | None] = OrderedDict()  # with the event for `next`
-        ranked = settings.eviction is not Eviction.LRU
-        self._ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
+        self._ranking = make_ranking(settings.eviction, settings.capacity_blocks, future=future)
         self._reads = 0
 
     def __contains__(self, block_hash: int) -> bool:

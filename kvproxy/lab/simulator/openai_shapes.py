@@ -18,7 +18,6 @@ def format_event(body: Any) -> bytes:
 
 
 def format_typed_event(kind: str, **fields: Any) -> bytes:
-    """One event of this type."""
     return f"event: {kind}\n".encode() + format_event({"type": kind, **fields})
 
 
@@ -111,7 +110,6 @@ class ChatShape(OpenAiShape):
     id_prefix = "chatcmpl-"
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
         ids = answer.plan.body.get("return_token_ids")
         return {
             **self._head(answer),
@@ -176,7 +174,6 @@ class CompletionShape(OpenAiShape):
     id_prefix = "cmpl-"
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
         choices = range(len(answer.plan.requests))
         return {
             **self._head(answer),

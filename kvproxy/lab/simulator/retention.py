@@ -167,8 +167,6 @@ class Ranking:
         records = self._records
         now = self._now
         unknown = _Record(1, 0)
-        if self._eviction is Eviction.LRU:
-            return lambda block: (-self._last_use(block), records.get(block, unknown).depth)
         if self._eviction is Eviction.LFU:
             return lambda block: (-(each := records.get(block, unknown)).count, -each.last, each.depth)
         if self._future is not None and self._eviction is Eviction.OPTIMUM:
@@ -187,3 +185,8 @@ class Ranking:
             return score_use(use, weights, span=span, size=size), record.depth
 
         return key
+
+
+def make_ranking(eviction: Eviction, capacity_blocks: int, *, future: Future | None) -> Ranking | None:
+    """None for LRU, which caches have by themselves."""
+    return None if eviction is Eviction.LRU else Ranking(eviction, capacity_blocks, future=future)

@@ -131,11 +131,9 @@ class WaitingLine:
         return iter(self._waiting.values())
 
     def add(self, sequence: Sequence) -> None:
-        """Add a new request."""
         self._push(sequence, next(self._numbers))
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put back a preempted sequence."""
         self._push(sequence, -next(self._numbers))
 
     def first(self) -> Sequence:

@@ -21,7 +21,6 @@ class _OpenAi:
         self._report = report
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """Return the whole body."""
         choices = [self._whole(answer.read_choice(number)) for number in range(len(answer.plan.requests))]
         usage = self._usage(answer.count_usage())
         return {**_head(answer, self.object_name), "choices": choices, "usage": usage, **_METADATA}
@@ -38,7 +37,6 @@ class _OpenAi:
             yield DONE
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
-        """Yield a failure in mid-stream."""
         yield format_event({"error": body})
         yield DONE
 
@@ -118,7 +116,6 @@ class SglangGenerate:
             yield DONE
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
-        """Yield a failure in mid-stream."""
         yield format_event({"error": body})
         yield DONE
 
@@ -132,7 +129,6 @@ class SglangMessages:
         self._opened = False
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """Return the whole body."""
         whole = answer.read_choice(0)
         usage = {**self._input(answer), "output_tokens": answer.count_usage().completion_tokens}
         content = [{"type": "text", "text": whole.text}]
@@ -157,7 +153,6 @@ class SglangMessages:
             yield format_typed_event("message_stop")
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
-        """Yield a failure in mid-stream."""
         if self._opened:
             yield format_typed_event("content_block_stop", index=0)
         yield format_typed_event("error", error={"type": "api_error", "message": body["error"]["message"]})

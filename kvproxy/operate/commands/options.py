@@ -53,7 +53,6 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_lenient_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--lenient`."""
     parser.add_argument(
         "--lenient", action="store_true", help="warn about unknown keys of a Pixiu file instead of failing"
     )

@@ -50,7 +50,6 @@ class EngineLink:
         self._headers = headers
 
     async def try_link(self) -> ConnectResult:
-        """Try to connect to the engine."""
         timeout_s = self.tools.timeouts.exchange_s
         return await self.tools.answers.ask_once(
             f"{self._key} link", lambda: try_connect(self.origin, timeout_s=timeout_s)
@@ -70,7 +69,6 @@ class EngineLink:
         )
 
     async def health_reply(self) -> HealthReply:
-        """Return the answer of the health path."""
         return await self.ask_once("hello", self._ask_health)
 
     async def allowed_origins(self) -> str:

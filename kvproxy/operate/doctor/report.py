@@ -134,7 +134,6 @@ class DoctorReport:
         return 2 if strict and self.warnings else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "problems": self.problems,
             "warnings": self.warnings,

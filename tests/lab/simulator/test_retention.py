@@ -10,7 +10,7 @@ import pytest
 from kvproxy.lab.simulator.block_cache import BlockCache
 from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import BlockStored, EngineSettings, FirstToken, SimRequest
-from kvproxy.lab.simulator.retention import Eviction, Future, Ranking
+from kvproxy.lab.simulator.retention import Eviction, Future, make_ranking
 from kvproxy.lab.simulator.timing import EngineTiming
 
 RANKED = [each for each in Eviction if each is not Eviction.OPTIMUM]
@@ -34,16 +34,7 @@ def play(cache: BlockCache, prompts: Sequence[Sequence[int]], future: Future | N
 
 def cache_of(eviction: Eviction, blocks: int, prompts: Sequence[Sequence[int]] = ()) -> tuple[BlockCache, Future]:
     future = Future(prompts)
-    return BlockCache(blocks, ranking=Ranking(eviction, blocks, future=future)), future
-
-
-def test_the_longest_unused_goes_first_by_a_ranking_too() -> None:
-    """As by the free list's own order, with the end of a prompt before its beginning."""
-    rng = Random(1)
-    prompts = [[10 * each + at for at in range(3)] for each in (rng.randrange(9) for _ in range(300))]
-    ranked, _ = cache_of(Eviction.LRU, 12)
-    assert play(ranked, prompts) == play(BlockCache(12), prompts)
-    assert ranked.take_events()
+    return BlockCache(blocks, ranking=make_ranking(eviction, blocks, future=future)), future
 
 
 def test_seldom_used_prefixes_are_evicted_first() -> None:
