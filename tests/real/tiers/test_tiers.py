@@ -19,9 +19,10 @@ from kvproxy.features.lmcache.coordinator import LMCacheCoordinator, Prefetch
 from kvproxy.features.lmcache.provider import Effect
 from tests.real.conftest import Saw
 from tests.real.engines.place import MID
-from tests.real.kvcache import ask, chat_tokens, decided, with_kvcache
+from tests.real.kvcache import ask, chat_tokens, with_kvcache
 from tests.real.prompts import chat, text
 from tests.real.tiers.conftest import Tiers
+from tests.support.decision import decided
 from tests.support.proxy import running_proxy
 from tests.support.until import until_says
 
