@@ -15,6 +15,7 @@ from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.embed.lives import Life, Lives
 from kvproxy.embed.no_endpoint import NoEndpoint
 from kvproxy.operate.placing.carried import CarriedRequest, Placer
+from kvproxy.operate.placing.external import engine_headers
 from kvproxy.proxy.request.error_reply import LocalReply
 
 _CHAT = "/v1/chat/completions"
@@ -175,7 +176,7 @@ class PlacedRequest:
     def headers(self) -> dict[str, str]:
         """Headers the request needs at its endpoint: the type of its body, the data-parallel rank, if one was chosen,
         and an id that no client chose, where engines have a fault that needs one."""
-        return {"content-type": "application/json", **self._carried.engine_headers}
+        return {"content-type": "application/json", **engine_headers(self._carried.exchange, self._carried.listed[0])}
 
     @property
     def predicted_cached_tokens(self) -> int:

@@ -16,7 +16,7 @@ from kvproxy.features.picker.grpc import Replies, Status
 from kvproxy.features.picker.messages import Beginning, BodyMode, DecodeError, Message, ProcessingRequest
 from kvproxy.features.picker.metrics import PickerMetrics
 from kvproxy.operate.placing.carried import CarriedRequest, Placer
-from kvproxy.operate.placing.external import address_of
+from kvproxy.operate.placing.external import address_of, engine_headers
 from kvproxy.operate.placing.reservations import PickReservation
 from kvproxy.proxy.forward.relay import LAST_PIECES, TAIL_BYTES, read_end
 from kvproxy.proxy.request.body import BodiesFull, BodyTooLarge, HeldBodies, SharedTimer
@@ -102,7 +102,8 @@ class CarriedAnswer:
             return
         if not self._first:
             self._first = data
-            if self._request.is_streamed:
+            inference = self._request.exchange.inference
+            if inference is not None and inference.stream:
                 self._request.first_byte(self._request.placer.clock())
         self._last.append(data)
         if len(self._last) > LAST_PIECES:
@@ -262,7 +263,7 @@ class Conversation:
             self._refuse(why)
             return
         except asyncio.CancelledError:
-            self._request.give_back()  # its turn may have come in the moment it was cancelled
+            self._request.settle(AttemptOutcome.CANCELLED)  # its turn may have come in the moment it was cancelled
             raise
         except Exception:
             log.exception("a request could not be placed")
@@ -285,9 +286,10 @@ class Conversation:
         self._stage = _Stage.ANSWERED
         result = self._answer.locate(address, details)
         self._shared.metrics.group(PickerMetrics).served.labels(result).inc()
-        endpoint = self._request.exchange.outcome.endpoint
+        exchange = self._request.exchange
+        endpoint = exchange.outcome.endpoint
         local = result in ("none", "unknown") or endpoint is None
-        own = self._request.own_id
+        own = exchange.request_id if exchange.upstream_id else ""  # the client's, where the engine gets another one
         self._replies.send(messages.RESPONSE_HEADERS_TAKEN if local else messages.served_headers(str(endpoint), own))
         if said.response_headers.end_of_stream:
             self._complete()
@@ -343,7 +345,7 @@ def _send_picked(
     """Name the endpoints, with the body as far as Envoy wants it back."""
     listed = request.listed
     destinations = [address_of(each) for each in listed]
-    headers = request.engine_headers
+    headers = engine_headers(request.exchange, listed[0])
     replies.send(messages.picked(destinations, headers, with_body=mode == "buffered", body=replaced))
     if mode != "duplex":
         return

@@ -19,7 +19,6 @@ from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.placing.external import (
     ExternalPlacement,
     PlacerTarget,
-    engine_headers,
     list_endpoints,
     outside_subset,
     read_headers,
@@ -110,24 +109,9 @@ class CarriedRequest:
         self.listed: list[Endpoint] = []  # the chosen endpoint, then where to go if it cannot be reached
 
     @property
-    def is_streamed(self) -> bool:
-        """True if its first token is seen separately from the end of its answer."""
-        return self.exchange.inference is not None and self.exchange.inference.stream
-
-    @property
     def reads_body(self) -> bool:
         """True if its body matters for the placement."""
         return self._kind is not None or any(one.reads_bodies(self._method) for one in self.placer.target.guards)
-
-    @property
-    def own_id(self) -> str:
-        """The client's id, if the engine gets another one; else ""."""
-        return self.exchange.request_id if self.exchange.upstream_id else ""
-
-    @property
-    def engine_headers(self) -> dict[str, str]:
-        """Headers that the request needs at its endpoint."""
-        return engine_headers(self.exchange, self.listed[0])
 
     async def place(
         self,
@@ -213,7 +197,7 @@ class CarriedRequest:
             clock=placer.clock,
             model=target.upstream_model or ("" if exchange.inference is None else exchange.inference.model),
             excluded=outside,
-            priority=self._priority_in(cluster),
+            priority=_priority_of(self.priority, self._headers, cluster),
         )
         try:
             pick = await placement.place(placer.clock())
@@ -229,12 +213,6 @@ class CarriedRequest:
         if placer.fallbacks:
             asked = placement.make_question()
             self.listed = list_endpoints(cluster, asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
-
-    def _priority_in(self, cluster: Cluster) -> int:
-        header = cluster.settings.queue.priority_header.lower().encode()
-        if self.priority or not header:
-            return max(-MAX_PRIORITY, min(MAX_PRIORITY, self.priority))
-        return priority_of(self._headers, header)
 
     async def place_again(self) -> None:
         """Reserve another endpoint than those tried; the one before was settled. Raises LocalReply if none is left."""
@@ -284,39 +262,17 @@ class CarriedRequest:
         if held is not None:
             if outcome.ttft_s is None and outcome.status < 400:
                 self.first_byte(now)
-            verdict = self._verdict(held, error, now)
+            verdict = _verdict_on(self.exchange, held, error, now)
             held.pick.endpoint.metrics.count_request(outcome.status)
             if held.pick.stay is not None:
                 held.pick.stay.calls_tool = outcome.calls_tool
             self.settle(verdict, prompt_tokens=outcome.prompt_tokens, cached_tokens=outcome.cached_tokens)
         self.finish(now)
 
-    def _verdict(self, held: PickReservation, error: UpstreamError | None, now: float) -> AttemptOutcome:
-        status = self.exchange.outcome.status
-        endpoint = held.pick.endpoint
-        if error is None and status < 400:
-            return AttemptOutcome.SUCCESS
-        if status == 503:
-            return AttemptOutcome.BUSY
-        verdict = verdict_on(status, error)
-        if verdict is AttemptOutcome.FAILURE:
-            reason = f"status_{status}" if error is None else error.reason
-            endpoint.metrics.attempt_failure(reason)
-            client = self.exchange.tenant
-            if held.cluster.verdicts.is_spared(
-                endpoint, held.pick.decision.request.model, reason=reason, client=client, now=now
-            ):
-                return AttemptOutcome.UNPROVEN
-        return verdict
-
-    def give_back(self) -> None:
-        """Give the place back."""
-        self.settle(AttemptOutcome.CANCELLED)
-
     def left(self) -> None:
         """End a request without the end of an answer."""
         self.exchange.outcome.client_left()
-        self.give_back()
+        self.settle(AttemptOutcome.CANCELLED)
         self.finish(self.placer.clock())
 
     def refused(self, why: LocalReply) -> None:
@@ -340,3 +296,29 @@ class CarriedRequest:
         notify(RequestObserver.finished, exchange, now)
         if "ended" in exchange.hooks:
             notify(RequestObserver.ended, exchange, exchange.outcome.status, "")
+
+
+def _priority_of(own: int, headers: Headers, cluster: Cluster) -> int:
+    """Return the app's own priority, or that of the cluster's header."""
+    header = cluster.settings.queue.priority_header.lower().encode()
+    if own or not header:
+        return max(-MAX_PRIORITY, min(MAX_PRIORITY, own))
+    return priority_of(headers, header)
+
+
+def _verdict_on(exchange: Exchange, held: PickReservation, error: UpstreamError | None, now: float) -> AttemptOutcome:
+    """Return what the end of the answer proves of its endpoint, whose failure is counted."""
+    status = exchange.outcome.status
+    endpoint = held.pick.endpoint
+    if error is None and status < 400:
+        return AttemptOutcome.SUCCESS
+    if status == 503:
+        return AttemptOutcome.BUSY
+    verdict = verdict_on(status, error)
+    if verdict is AttemptOutcome.FAILURE:
+        reason = f"status_{status}" if error is None else error.reason
+        endpoint.metrics.attempt_failure(reason)
+        model = held.pick.decision.request.model
+        if held.cluster.verdicts.is_spared(endpoint, model, reason=reason, client=exchange.tenant, now=now):
+            return AttemptOutcome.UNPROVEN
+    return verdict
