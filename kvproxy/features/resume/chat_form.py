@@ -17,8 +17,8 @@ from kvproxy.cluster.pick import Pick
 from kvproxy.features.resume.events import DONE, read_data
 from kvproxy.features.resume.mismatch import Mismatch
 
-#: Bound on the question for an engine's kind, asked once: SGLang answers between two steps of its engine.
-_TIMEOUT_S = 10.0
+#: Bound on the question for an engine's kind, asked once: engines that take over many streams are late.
+_TIMEOUT_S = 60.0
 _REASONING = ("reasoning", "reasoning_content")
 #: How messages name it. Other ends, such as `abort` and `error`, are those of answers that are not whole.
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
