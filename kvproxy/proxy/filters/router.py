@@ -36,7 +36,7 @@ from kvproxy.proxy.filters.chain import FilterContext, ResolvesRoutes
 from kvproxy.proxy.forward import models as model_list
 from kvproxy.proxy.forward.body_guard import BodySanitizer, with_model
 from kvproxy.proxy.forward.engine_request import HedgesRequests, SplitsRequests
-from kvproxy.proxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply
+from kvproxy.proxy.forward.forwarder import Forwarder, GaveUp, HeldReply, make_forwarding
 from kvproxy.proxy.forward.headers import RequestHeaders
 from kvproxy.proxy.forward.metrics import RouteMetrics
 from kvproxy.proxy.forward.models import ModelList, ServedModels
@@ -234,7 +234,7 @@ class RouterFilter:
                 body = RequestBody(downstream.receive, parts.uploads, exchange.body)
             request_id = exchange.upstream_id or exchange.request_id
             head = parts.headers.build_head(scope, request_id=request_id, trusted=exchange.trusted)
-            forwarding = Forwarding.of(
+            forwarding = make_forwarding(
                 parts.forwarder,
                 exchange,
                 cluster=target.cluster,
