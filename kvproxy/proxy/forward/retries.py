@@ -1,4 +1,4 @@
-"""What follows a failed attempt: whether and where the request is sent again, and which endpoints are to blame."""
+"""Further attempts: whether and where a request is sent again once one failed, and which endpoints are to blame."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IDEMPOTENT = frozenset({b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"})
 
 
 class Next(enum.Enum):
-    """What follows an attempt."""
+    """Step that follows an attempt."""
 
     DELIVERED = enum.auto()
     RETRY = enum.auto()
@@ -53,7 +53,8 @@ class Retries(msgspec.Struct, eq=False):
     _earlier: RetryState | None = None  # set once an attempt failed
 
     def find_refusal(self, *, unprocessed: bool) -> str:
-        """Why the request may not be sent again, a metric label; "" if it may, which is then taken from the budget."""
+        """Return why the request may not be sent again, a metric label; "" if it may, which is then taken from the
+        budget."""
         safe = unprocessed or self._exchange.inference is not None or self._method in _IDEMPOTENT
         if not (safe and self._body.replayable):
             return "not_replayable"
