@@ -150,7 +150,7 @@ def show_status(live: Mapping[str, Any]) -> StatusPart:
         if one["waiting"]:
             expected = one["expected_wait_s"]
             soon = "" if expected is None else f"; a new one would wait {expected:.0f} s"
-            lines.append(
-                plain(f"{cluster}: sessions waiting for KV memory: {one['waiting']} ({one['residents']} hold it){soon}")
-            )
+            longest_s = max(wait["waited_s"] for wait in one["waits"])
+            waiting = f"{one['waiting']}, for up to {longest_s:.0f} s ({one['residents']} hold it){soon}"
+            lines.append(plain(f"{cluster}: sessions waiting for KV memory: {waiting}"))
     return StatusPart(blocks=(lines,) if lines else ())

@@ -75,7 +75,9 @@ async def test_a_session_without_room_waits_until_another_is_over(
         assert shown["default"]["waiting"] == 1  # type: ignore[index]
         (waits,) = shown["default"]["waits"]  # type: ignore[index]
         assert (waits["begins"], waits["endpoint"], waits["tokens"] > 4000) == (True, "only", True)
-        assert "sessions waiting for KV memory: 1 (1 hold it)" in str(show_status({"sessions": shown}).blocks)
+        waits["waited_s"] = 17.2
+        line = "sessions waiting for KV memory: 1, for up to 17 s (1 hold it)"
+        assert line in str(show_status({"sessions": shown}).blocks)
         described = describe_capability(proxy.config, proxy.clusters.values())
         assert described.reason == "1 resident now, 1 wait for room"
         assert (await client.post("/v1/chat/completions", json=chat(1, 7))).status_code == 200
@@ -200,7 +202,7 @@ def test_the_capability_names_what_it_lacks() -> None:
 
 def test_a_status_without_a_known_rate_names_no_time() -> None:
     """Where nothing waits there is no line."""
-    one = {"waiting": 2, "residents": 3, "expected_wait_s": 12.3}
+    one = {"waiting": 2, "residents": 3, "expected_wait_s": 12.3, "waits": [{"waited_s": 4.0}]}
     assert "a new one would wait 12 s" in str(show_status({"sessions": {"c": one}}).blocks)
     assert "would wait" not in str(show_status({"sessions": {"c": one | {"expected_wait_s": None}}}).blocks)
     assert not show_status({"sessions": {"c": one | {"waiting": 0}}}).blocks
