@@ -15,7 +15,6 @@ import pytest
 import yaml
 from starlette.types import Send
 
-from kvproxy.base.log_lines import log_fields
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.settings import KvCacheSettings
@@ -45,6 +44,7 @@ from kvproxy.operate.config.changes import summarise_changes
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.doctor.flags import Setting
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
+from kvproxy.operate.log_lines import log_fields
 from kvproxy.operate.receipts.explain import explain_receipt
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.proxy.request.exchange import Exchange

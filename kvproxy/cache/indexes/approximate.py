@@ -77,14 +77,6 @@ class ApproximateIndex:
             self._tree.renew(cursor)
         return self.heat.hot_blocks(cursor)
 
-    def younger_blocks(self, endpoint: EndpointId, cursor: PrefixCursor[Run], block: int) -> int | None:
-        """Blocks the endpoint was asked for since it was last asked for `hashes[block]`, to within a 16th of its
-        capacity; None if it is not held. An engine that has evicted that block has room for at most so many."""
-        lru, (run, _) = self._present.get(endpoint), self._held.run_at(cursor, block)
-        if lru is None or run is None or run not in lru.stamps:
-            return None
-        return lru.ages.count_younger(lru.stamps[run])
-
     def route(
         self, endpoint: EndpointId, cursor: PrefixCursor[Run], *, in_flight: bool = False, number: int = 0
     ) -> SpeculativeEntry:

@@ -13,10 +13,10 @@ from functools import lru_cache, partial
 import msgspec
 from starlette.types import ASGIApp
 
-from kvproxy.base.log_lines import MAX_TEXT, format_console_line, format_time, printable
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.features.access_log.settings import AccessLogSettings
+from kvproxy.operate.log_lines import MAX_TEXT, format_console_line, format_time, printable
 from kvproxy.proxy.filters.chain import FilterContext, WallClock
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.downstream import Downstream

@@ -11,12 +11,12 @@ from typing import Any, TextIO
 
 import httpx
 
-from kvproxy.base.log_lines import printable
 from kvproxy.features.hygiene.comparison import ADVICE, Cause
 from kvproxy.features.hygiene.note import NOTE, PrefixBreak
 from kvproxy.operate.commands.doctor import print_report
 from kvproxy.operate.commands.operate import AdminAddress, AdminRefused, ask_admin
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity
+from kvproxy.operate.log_lines import printable
 from kvproxy.operate.receipts.files import ReceiptReader
 from kvproxy.operate.receipts.receipt import Receipt, note_of
 

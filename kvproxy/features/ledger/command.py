@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvproxy.base.log_lines import align_columns, printable
 from kvproxy.features.ledger.ledger import LedgerReader, LedgerSum
+from kvproxy.operate.log_lines import align_columns, printable
 
 #: Beginnings of a formula in spreadsheets.
 _FORMULA = ("=", "+", "-", "@", "\t")

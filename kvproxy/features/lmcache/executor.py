@@ -18,7 +18,6 @@ from kvproxy.base.errors import (
     NotSupported,
     TooManyWaiting,
 )
-from kvproxy.base.log_lines import log_fields
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.retry import retry_background
 from kvproxy.base.types import Clock
@@ -28,6 +27,7 @@ from kvproxy.cache.store import Action, ActionKind, ActionLocks, OnDone, OnOver,
 from kvproxy.features.lmcache.lookups import LookupClient
 from kvproxy.features.lmcache.metrics import LMCacheMetrics
 from kvproxy.features.lmcache.provider import Effect
+from kvproxy.operate.log_lines import log_fields
 
 log = logging.getLogger("kvproxy.kvcache")
 audit = logging.getLogger("kvproxy.audit")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvproxy.base.log_lines import align_columns
 from kvproxy.lab.planner.layers import KvLayers
 from kvproxy.lab.planner.memory import Engine, Tier, find_cheapest
 from kvproxy.lab.planner.models import Model
 from kvproxy.lab.planner.traffic import Row, TrafficPlan, Wanted
 from kvproxy.lab.replay.plot import draw_bars, draw_curves, preformat, render_page
 from kvproxy.lab.replay.report import name_half, name_row
+from kvproxy.operate.log_lines import align_columns
 
 _GIB = 1 << 30
 

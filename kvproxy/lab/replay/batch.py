@@ -9,7 +9,6 @@ from random import Random
 from statistics import StatisticsError, correlation, fmean
 from typing import Any, TextIO
 
-from kvproxy.base.log_lines import align_columns
 from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, play_all, play_policy
 from kvproxy.lab.replay.report import Column, format_seconds, name_half
 from kvproxy.lab.replay.results import Ratio, ReplayOutcome, average, jain_index, mean_ratio, percentile
@@ -19,6 +18,7 @@ from kvproxy.lab.replay.trace import Half, Trace
 from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import SimRequest
 from kvproxy.operate.commands.progress import ProgressBar, announce_part
+from kvproxy.operate.log_lines import align_columns
 
 
 @dataclass(frozen=True, slots=True)

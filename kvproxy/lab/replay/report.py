@@ -8,7 +8,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import httpx
 
-from kvproxy.base.log_lines import align_columns
 from kvproxy.lab.replay.live import LiveReplay, LiveSettings
 from kvproxy.lab.replay.results import (
     GoodputLimits,
@@ -21,6 +20,7 @@ from kvproxy.lab.replay.results import (
 )
 from kvproxy.lab.replay.settings import Pace
 from kvproxy.lab.replay.trace import Half, Trace
+from kvproxy.operate.log_lines import align_columns
 from kvproxy.operate.receipts.receipt import describe_media
 
 REFERENCE = "pooled reference"

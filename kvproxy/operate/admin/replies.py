@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvproxy.base.errors import Problem
-from kvproxy.base.log_lines import log_fields
+from kvproxy.operate.log_lines import log_fields
 from kvproxy.proxy.request.body import Pieces
 
 MAX_BODY_BYTES = 64 * 1024

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 import httpx
 
-from kvproxy.base.log_lines import printable
 from kvproxy.operate.commands.operate import AdminAddress, AdminRefused, ask_admin
+from kvproxy.operate.log_lines import printable
 from kvproxy.operate.receipts.explain import explain_decision, explain_receipt
 from kvproxy.operate.receipts.files import Ambiguous, ReceiptReader
 from kvproxy.operate.receipts.receipt import Receipt, encode_receipt

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from kvproxy.base.log_lines import FIELDS, format_console_line, format_time
+from kvproxy.operate.log_lines import FIELDS, format_console_line, format_time
 from kvproxy.proxy.settings import LogSettings
 
 _MAX_WAITING_RECORDS = 10_000

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvproxy.base.installed import installed
-from kvproxy.base.log_lines import align_columns, printable
 from kvproxy.cluster.routing import selector
 from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.operate.feature import Feature
+from kvproxy.operate.log_lines import align_columns, printable
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, matched_tokens, prefill_s
 
 #: What the reasons of the policies and of the cluster mean.

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvproxy.base.errors import KvproxyError
-from kvproxy.base.log_lines import printable
+from kvproxy.operate.log_lines import printable
 from kvproxy.operate.receipts.receipt import Receipt, decode_receipt
 
 _MAX_SIMILAR = 20

@@ -7,11 +7,7 @@ from functools import partial
 from kvproxy.base.installed import installed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.proxy.feature import ProxyFeature
-from kvproxy.proxy.filter_settings import (
-    InferenceRequestSettings,
-    RequestIdSettings,
-    RouterSettings,
-)
+from kvproxy.proxy.filter_settings import InferenceRequestSettings, RequestIdSettings, RouterSettings
 from kvproxy.proxy.filters import inference_request, kvcache, request_id, router
 from kvproxy.proxy.filters.chain import FilterType
 

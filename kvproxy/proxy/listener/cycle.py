@@ -16,6 +16,8 @@ import msgspec
 
 from kvproxy.base.socket_writes import write_pieces
 from kvproxy.base.types import Headers
+from kvproxy.proxy.listener.arrivals import HIGH_WATER_BYTES, Arrivals
+from kvproxy.proxy.listener.ending import Ending
 from kvproxy.proxy.request.error_reply import error_body
 
 
@@ -39,8 +41,6 @@ class HttpDate:
 
 logger = logging.getLogger(__name__)
 
-#: Unread request body held for a slow app before reading from the client pauses.
-HIGH_WATER_BYTES = 64 * 1024
 #: Cost of a piece besides its bytes: a million chunks of one byte are no megabyte.
 _PIECE_BYTES = 64
 #: A smaller piece is copied behind its head, which costs less than another buffer of a write.
@@ -87,31 +87,12 @@ class Connection(Protocol):
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
     dates: HttpDate
-    reading_paused: bool
     waiters: Waiters
-
-    def pause_reading(self) -> None:
-        """Pause reading: a slow app holds enough of the request body."""
-        ...
-
-    def read_on(self) -> None:
-        """Resume reading after the app took the body's pieces."""
-        ...
-
-    def unwanted(self, size_bytes: int) -> None:
-        """So much of a body came after its answer."""
-        ...
-
-    def may_read_rest(self, arrived_bytes: int) -> bool:
-        """Return True if the rest of a body of which so much arrived is known to be short enough to be dropped."""
-        ...
+    arrivals: Arrivals
+    ending: Ending
 
     def response_ended(self, cycle: RequestCycle) -> None:
         """Handle the end of the response."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection after the bytes already written."""
         ...
 
 
@@ -171,12 +152,12 @@ class RequestCycle(msgspec.Struct, eq=False):
         self.body_complete = ended
         self._arrived_bytes += size_bytes
         if self.response_complete:
-            self._connection.unwanted(size_bytes)
+            self._connection.arrivals.unwanted(size_bytes)
             return
         self._pieces += pieces
         self.buffered_bytes += size_bytes + _PIECE_BYTES * len(pieces)
         if self.buffered_bytes > HIGH_WATER_BYTES:
-            self._connection.pause_reading()
+            self._connection.arrivals.pause()
         if self._connection.waiters.futures:
             self._connection.waiters.wake()
 
@@ -196,7 +177,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             return None
         self._body_taken = True
         pieces = self._pieces
-        return pieces.pop() if len(pieces) == 1 and not self._connection.reading_paused else self._take_pieces()
+        return pieces.pop() if len(pieces) == 1 and not self._connection.arrivals.paused else self._take_pieces()
 
     def start(
         self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool
@@ -280,8 +261,8 @@ class RequestCycle(msgspec.Struct, eq=False):
         pieces = self._pieces
         self._pieces = []
         self.buffered_bytes = 0
-        if self._connection.reading_paused:
-            self._connection.read_on()
+        if self._connection.arrivals.paused:
+            self._connection.arrivals.read_on()
         return b"".join(pieces)  # a single piece is not copied
 
     def _send_continue(self) -> None:
@@ -297,7 +278,9 @@ class RequestCycle(msgspec.Struct, eq=False):
             # A client that waits for "100 Continue" may or may not send its body now: the next bytes could be either.
             # Unless the client is told, it sends its next request behind the rest of a long body, so the connection is
             # closed.
-            self.keep_alive = not self._expects_continue and self._connection.may_read_rest(self._arrived_bytes)
+            self.keep_alive = not self._expects_continue and self._connection.arrivals.may_read_rest(
+                self._arrived_bytes
+            )
         self._expects_continue = False
         self._bodiless = status in _BODILESS or self._head_request
         head, self._left_bytes, self.keep_alive = encode_head(
@@ -336,7 +319,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             return
         if self.response_started:
             self._flush_head()
-            self._connection.close()
+            self._connection.ending.close()
             return
         headers = [
             (b"content-type", b"text/plain; charset=utf-8"),

@@ -68,7 +68,6 @@ def test_nothing_to_contradict() -> None:
     assert index.contradict(B, index.locate(chained(PROMPT)), 0) == 0
     assert index.contradict(A, index.locate(chained((5, 5))), 0) == 0
     assert index.contradict(A, index.locate(chained(PROMPT)), 10) == 0
-    assert index.younger_blocks(B, index.locate(chained(PROMPT)), 0) is None
 
 
 def test_an_endpoint_forgets_like_its_engine() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.base.log_lines import align_columns
 from kvproxy.lab.replay.report import FIGURES, MORE_FIGURES, ReplayReport
 from kvproxy.lab.replay.results import GoodputLimits, Ratio, ReplayOutcome, mean_ratio, summarize_outcomes
 from kvproxy.lab.replay.trace import Half, Trace, TraceError, parse_trace, read_trace
 from kvproxy.lab.simulator.timing import TokenGaps
+from kvproxy.operate.log_lines import align_columns
 from tests.lab.replay.traces import chat_trace, lines
 
 TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"

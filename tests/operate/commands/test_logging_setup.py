@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.base.log_lines import log_fields
 from kvproxy.operate.commands import logging_setup
 from kvproxy.operate.commands.logging_setup import LogOutput, log_to
+from kvproxy.operate.log_lines import log_fields
 from kvproxy.proxy.settings import LogSettings
 
 

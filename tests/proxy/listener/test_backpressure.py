@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.proxy.listener.cycle import HIGH_WATER_BYTES
+from kvproxy.proxy.listener.arrivals import HIGH_WATER_BYTES
 from tests.proxy.listener.wire import Wire
 from tests.support.until import until
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from kvproxy.proxy.listener.arrivals import MAX_UNWANTED_BYTES
+from kvproxy.proxy.listener.ending import MOST_BYTES, Linger
 from kvproxy.proxy.listener.parser import MAX_FRAMING_BYTES, ListenerLimits
-from kvproxy.proxy.listener.protocol import MAX_UNWANTED_BYTES, MOST_BYTES, Linger
 from kvproxy.proxy.listener.server import Server, serve
 from kvproxy.proxy.settings import ListenerTls
 from tests.proxy.listener.client import Client, body_of, connect, echo
