@@ -36,7 +36,7 @@ coverage: $(DEV) ## both with branch coverage and four times the examples of pro
 
 test-real: $(DEV) ## installs the real vLLM (CPU build), LMCache and SGLang, runs the acceptance tests against them
 	$(BIN)/python -m tests.real.engines.install
-	$(BIN)/python -m pytest -m real -p no:xdist -o timeout=600 -vv -s tests/real $(ARGS)
+	$(BIN)/python -m pytest -m real -p no:xdist -o timeout=600 -vv -s $(or $(filter tests/%,$(ARGS)),tests/real) $(filter-out tests/%,$(ARGS))
 
 test-compat: $(DEV) ## API tests of vLLM, SGLang and LangChain, and SDKs for Node, straight to a real engine and through kvproxy (ARGS=node)
 	$(BIN)/python -m tests.real.engines.install
@@ -44,12 +44,12 @@ test-compat: $(DEV) ## API tests of vLLM, SGLang and LangChain, and SDKs for Nod
 
 test-services: $(DEV) ## against real servers (redis, nats, etcd, Envoy), which it installs where it can; else skips with a word
 	@$(BIN)/python -m tests.services.install
-	$(BIN)/python -m pytest -m services -p no:xdist -rs tests/services $(ARGS)
+	$(BIN)/python -m pytest -m services -p no:xdist -rs $(or $(filter tests/%,$(ARGS)),tests/services) $(filter-out tests/%,$(ARGS))
 
 test-hosts: $(DEV) ## the embedded forms in other frameworks and servers, in LiteLLM and in Ray Serve, which it installs
 	@$(PIP) --group hosts
 	@$(BIN)/python -m tests.hosts.install
-	$(BIN)/python -m pytest -m hosts -p no:xdist -rs tests/hosts $(ARGS)
+	$(BIN)/python -m pytest -m hosts -p no:xdist -rs $(or $(filter tests/%,$(ARGS)),tests/hosts) $(filter-out tests/%,$(ARGS))
 
 test-ray: $(DEV) ## the router of Ray Serve alone and with a real Ray on two cores (a minute), which it installs
 	@$(PIP) --group hosts
@@ -57,7 +57,7 @@ test-ray: $(DEV) ## the router of Ray Serve alone and with a real Ray on two cor
 
 test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
 	@$(PIP) --group browser
-	$(BIN)/python -m pytest -m browser -p no:xdist -rs tests/browser $(ARGS)
+	$(BIN)/python -m pytest -m browser -p no:xdist -rs $(or $(filter tests/%,$(ARGS)),tests/browser) $(filter-out tests/%,$(ARGS))
 
 test-removal: $(DEV) ## deletes each feature in turn, and all at once: the rest imports, checks, serves and pins (ARGS=NAME)
 	$(BIN)/python -m tests.removal $(ARGS)
@@ -100,7 +100,7 @@ binary: $(PACK) ## dist/kvproxy: one file that runs where no Python is installed
 	$(BIN)/python -m PyInstaller --noconfirm --log-level WARN --workpath build/binary --distpath dist packaging/kvproxy.spec
 
 test-packaging: $(DEV) $(PACK) ## builds the binary, the wheel and the sdist, and runs each in an empty environment
-	$(BIN)/python -m pytest -m packaging -p no:xdist -o timeout=900 tests/packaging $(ARGS)
+	$(BIN)/python -m pytest -m packaging -p no:xdist -o timeout=900 $(or $(filter tests/%,$(ARGS)),tests/packaging) $(filter-out tests/%,$(ARGS))
 
 clean: ## removes what was built and installed here
 	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
