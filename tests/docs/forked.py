@@ -37,6 +37,8 @@ LOADED = (
 _STREAMS = (0, 1, 2)
 _PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
+numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # those that come before the command's process is known wait
 link = socket.socket(socket.AF_UNIX)
 link.connect({path!r})
 request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
@@ -44,8 +46,9 @@ socket.send_fds(link, [len(request).to_bytes(4, "big")], [0, 1, 2])
 link.sendall(request)
 answers = link.makefile()
 pid = int(answers.readline())
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in numbers:
     signal.signal(number, lambda number, _: os.kill(pid, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 status = int(answers.readline())
 sys.exit(status if status >= 0 else 128 - status)
 """
