@@ -254,7 +254,7 @@ def _other_seeds(rows: Rows) -> list[str]:
     if not body:
         return []
     titles = ["cell", *(title for title, _, _ in SPREAD)]
-    return ["## Other draws", "", "Seeds 1, 2 and so on; 2 and 3 with earlier routing.", *table(titles, body), ""]
+    return ["## Other draws", "", "Seeds 1, 2 and so on.", *table(titles, body), ""]
 
 
 def _describe(more: str) -> str:
