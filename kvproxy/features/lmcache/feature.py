@@ -44,12 +44,14 @@ class LMCache(Feature):
 
     def describe_cache(self, observer: CacheObserver | None, view: View, now: float) -> Mapping[str, object]:
         """Return the pins that stand, and the counts of lookups and actions."""
+        if observer is None:  # nothing of it is loaded
+            return {"lookups": {}, "actions": {}, "switched_off": []} if view == "status" else {}
         from kvproxy.features.lmcache.observer import LMCacheObserver
 
-        own = observer if isinstance(observer, LMCacheObserver) else None
+        assert isinstance(observer, LMCacheObserver)
         if view == "status":
-            return {"lookups": {}, "actions": {}, "switched_off": []} if own is None else own.describe_status()
-        strategies = None if own is None else own.store.strategies
+            return observer.describe_status()
+        strategies = observer.store.strategies
         return {"leases": strategies.describe_pins(now)} if view == "pins" and strategies is not None else {}
 
     def list_checks(self, deployment: Deployment, *, trial: bool) -> Iterable[Check]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.features.lmcache.feature import FEATURE
 from kvproxy.features.lmcache.strategies import RecordState
 from kvproxy.proxy.filters.kvcache import needs_facts
 from tests.cache.support import NOWHERE, A, chat, controller, settings, world
@@ -26,6 +29,15 @@ async def test_leases_are_renewed_between_requests(clock: FakeClock) -> None:
         await round_of(service)
         await service.settled()
         assert lmcache.calls["/pin"] == 2
+
+
+def test_without_a_service_the_page_loads_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import takes the event loop tens of milliseconds."""
+    module = "kvproxy.features.lmcache.observer"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert FEATURE.describe_cache(None, "status", 0.0) == {"lookups": {}, "actions": {}, "switched_off": []}
+    assert FEATURE.describe_cache(None, "pins", 0.0) == {}
+    assert module not in sys.modules
 
 
 def test_lookups_need_facts_under_any_policy() -> None:
