@@ -26,7 +26,7 @@ ROOMS: Mapping[str, str] = {
     "features": "what can be left out, a module or a folder each",
     "operate": "run it: root of the settings, commands, admin listener, doctor, receipts, reload, catalogue of metrics",
     "proxy": "bytes in, bytes out: listener, request, filters, forward",
-    "cache": "what is where: identity of prompts, indexes, KV events, overlap, feedback, actions, clients",
+    "cache": "what is where: identity of prompts, indexes, overlap, feedback, uses of prefixes, clients of engines",
     "cluster": "where to: endpoints, health, discovery, policies and the cost, the router queue",
     "base": "what all stand on: errors, types, bounds, settings machinery, kinds of metric, connections, resilience",
 }
