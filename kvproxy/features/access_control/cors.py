@@ -12,6 +12,8 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.features.access_control.settings import CorsSettings
 from kvproxy.proxy.filters.chain import FilterContext
 
+#: Methods of the APIs; pages of other origins may use no other.
+_METHODS = ("GET", "POST", "DELETE")
 #: Time for which a browser may keep the answer to a preflight request.
 _MAX_AGE_S = 600
 
@@ -43,7 +45,7 @@ def build(app: ASGIApp, settings: CorsSettings, context: FilterContext) -> ASGIA
         app,
         allow_origins=settings.allow_origins,
         allow_origin_regex=settings.allow_origin_regex or None,
-        allow_methods=("*",),
+        allow_methods=_METHODS,
         allow_headers=("*",),
         allow_credentials=settings.allow_credentials,
         expose_headers=settings.expose_headers,

@@ -17,7 +17,7 @@ class CorsSettings(Model):
     """Settings of `cors` (Starlette's CORSMiddleware)."""
 
     retired = {
-        "allow_methods": "every method is allowed; paths that clients may not ask for are refused all the same",
+        "allow_methods": "GET, POST and DELETE are allowed",
         "allow_headers": "every request header is allowed",
         "max_age": "preflight answers may be cached for 10 minutes",
     }

@@ -74,6 +74,15 @@ async def test_the_official_sdks_pass_with_the_defaults(method: bytes) -> None:
     assert method in reply.headers[b"access-control-allow-methods"]
 
 
+async def test_pages_use_no_other_method() -> None:
+    """The answer to a preflight request refuses it."""
+    headers = [ORIGIN, (b"access-control-request-method", b"PUT")]
+    app = build(Inner(), CorsSettings(allow_origins=("*",)), filter_context())
+    reply = await call(app, http_scope("/v1/responses", method="OPTIONS", headers=headers))
+    assert reply.status == 400
+    assert b"PUT" not in reply.headers[b"access-control-allow-methods"]
+
+
 async def test_vary_is_sent_once_in_front_of_an_engine_with_cors_of_its_own() -> None:
     """Other values of the field stay."""
     inner = Inner(headers=[(b"vary", b"Origin"), (b"vary", b"Accept-Encoding")])
