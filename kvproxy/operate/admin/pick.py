@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +15,6 @@ from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
 from kvproxy.base.json_scan import MAX_DECODED_BYTES, Edit, Unreadable, apply_edits, find_members, run_in_turns
 from kvproxy.base.types import InferenceRequest
-from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
@@ -25,11 +25,11 @@ from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.admin.replies import RequestRefused, read_json_object, receive_body, reply_json
 from kvproxy.operate.config.decode import spelling_hint
 from kvproxy.operate.feature import Feature
+from kvproxy.operate.placing.carried import CarriedRequest, Placer
 from kvproxy.operate.placing.external import ExternalPlacement, engine_headers
-from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations
+from kvproxy.operate.placing.reservations import MAX_RESERVATIONS, QUEUE
 from kvproxy.operate.runtime.operated import AdminTarget
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
-from kvproxy.proxy.filters.kvcache import prefers
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.parse import read_body
@@ -101,9 +101,9 @@ async def _question(body: bytes) -> tuple[Question, bytes]:
     return question, await run_in_turns(apply_edits(body, [Edit(0, start), Edit(end, len(body))]), pace)
 
 
-async def parse_report(request: Request) -> Ended:
+async def _parse_report(request: Request) -> Report:
     """How the request went; an empty body is a good answer. RequestRefused with what is wrong."""
-    report = _decoded(await receive_body(request) or b"{}", Report)
+    report: Report = _decoded(await receive_body(request) or b"{}", Report)
     problems = [
         Problem(name, "not a number of tokens", "a whole number from 0 on")
         for name in ("prompt_tokens", "cached_tokens")
@@ -111,10 +111,10 @@ async def parse_report(request: Request) -> Ended:
     ]
     if problems:
         raise RequestRefused(422, *problems)
-    return Ended(_outcome(report), report.prompt_tokens, report.cached_tokens)
+    return report
 
 
-def _outcome(report: Report) -> AttemptOutcome:
+def _verdict_on(report: Report) -> AttemptOutcome:
     if report.cancelled:
         return AttemptOutcome.CANCELLED
     if report.status == 503:
@@ -138,11 +138,10 @@ def _form(kind: type[Any]) -> str:
 class PickRoutes:
     """`/pick`, and what becomes of the places it reserved."""
 
-    def __init__(self, operated: AdminTarget, *, reservations: Reservations | None = None) -> None:
+    def __init__(self, operated: AdminTarget, *, limit: int = MAX_RESERVATIONS) -> None:
         self._operated = operated
-        if reservations is None:  # an empty one is false
-            reservations = Reservations(metrics=operated.metrics, clock=operated.clock)
-        self._held = reservations
+        self._placer = Placer(operated, lease_s=DEFAULT_LEASE_S, fallbacks=0, queue=QUEUE, limit=limit, observed=False)
+        self._held: dict[str, CarriedRequest] = {}  # by their reservations
 
     def list_routes(self) -> list[Route]:
         """Their paths."""
@@ -161,71 +160,74 @@ class PickRoutes:
                 404, Problem("request.model", "no route leads there", "GET /endpoints shows the clusters")
             )
         _check_policy(question, target.cluster)
-        exchange = await self._guarded(question, inference, body)
-        facts = await self._facts_for(inference, body, target)
-        if question.reserve and self._held.full:
+        carried = self._placer.begin("POST", question.path, [])
+        placement = await _prepare(carried, question, body, inference, target)
+        if question.reserve and self._placer.held.full:
             raise RequestRefused(
                 429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done")
             )
-        placement = self._placement(exchange, question, facts, target)
         now = operated.clock()
         decision = placement.decide(now)
-        shown = {} if isinstance(decision, Refusal) else _shown(decision, target.cluster, exchange)
-        pick = placement.take(decision, now) if question.reserve else None
+        shown = {} if isinstance(decision, Refusal) else _shown(decision, target.cluster, carried.exchange)
+        if question.reserve:
+            carried.take(placement, decision, now)
         if isinstance(decision, Refusal):
             raise _refused(decision)
-        if pick is None:
+        if carried.held is None:
             return reply_json(shown)
-        service = operated.kvcache
-        held = self._held.hold_pick(target.cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
-        shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
+        name = carried.held.id
+        self._held[name] = carried
+        carried.held.on_lapse = partial(self._lapse, name)
+        shown["reservation"] = {"id": name, "lease_s": question.lease_s}
         return reply_json(shown, 201)
 
-    async def _guarded(self, question: Question, inference: InferenceRequest, body: bytes) -> Exchange:
-        """Return the exchange of a request that may be carried. Raises RequestRefused."""
-        exchange = Exchange(received_at=self._operated.clock(), policy=question.policy, body=body)
-        exchange.inference = inference
-        try:
-            for guard in self._operated.guards:
-                await guard.examine(exchange, question.path, [], body)
-        except LocalReply as why:
-            raise RequestRefused(why.status, Problem("request", str(why))) from None
-        exchange.body = None
-        exchange.names = None
-        return exchange
-
-    def _placement(
-        self, exchange: Exchange, question: Question, facts: RequestFacts | None, target: RouteTarget
-    ) -> ExternalPlacement:
-        clock = self._operated.clock
-        service = self._operated.kvcache
-        assert exchange.inference is not None
-        inference = exchange.inference
-        exchange.inference = msgspec.structs.replace(inference, stream=question.first_token)
-        if facts is not None and service is not None:
-            exchange.facts = facts.overlaps
-            exchange.preferred = facts.preferred if prefers(service.settings, target.cluster.settings.policy) else None
-        model = target.upstream_model or inference.model
-        return ExternalPlacement(exchange=exchange, cluster=target.cluster, clock=clock, model=model)
-
-    async def _facts_for(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts | None:
-        service = self._operated.kvcache
-        if service is None:
-            return None
-        return await service.facts_for(inference, body, cluster=target.cluster, model=target.upstream_model)
+    def _lapse(self, name: str) -> None:
+        self._held.pop(name).left()
 
     async def _first_token(self, request: Request) -> Response:
         await read_json_object(request, optional=True)
-        if not self._held.first_token(request.path_params["id"]):
+        carried = self._held.get(request.path_params["id"])
+        if carried is None:
             raise _unknown()
+        carried.first_byte(self._operated.clock())
         return reply_json({"first_token": True})
 
     async def _done(self, request: Request) -> Response:
-        ended = await parse_report(request)
-        held: PickReservation | None = self._held.end_pick(request.path_params["id"], ended)
-        if held is None:
+        report = await _parse_report(request)
+        carried = self._held.pop(request.path_params["id"], None)
+        if carried is None:
             raise _unknown()
-        return reply_json({"endpoint": held.pick.endpoint.id, "outcome": ended.outcome.value})
+        verdict = _verdict_on(report)
+        _end(carried, report, verdict, self._operated.clock())
+        return reply_json({"endpoint": carried.exchange.outcome.endpoint, "outcome": verdict.value})
+
+
+async def _prepare(
+    carried: CarriedRequest, question: Question, body: bytes, inference: InferenceRequest, target: RouteTarget
+) -> ExternalPlacement:
+    """Return the placement of a request that may be carried. Raises RequestRefused."""
+    exchange = carried.exchange
+    exchange.policy = question.policy
+    exchange.body = body
+    exchange.inference = msgspec.structs.replace(inference, stream=question.first_token)
+    carried.lease_s = question.lease_s
+    try:
+        placement = await carried.prepare(target, body)
+    except LocalReply as why:
+        raise RequestRefused(why.status, Problem("request", str(why))) from None
+    exchange.body = exchange.names = None
+    return placement
+
+
+def _end(carried: CarriedRequest, report: Report, verdict: AttemptOutcome, now: float) -> None:
+    outcome = carried.exchange.outcome
+    outcome.status = report.status
+    outcome.prompt_tokens = report.prompt_tokens
+    outcome.cached_tokens = report.cached_tokens
+    if verdict is AttemptOutcome.SUCCESS and outcome.ttft_s is None:
+        outcome.ttft_s = now - carried.exchange.received_at
+    carried.settle(verdict, cached_tokens=report.cached_tokens)
+    carried.finish(now)
 
 
 def _check_policy(question: Question, cluster: Cluster) -> None:

@@ -15,6 +15,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routes import Routes, RouteTarget
+from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.placing.external import (
     ExternalPlacement,
@@ -25,7 +26,7 @@ from kvproxy.operate.placing.external import (
     refusal_reply,
     shed_reply,
 )
-from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations
+from kvproxy.operate.placing.reservations import MAX_RESERVATIONS, PickReservation, Reservations
 from kvproxy.proxy.filter_settings import InferenceRequestSettings
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import needs_facts, prefers, use_facts
@@ -44,14 +45,27 @@ log = logging.getLogger("kvproxy")
 
 
 class Placer:
-    """State shared by all requests that are carried elsewhere."""
+    """State shared by all requests that are carried elsewhere.
 
-    def __init__(self, target: PlacerTarget, *, lease_s: float, fallbacks: int, queue: str) -> None:
+    `observed`: False for questions, which nothing counts, and whose facts are gathered even if no policy uses them.
+    """
+
+    def __init__(
+        self,
+        target: PlacerTarget,
+        *,
+        lease_s: float,
+        fallbacks: int,
+        queue: str,
+        limit: int = MAX_RESERVATIONS,
+        observed: bool = True,
+    ) -> None:
         self.target = target
         self.lease_s = lease_s
         self.fallbacks = fallbacks
         self.clock = target.clock
-        self.held = Reservations(metrics=target.metrics, clock=target.clock, queue=queue)
+        self.held = Reservations(metrics=target.metrics, clock=target.clock, limit=limit, queue=queue)
+        self._observed = observed
         self.pace = asyncio.Lock()
         self._routes: Routes | None = None
         self.sessions = SessionHeaders()
@@ -78,11 +92,12 @@ class Placer:
         self.offers_policies = any(one.client_policies for one in config.clusters.values())
         name = settings.session_header if isinstance(settings, InferenceRequestSettings) else ""
         self.sessions = SessionHeaders(name)
-        counted = RouteMetrics(target.metrics, clusters=target.clusters, routes=config.routes)
-        self.observers = (counted, *target.observers)
-        self.hooks = frozenset[str]().union(*(observer.hooks for observer in self.observers))
+        if self._observed:
+            counted = RouteMetrics(target.metrics, clusters=target.clusters, routes=config.routes)
+            self.observers = (counted, *target.observers)
+            self.hooks = frozenset[str]().union(*(observer.hooks for observer in self.observers))
         if (service := target.kvcache) is not None:
-            recorded = any(one.wants_facts for one in target.observers)
+            recorded = not self._observed or any(one.wants_facts for one in target.observers)
             self.informed = {
                 name: prefers(service.settings, one.settings.policy)
                 for name, one in target.clusters.items()
@@ -104,6 +119,7 @@ class CarriedRequest:
         exchange.observers = placer.observers
         exchange.hooks = placer.hooks
         self.priority = 0  # set by the app; 0: that of the cluster's header
+        self.lease_s = placer.lease_s
         self._placement: ExternalPlacement | None = None  # once it has an endpoint
         self.held: PickReservation | None = None
         self.listed: list[Endpoint] = []  # the chosen endpoint, then where to go if it cannot be reached
@@ -141,10 +157,9 @@ class CarriedRequest:
         exchange.outcome.cluster = target.cluster.name
         if placer.offers_policies:
             exchange.policy = chosen_policy(self._headers, target.cluster)
-        for guard in placer.target.guards:
-            await guard.examine(exchange, self.path, self._headers, body)
-        await self._know(target)
-        await self._decide(target, outside_subset(subset, target.cluster) | exclude)
+        placement = await self.prepare(target, body)
+        placement.excluded = outside_subset(subset, target.cluster) | exclude
+        await self._decide(placement)
         if not target.upstream_model or body is None or inference is None:
             return None
         return await with_model(body, target.upstream_model, named=model, pace=placer.pace)
@@ -161,6 +176,20 @@ class CarriedRequest:
         self.exchange.inference = inference
         if inference is not None:
             self.placer.clients.count_request(inference)
+
+    async def prepare(self, target: RouteTarget, body: bytes | None) -> ExternalPlacement:
+        """Return its placement, with all that decides about it. Raises LocalReply if no engine may get it."""
+        exchange = self.exchange
+        for guard in self.placer.target.guards:
+            await guard.examine(exchange, self.path, self._headers, body)
+        await self._know(target)
+        return ExternalPlacement(
+            exchange=exchange,
+            cluster=target.cluster,
+            clock=self.placer.clock,
+            model=target.upstream_model or ("" if exchange.inference is None else exchange.inference.model),
+            priority=_priority_of(self.priority, self._headers, target.cluster),
+        )
 
     async def _know(self, target: RouteTarget) -> None:
         """Gather overlaps with its prompt. No fact about a cache fails a request."""
@@ -185,34 +214,24 @@ class CarriedRequest:
         if "facts_known" in exchange.hooks:
             notify(RequestObserver.facts_known, exchange)
 
-    async def _decide(self, target: RouteTarget, outside: frozenset[EndpointId]) -> None:
-        exchange = self.exchange
+    async def _decide(self, placement: ExternalPlacement) -> None:
         placer = self.placer
-        cluster = target.cluster
         if placer.held.full:
             raise shed_reply(429, "too_many_requests")
-        placement = ExternalPlacement(
-            exchange=exchange,
-            cluster=cluster,
-            clock=placer.clock,
-            model=target.upstream_model or ("" if exchange.inference is None else exchange.inference.model),
-            excluded=outside,
-            priority=_priority_of(self.priority, self._headers, cluster),
-        )
         try:
             pick = await placement.place(placer.clock())
         except QueueFull as full:
             raise shed_reply(429, "queue_full", math.ceil(full.retry_after_s)) from None
         if pick is None:
-            raise refusal_reply(placement.refusal, outside)
+            raise refusal_reply(placement.refusal, placement.excluded)
         self._placement = placement
         self._hold(placement.cluster, pick)
         await placement.wait_to_send(pick)
-        exchange.body = None
+        self.exchange.body = None
         self.listed = [pick.endpoint]
         if placer.fallbacks:
             asked = placement.make_question()
-            self.listed = list_endpoints(cluster, asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
+            self.listed = list_endpoints(placement.cluster, asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
 
     async def place_again(self) -> None:
         """Reserve another endpoint than those tried; the one before was settled. Raises LocalReply if none is left."""
@@ -234,15 +253,17 @@ class CarriedRequest:
             return
         asked = msgspec.structs.replace(placement.make_question(), preferred=endpoint.id, excluded=NO_ENDPOINTS)
         verdict = placement.cluster.decide(asked, now)
-        if isinstance(verdict, Refusal) or verdict.endpoint is not endpoint:
-            return
+        if not isinstance(verdict, Refusal) and verdict.endpoint is endpoint:
+            self.take(placement, verdict, now)
+
+    def take(self, placement: ExternalPlacement, verdict: Decision[Endpoint] | Refusal, now: float) -> None:
+        """Reserve what was decided, without a wait; a refusal is counted."""
         if (pick := placement.take(verdict, now)) is not None:
             placement.note_attempt(pick)
             self._hold(placement.cluster, pick)
 
     def _hold(self, cluster: Cluster, pick: Pick) -> None:
-        placer = self.placer
-        self.held = placer.held.hold_pick(cluster, pick, service=None, facts=None, lease_s=placer.lease_s)
+        self.held = self.placer.held.hold_pick(cluster, pick, lease_s=self.lease_s)
 
     def first_byte(self, now: float) -> None:
         """Record the first byte of the engine's answer."""
@@ -266,7 +287,7 @@ class CarriedRequest:
             held.pick.endpoint.metrics.count_request(outcome.status)
             if held.pick.stay is not None:
                 held.pick.stay.calls_tool = outcome.calls_tool
-            self.settle(verdict, prompt_tokens=outcome.prompt_tokens, cached_tokens=outcome.cached_tokens)
+            self.settle(verdict, cached_tokens=outcome.cached_tokens)
         self.finish(now)
 
     def left(self) -> None:
@@ -282,12 +303,10 @@ class CarriedRequest:
         self.exchange.outcome.end = "local_reply"
         self.finish(self.placer.clock())
 
-    def settle(
-        self, outcome: AttemptOutcome, *, prompt_tokens: int | None = None, cached_tokens: int | None = None
-    ) -> None:
+    def settle(self, outcome: AttemptOutcome, *, cached_tokens: int | None = None) -> None:
         """Settle the reservation."""
         if self.held is not None:
-            self.placer.held.end_pick(self.held.id, Ended(outcome, prompt_tokens, cached_tokens))
+            self.placer.held.end_pick(self.held.id, outcome, cached_tokens=cached_tokens)
             self.held = None
 
     def finish(self, now: float) -> None:

@@ -11,8 +11,6 @@ from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.collectors import CounterCell
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
-from kvproxy.cache.overlap.facts import RequestFacts, Result
-from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.proxy.metrics import RequestMetrics
@@ -44,18 +42,8 @@ class PickReservation:
     id: str
     cluster: Cluster
     pick: Pick
-    service: KvCache | None
-    facts: RequestFacts | None
     timer: Timer
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How the request went, by the caller's word; None: unknown."""
-
-    outcome: AttemptOutcome = AttemptOutcome.SUCCESS
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
+    on_lapse: Callable[[], None] | None = None  # called when its lease has run out
 
 
 class Reservations:
@@ -87,15 +75,11 @@ class Reservations:
         """True if there is no place for another one."""
         return len(self._held) >= self._limit
 
-    def hold_pick(
-        self, cluster: Cluster, pick: Pick, *, service: KvCache | None, facts: RequestFacts | None, lease_s: float
-    ) -> PickReservation:
+    def hold_pick(self, cluster: Cluster, pick: Pick, *, lease_s: float) -> PickReservation:
         """Keep this pick until it is settled, at most `lease_s`."""
         name = self._take_id(24)
         timer = self._later(lease_s, lambda: self._expire(name))
-        held = self._held[name] = PickReservation(name, cluster, pick, service, facts, timer)
-        if service is not None and facts is not None:
-            service.placed(facts, pick.endpoint.id)
+        held = self._held[name] = PickReservation(name, cluster, pick, timer)
         self._count("made")
         return held
 
@@ -106,20 +90,24 @@ class Reservations:
             held.pick.first_token(self._clock())
         return held is not None
 
-    def end_pick(self, name: str, ended: Ended) -> PickReservation | None:
+    def end_pick(
+        self, name: str, outcome: AttemptOutcome, *, cached_tokens: int | None = None
+    ) -> PickReservation | None:
         """End a reservation; None when there is no such reservation (any more)."""
         held = self._held.pop(name, None)
         if held is not None:
             held.timer.cancel()
-            self._settle(held, ended)
-            self._count(ended.outcome)
+            self._settle(held, outcome, cached_tokens)
+            self._count(outcome)
         return held
 
     def _expire(self, name: str) -> None:
         held = self._held.pop(name, None)
         if held is not None:
-            self._settle(held, Ended(AttemptOutcome.CANCELLED))
+            self._settle(held, AttemptOutcome.CANCELLED)
             self._count("expired")
+            if held.on_lapse is not None:
+                held.on_lapse()
 
     def _count(self, result: str) -> None:
         counter = self._counted.get(result)
@@ -127,13 +115,8 @@ class Reservations:
             counter = self._counted[result] = self._results.labels(result)
         counter.value += 1.0
 
-    def _settle(self, held: PickReservation, ended: Ended) -> None:
+    def _settle(self, held: PickReservation, outcome: AttemptOutcome, cached_tokens: int | None = None) -> None:
         now = self._clock()
-        pick = held.pick
-        well = ended.outcome is AttemptOutcome.SUCCESS
-        pick.settle(ended.outcome, now)
-        if well and ended.cached_tokens is not None:
-            pick.observe_reuse(ended.cached_tokens, now)
-        if held.service is not None and held.facts is not None:
-            result = Result(pick.endpoint.id, well, ended.prompt_tokens, ended.cached_tokens)
-            held.service.finished(held.facts, result)
+        held.pick.settle(outcome, now)
+        if outcome is AttemptOutcome.SUCCESS and cached_tokens is not None:
+            held.pick.observe_reuse(cached_tokens, now)

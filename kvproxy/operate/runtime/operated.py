@@ -20,6 +20,7 @@ from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.runtime.recent import RecentDecisions
 from kvproxy.proxy.filters.chain import RequestGuard
+from kvproxy.proxy.request.observer import RequestObserver
 
 if TYPE_CHECKING:
     from kvproxy.operate.commands.live_advice import AdviceRunner
@@ -131,6 +132,8 @@ class AdminTarget(OperatedProcess, Protocol):
     def certificates(self) -> CertificateWatch: ...
     @property
     def recent(self) -> RecentDecisions: ...
+    @property
+    def observers(self) -> Sequence[RequestObserver]: ...
     @property
     def metrics(self) -> Metrics: ...
     @property

@@ -16,8 +16,8 @@ from kvproxy.base.json_scan import MAX_DECODED_BYTES
 from kvproxy.base.types import EndpointId
 from kvproxy.operate.admin.pick import PickRoutes
 from kvproxy.operate.admin.replies import RequestRefused, on_refused
-from kvproxy.operate.placing.reservations import Reservations
 from tests.operate.admin.support import admin_of, problems_of, proxy_of
+from tests.support.until import until
 
 ENDPOINTS = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10/base"}
 PROMPT = "a long shared question " * 100
@@ -140,6 +140,15 @@ async def test_a_first_token_that_is_told_of_ends_the_pending_prefill() -> None:
         assert endpoint.load.in_flight == 0
 
 
+async def test_a_lapsed_reservation_leaves_no_prompt_behind() -> None:
+    """No engine is known to have computed the prompt; the caller's word comes too late."""
+    async with picker() as (proxy, client):
+        shown = (await client.post("/pick", json=question(reserve=True, lease_s=0.01))).json()
+        await until(lambda: sum(in_flight(proxy).values()) == 0)
+        assert (await client.post(f"/pick/{shown['reservation']['id']}/done")).status_code == 404
+        assert (await client.post("/pick", json=question())).json()["matched_tokens"] == 0
+
+
 async def test_a_reservation_is_settled_once() -> None:
     """And one that is unknown cannot be."""
     async with picker() as (_, client):
@@ -170,10 +179,8 @@ async def test_unanswerable_queries_are_reported(body: Any, status: int, where: 
 async def test_too_many_open_reservations_are_refused() -> None:
     """Questions are still answered."""
     proxy = proxy_of(endpoints=ENDPOINTS, policy="kv_aware")
-    held = Reservations(metrics=proxy.metrics, clock=proxy.clock, limit=1)
-    app = Starlette(
-        routes=PickRoutes(proxy, reservations=held).list_routes(), exception_handlers={RequestRefused: on_refused}
-    )
+    routes = PickRoutes(proxy, limit=1).list_routes()
+    app = Starlette(routes=routes, exception_handlers={RequestRefused: on_refused})
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         asked = question(reserve=True)

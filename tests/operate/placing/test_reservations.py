@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routing.policy import PickRequest
-from kvproxy.operate.placing.reservations import Ended, PickReservation, Reservations
+from kvproxy.operate.placing.reservations import PickReservation, Reservations
 from tests.operate.admin.support import proxy_of
 from tests.support.picks import pick_endpoint
 
@@ -39,7 +40,7 @@ def held(reservations: Reservations, cluster: Cluster) -> PickReservation:
     """One more reservation for a minute."""
     pick = pick_endpoint(cluster, PickRequest(), now=0.0)
     assert pick is not None
-    return reservations.hold_pick(cluster, pick, service=None, facts=None, lease_s=60.0)
+    return reservations.hold_pick(cluster, pick, lease_s=60.0)
 
 
 def test_a_lease_that_runs_out_frees_the_place_and_blames_nobody() -> None:
@@ -59,7 +60,7 @@ def test_a_lease_that_runs_out_frees_the_place_and_blames_nobody() -> None:
     assert len(reservations) == 1
     value = proxy.metrics.registry.get_sample_value("kvproxy_pick_reservations_total", {"result": "expired"})
     assert value == 1.0
-    assert reservations.end_pick(second.id, Ended()) is second
+    assert reservations.end_pick(second.id, AttemptOutcome.SUCCESS) is second
     assert timers.started[1].cancelled  # nothing of it is kept for the rest of its lease
 
 
