@@ -261,6 +261,8 @@ class RouterQueue:
         QueueFull."""
         request = decision.request
         by = self.admission
+        if queued.room is not None:
+            queued.room.over(now)
         room = queued.room = _begin_wait(by, request, self._queue.settings.max_wait_s - queued.early_s, now)
 
         def has_room(now: float) -> bool:
@@ -363,20 +365,18 @@ class RouterQueue:
             return
         try:
             verdict = queued.decide(now)
-            if queued.room is not None:
-                queued.room.over(now)
             if not isinstance(verdict, Refusal):
                 if why is ReleaseReason.TURN and verdict.request.waits_for_room and self._offer(queued, verdict, now):
                     return
                 later_s = _begins_later_s(self.admission, verdict.request, now)
                 if why is ReleaseReason.MAX_WAIT and later_s is not None:
                     raise QueueFull(later_s)
+            if queued.room is not None:
+                queued.room.over(now)
             pick = queued.take(verdict, now)
-        except QueueFull as error:
-            self._series.exits(ReleaseReason.REFUSED).inc()
-            queued.placed.set_exception(error)
-            return
         except Exception as error:  # noqa: BLE001 - belongs to this request, not to the others that wait
+            if isinstance(error, QueueFull):
+                self._series.exits(ReleaseReason.REFUSED).inc()
             queued.placed.set_exception(error)
             return
         self._series.exits(ReleaseReason.NO_ENDPOINT if pick is None else why).inc()

@@ -65,6 +65,7 @@ class FakeRule:
     waits: list[FakeWait] = field(default_factory=list)
     forgotten: list[EndpointId] = field(default_factory=list)
     change_at: float = float("inf")
+    waiting_when_asked: int = 0  # when to come again
 
     def restrict(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> PickRequest:
         if request.facts.prompt_tokens < LARGE or self.open:
@@ -79,6 +80,7 @@ class FakeRule:
         return self.waits[-1]
 
     def retry_after_s(self, request: PickRequest, max_wait_s: float, now: float) -> float | None:
+        self.waiting_when_asked = sum(not wait.ended for wait in self.waits)
         return self.later_s if max_wait_s else self.late_s
 
     def next_change_at(self, now: float) -> float:
@@ -202,6 +204,7 @@ async def test_after_the_longest_wait_new_sessions_are_refused_and_others_pass(
         with pytest.raises(QueueFull) as refused:
             await waiting
         assert refused.value.retry_after_s == late_s
+        assert rule.waiting_when_asked == 1  # its own wait tells how long the next one may be
         assert queue.status(clock())["refused"] == 1
     assert rule.waits[0].ended
 

@@ -251,9 +251,9 @@ class SessionAdmission:
         if self.known.find(request.facts) is not None:
             return None
         wait_s = self.line.expected_wait_s(now)
-        if max_wait_s > 0.0 and (wait_s is None or wait_s <= max_wait_s):
+        if max_wait_s > 0.0 and (wait_s <= max_wait_s or not self.line.knows_rate):
             return None
-        return max(1.0, (wait_s or 0.0) - max_wait_s)
+        return max(1.0, wait_s - max_wait_s)
 
     def next_change_at(self, now: float) -> float:
         """As of Admission."""

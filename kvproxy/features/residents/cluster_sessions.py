@@ -50,27 +50,29 @@ class ClusterSessions(ClusterObserver):
         now = self._clock()
         self.rule.expire(now)
         habits = self.rule.habits
-        wait_s = self.rule.line.expected_wait_s(now)
+        limits = self.list_limits()
         return {
             "known": len(self.rule.known),
             "residents": sum(len(one.sessions) for one in self.rule.sets.values()),
             "waiting": len(self.rule.line.waits),
             "waits": [one.describe(now) for one in islice(self.rule.line.waits, WAITS_SHOWN)],
-            "expected_wait_s": None if wait_s is None else round(wait_s, 1),
+            "expected_wait_s": round(self.rule.line.expected_wait_s(now), 1),
             "gave_way": self.rule.given_way,
             "idle_limit_s": round(habits.idle_limit_s, 1),
             "growth_tokens": round(habits.growth_tokens),
             "memory_known": any(memory_of(one) for one in self._cluster.endpoints),
             "endpoints": {
-                name: {**self._describe_residents(name), "limit_tokens": limit}
-                for name, limit in self.list_limits().items()
+                one.id: {**self._describe_residents(one), "limit_tokens": limits[one.id]}
+                for one in self._cluster.endpoints
+                if one.id in limits
             },
         }
 
-    def _describe_residents(self, endpoint: EndpointId) -> dict[str, object]:
-        residents = self.rule.sets[endpoint]
+    def _describe_residents(self, endpoint: Endpoint) -> dict[str, object]:
+        residents = self.rule.sets[endpoint.id]
         tokens = round(residents.tokens(self.rule.habits.growth_tokens))
-        return {"residents": len(residents.sessions), "context_tokens": tokens}
+        memory = memory_of(endpoint) or None
+        return {"residents": len(residents.sessions), "context_tokens": tokens, "memory_tokens": memory}
 
     def list_limits(self) -> Mapping[EndpointId, int | None]:
         """Return the tokens up to which sessions are admitted to each endpoint that has or had residents; None: there
@@ -130,8 +132,7 @@ def show_sessions(metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> 
 
     def expected_waits() -> Iterator[Sample]:
         for one in find_sessions(clusters()):
-            if (wait_s := one.rule.line.expected_wait_s(clock())) is not None:
-                yield (one.cluster_name,), wait_s
+            yield (one.cluster_name,), one.rule.line.expected_wait_s(clock())
 
     group = metrics.group(SessionMetrics)
     group.residents.set_source(lambda: by_endpoint(lambda _, residents: float(len(residents.sessions))))
@@ -148,9 +149,8 @@ def show_status(live: Mapping[str, Any]) -> StatusPart:
     lines = []
     for cluster, one in (live.get("sessions") or {}).items():
         if one["waiting"]:
-            expected = one["expected_wait_s"]
-            soon = "" if expected is None else f"; a new one would wait {expected:.0f} s"
             longest_s = max(wait["waited_s"] for wait in one["waits"])
-            waiting = f"{one['waiting']}, for up to {longest_s:.0f} s ({one['residents']} hold it){soon}"
-            lines.append(plain(f"{cluster}: sessions waiting for KV memory: {waiting}"))
+            waiting = f"{one['waiting']}, for up to {longest_s:.0f} s ({one['residents']} hold it)"
+            new = f"a new one would wait {one['expected_wait_s']:.0f} s"
+            lines.append(plain(f"{cluster}: sessions waiting for KV memory: {waiting}; {new}"))
     return StatusPart(blocks=(lines,) if lines else ())

@@ -23,7 +23,7 @@ class SessionMetrics(MetricGroup):
     )
     limit_tokens = callback_gauge(
         "kvproxy_resident_limit_tokens",
-        "Such tokens up to which sessions are admitted; none: there is no limit",
+        "Such tokens up to which new sessions are admitted, which growth may exceed; none: there is no limit",
         "cluster endpoint",
         across=Across.MAX,
     )
@@ -35,7 +35,7 @@ class SessionMetrics(MetricGroup):
     )
     expected_wait = callback_gauge(
         "kvproxy_sessions_expected_wait_seconds",
-        "Wait of a session that begins now, by the rate at which room has become free; none: not known",
+        "Wait of a session that begins now, by the rate at which room becomes free; before any did, what others waited",
         "cluster",
         across=Across.MAX,
     )

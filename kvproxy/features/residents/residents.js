@@ -8,21 +8,20 @@ const COLUMNS = [
   pill((one) => (one.waiting ? ["warn", "some wait"] : ["good", one.memory_known ? "all fit" : "memory unknown"])),
   number((one) => count(one.residents)),
   number((one) => count(one.waiting)),
-  number((one) => (known(one.expected_wait_s) ? span(one.expected_wait_s) : "–")),
+  number((one) => span(one.expected_wait_s)),
   number((one) => short(one.growth_tokens)),
   number((one) => count(one.gave_way)),
 ];
-
-const limited = (one, value) => (known(one.limit_tokens) ? value : null);
 
 const ENGINES = [
   text((one) => one.key, "lead"),
   number((one) => count(one.residents)),
   meter(
-    (one) => limited(one, one.context_tokens / one.limit_tokens),
-    (one) => `${short(one.context_tokens)} of ${limited(one, short(one.limit_tokens)) || "no limit"}`,
+    (one) => (known(one.memory_tokens) ? one.context_tokens / one.memory_tokens : null),
+    (one) => short(one.context_tokens) + (known(one.memory_tokens) ? ` of ${short(one.memory_tokens)}` : ""),
     1,
   ),
+  number((one) => (known(one.limit_tokens) ? short(one.limit_tokens) : "no limit")),
 ];
 
 const WAITS = [

@@ -42,20 +42,23 @@ class WaitingLine:
         self.kept: dict[EndpointId, tuple[Waiting, EndpointLoad]] = {}  # for whom, by endpoint
         self._asked = 0  # questions whether there is room
         self._granted = (0, 0.0)  # last block of the prompt that waited last, and for how many seconds
-        #: Times and tokens of those that got room since some wait; the first is when the first of them began to.
-        self._admitted: deque[tuple[float, float]] = deque(maxlen=_ADMITTED)
+        self._waited_s = 0.0  # in which some waited, before those of now
+        self._since = 0.0  # when the first of these began to
+        #: Of those that got room of late, the seconds until then in which some waited, and tokens; first a beginning.
+        self._admitted: deque[tuple[float, float]] = deque([(0.0, 0.0)], maxlen=_ADMITTED)
 
     def join(self, wait: Waiting) -> None:
         """Put one last."""
         if not self.waits:
-            self._admitted.clear()
-            self._admitted.append((wait.began_at, 0.0))
+            self._since = wait.began_at
         self.waits[wait] = None
 
     def leave(self, wait: Waiting, now: float) -> None:
         """Remove one, if it is there."""
         if wait in self.waits:
             del self.waits[wait]
+            if not self.waits:
+                self._waited_s += now - self._since
             self.release(wait)
             self._granted = wait.request.facts.blocks[-1], now - wait.began_at
 
@@ -71,7 +74,7 @@ class WaitingLine:
 
     def admit(self, wait: Waiting, now: float) -> None:
         """Note that there is room for one."""
-        self._admitted.append((now, wait.tokens))
+        self._admitted.append((self._waited_s + now - self._since, wait.tokens))
         self.release(wait)
 
     def is_kept(self, one: Candidate, wait: Waiting | None) -> bool:
@@ -104,12 +107,20 @@ class WaitingLine:
         granted, waited_s = self._granted
         return waited_s if granted == blocks[-1] else 0.0
 
-    def expected_wait_s(self, now: float) -> float | None:
-        """Seconds until a session that comes now has room, by the rate of late; None: not known."""
-        admitted = self._admitted
-        if len(admitted) <= _RATE_KNOWN:
-            return None
-        took_s = max(0.001, now - admitted[0][0])
+    @property
+    def knows_rate(self) -> bool:
+        """Whether room became free often enough to refuse by it."""
+        return len(self._admitted) > _RATE_KNOWN
+
+    def expected_wait_s(self, now: float) -> float:
+        """Seconds until a session that comes now has room, by the rate of late at which it became free while some
+        waited; before any did, what the first has waited."""
+        if not self.waits:
+            return 0.0
+        (began_s, _), *admitted = self._admitted
+        took_s = max(0.001, self._waited_s + now - self._since - began_s)
+        if not admitted:
+            return took_s
         return sum(wait.tokens for wait in self.waits) * took_s / sum(tokens for _, tokens in admitted)
 
 

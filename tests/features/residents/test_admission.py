@@ -502,7 +502,7 @@ def test_new_sessions_are_refused_where_they_could_not_begin_in_time(admission: 
     knows(admission, *range(1, 20))
     new = prompt(18, 100)
     assert admission.retry_after_s(new, 300.0, 0.0) is None
-    assert admission.line.expected_wait_s(0.0) is None
+    assert admission.line.expected_wait_s(0.0) == 0.0
     assert admission.retry_after_s(new, 0.0, 0.0) == 1.0
     waiting = [wait_for_room(admission, prompt(number, 100), 1.0) for number in range(1, 16)]
     for number in range(10):
@@ -516,7 +516,7 @@ def test_new_sessions_are_refused_where_they_could_not_begin_in_time(admission: 
     assert admission.retry_after_s(prompt(17, 20), 0.0, 11.0) is None
 
 
-def test_the_rate_of_an_earlier_rush_refuses_no_one(admission: SessionAdmission) -> None:
+def test_the_rate_of_an_earlier_rush_is_that_of_the_next(admission: SessionAdmission) -> None:
     """An hour in which none waited is no hour for a few places."""
     rush = [wait_for_room(admission, prompt(number, 100), 0.0) for number in range(1, 20)]
     for wait in rush:
@@ -524,8 +524,21 @@ def test_the_rate_of_an_earlier_rush_refuses_no_one(admission: SessionAdmission)
         wait.over(1.0)
     for number in range(20, 40):
         wait_for_room(admission, prompt(number, 100), 3600.0)
-    assert admission.line.expected_wait_s(3600.0) is None
+    assert admission.line.expected_wait_s(3600.0) == pytest.approx(20 / 19)
     assert admission.retry_after_s(prompt(50, 100), 300.0, 3600.0) is None
+
+
+def test_a_wait_in_which_no_room_became_free_is_expected_again(admission: SessionAdmission) -> None:
+    """With the first that gets room there is a rate, by which none is refused before it is known better."""
+    knows(admission, 1, 2, 3)
+    first, *_ = [wait_for_room(admission, prompt(number, 100), 5.0) for number in (1, 2, 3)]
+    new = prompt(4, 100)
+    assert admission.line.expected_wait_s(65.0) == 60.0
+    assert admission.retry_after_s(new, 0.0, 65.0) == 60.0
+    assert first.has_room([A], 65.0)
+    first.over(65.0)
+    assert admission.line.expected_wait_s(65.0) == pytest.approx(120.0)
+    assert admission.retry_after_s(new, 30.0, 65.0) is None
 
 
 def test_the_first_has_whatever_room_is_first_enough(admission: SessionAdmission) -> None:

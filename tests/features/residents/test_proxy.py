@@ -175,9 +175,10 @@ async def test_metrics_and_live_show_residents(tmp_path: Path) -> None:
         assert value("kvproxy_sessions_entries", {"cluster": "default", "kind": "known"}) == 1
         assert value("kvproxy_sessions_entries", {"cluster": "default", "kind": "waiting"}) == 0
         assert value("kvproxy_sessions_gave_way_total", {"cluster": "default"}) is None  # none gave way
-        assert value("kvproxy_sessions_expected_wait_seconds", {"cluster": "default"}) is None  # not known
+        assert value("kvproxy_sessions_expected_wait_seconds", {"cluster": "default"}) == 0
         shown = FEATURE.describe_live(proxy)["sessions"]
-        assert shown["default"]["endpoints"]["only"]["residents"] == 1  # type: ignore[index]
+        only = shown["default"]["endpoints"]["only"]  # type: ignore[index]
+        assert (only["residents"], only["memory_tokens"], only["limit_tokens"]) == (1, CAPACITY, round(0.9 * CAPACITY))
         cluster = next(iter(proxy.clusters.values()))
         cluster.endpoints[0].load.engine = None
         assert value("kvproxy_resident_limit_tokens", labels) is None
@@ -200,9 +201,8 @@ def test_the_capability_names_what_it_lacks() -> None:
     assert json.dumps(show_status({}).blocks) == "[]"
 
 
-def test_a_status_without_a_known_rate_names_no_time() -> None:
+def test_the_status_names_the_wait_of_a_new_session() -> None:
     """Where nothing waits there is no line."""
     one = {"waiting": 2, "residents": 3, "expected_wait_s": 12.3, "waits": [{"waited_s": 4.0}]}
     assert "a new one would wait 12 s" in str(show_status({"sessions": {"c": one}}).blocks)
-    assert "would wait" not in str(show_status({"sessions": {"c": one | {"expected_wait_s": None}}}).blocks)
     assert not show_status({"sessions": {"c": one | {"waiting": 0}}}).blocks
