@@ -89,7 +89,7 @@ async def follow(ports: Sequence[int], shape: Shape, line: Connection) -> None:
         for number, port in enumerate(ports):
             subscriber = KvEventSubscriber(
                 EndpointId(f"e{number}"),
-                KvEventSource(0, f"tcp://127.0.0.1:{port}", None, "kv-events", 0),
+                KvEventSource(0, f"tcp://127.0.0.1:{port}", None, "kv-events"),
                 consumer=counted,
                 metrics=Metrics(),
                 clock=time.monotonic,

@@ -22,14 +22,12 @@ class KvEventSource:
     endpoint: str  # ZMQ address to subscribe to
     replay_endpoint: str | None = None
     topic: str = ""
-    buffer_steps: int = 0  # batches the engine can replay
 
 
 class _Entry(msgspec.Struct):
     endpoint: str | None = None
     replay_endpoint: str | None = None
     topic: str | None = None
-    buffer_steps: int | None = None
     enable_kv_cache_events: bool = True
     publisher: str | None = "zmq"
     data_parallel_rank: int | None = None
@@ -53,7 +51,7 @@ def sources_from_wire(answer: WireSources, *, host: str) -> tuple[KvEventSource,
         endpoint = resolve_address(entry.endpoint, host=host, offset=offset)
         if endpoint is not None:
             replay = resolve_address(entry.replay_endpoint, host=host, offset=offset)
-            sources.append(KvEventSource(rank, endpoint, replay, entry.topic or "", entry.buffer_steps or 0))
+            sources.append(KvEventSource(rank, endpoint, replay, entry.topic or ""))
     return tuple(sources)
 
 

@@ -37,7 +37,6 @@ class _EventsConfig(msgspec.Struct):
     endpoint: str | None = "tcp://*:5557"
     replay_endpoint: str | None = None
     topic: str | None = ""
-    buffer_steps: int | None = 0
 
 
 class SglangInfo(msgspec.Struct):
@@ -88,10 +87,7 @@ class SglangInfo(msgspec.Struct):
         for rank in range(min(ranks, MAX_SOURCES + 1)):
             address = resolve_address(endpoint, host=host, offset=rank)
             if address is not None:
-                steps = 0 if config is None else config.buffer_steps or 0
-                found.append(
-                    KvEventSource(rank, address, resolve_address(replay, host=host, offset=rank), topic or "", steps)
-                )
+                found.append(KvEventSource(rank, address, resolve_address(replay, host=host, offset=rank), topic or ""))
         return tuple(found)
 
     def _events_config(self) -> _EventsConfig | None:

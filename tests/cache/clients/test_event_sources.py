@@ -54,11 +54,11 @@ def test_an_ipv6_host_is_written_in_brackets() -> None:
 def test_ranks_of_the_captured_form() -> None:
     """An object keyed by rank; addresses that differ are taken as they are."""
     answer = {
-        "0": entry("tcp://*:5557", replay_endpoint="tcp://*:5657", topic="kv", buffer_steps=10),
+        "0": entry("tcp://*:5557", replay_endpoint="tcp://*:5657", topic="kv"),
         "1": entry("tcp://*:5558", replay_endpoint=None, topic=None),
     }
     assert sources(answer) == (
-        KvEventSource(0, "tcp://10.0.0.9:5557", "tcp://10.0.0.9:5657", "kv", 10),
+        KvEventSource(0, "tcp://10.0.0.9:5557", "tcp://10.0.0.9:5657", "kv"),
         KvEventSource(1, "tcp://10.0.0.9:5558"),
     )
 

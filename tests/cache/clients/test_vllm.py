@@ -125,7 +125,7 @@ async def test_event_sources_are_reached_at_the_http_host() -> None:
     """The engine's own host is `*`."""
     vllm, _ = client(captured("kv_event_sources"), url="http://engine-a:8000/base")
     assert await vllm.kv_event_sources() == (
-        KvEventSource(0, "tcp://engine-a:15557", "tcp://engine-a:15558", "kv-events", 10000),
+        KvEventSource(0, "tcp://engine-a:15557", "tcp://engine-a:15558", "kv-events"),
     )
 
 
