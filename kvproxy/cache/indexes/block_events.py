@@ -25,7 +25,7 @@ class BlockStored:
 
     block_hashes: tuple[EngineHash, ...]
     parent: EngineHash | None  # block before the first one; None at the start, or unknown chain in a re-report
-    token_ids: TokenIds
+    token_ids: TokenIds  # none: copies, by vLLM's offloading, of blocks whose tokens were reported before
     block_tokens: int
     lora_name: str | None = None
     lora_id: int | None = None  # the only LoRA field before 0.16

@@ -78,6 +78,15 @@ class BlockTable:
             above = keys[done - 1]
         return done
 
+    def copy_block(self, key: int, tier: int) -> None:
+        """Store a block on `tier` as well, if it is known."""
+        place = self.find_place(key)
+        if place is not None:
+            run, at = place
+            run.add_tier(at, at + 1, 1 << tier)
+            if run.blocks[at] in self._several:
+                self._several[run.blocks[at]][key] |= 1 << tier
+
     def remove_block(self, key: int, tier: int) -> bool:
         """Remove a block from `tier`; False when it was not known there."""
         place = self.find_place(key)

@@ -50,18 +50,13 @@ class LayerGroup:
         self._kept: list[set[int]] = [set() for _ in range(_SHARDS)]
         self._count = 0
 
-    def store(self, keys: Iterable[int], most: int) -> int:
-        """Keep these, `most` in all; returns how many had no room."""
-        left_out = 0
+    def store(self, keys: Iterable[int], most: int) -> None:
+        """Keep these, `most` in all."""
         for key in keys:
             shard = self._kept[key % _SHARDS]
-            if key not in shard:
-                if self._count < most:
-                    shard.add(key)
-                    self._count += 1
-                else:
-                    left_out += 1
-        return left_out
+            if key not in shard and self._count < most:
+                shard.add(key)
+                self._count += 1
 
     def remove(self, key: int) -> bool:
         """Remove a block; False when it was not known."""

@@ -34,16 +34,13 @@ _KEY = 2**KEY_BITS - 1
 
 @dataclass(slots=True)
 class PreciseCounts:
-    """Counts of events by outcome, in blocks (`malformed`, `other_groups` and `short_pages`: events)."""
+    """Counts of events by outcome, in blocks (`malformed`: events)."""
 
     stored: int = 0
     removed: int = 0
     removed_unknown: int = 0
     orphaned: int = 0  # below a block that was not reported, whose prefix is unknown
-    over_bound: int = 0
     malformed: int = 0
-    other_groups: int = 0
-    short_pages: int = 0  # ends of SGLang's nodes, which it reuses as part of no page
 
 
 class NotesMedia(Protocol):
@@ -115,8 +112,10 @@ class PreciseIndex:
                 yield from ((tier, blocks, blocks * table.block_size) for tier in on)
 
     def _stored(self, endpoint: EndpointId, dp_rank: int, event: BlockStored) -> None:
+        if not event.token_ids:
+            self._copied((endpoint, dp_rank, event.group or 0), event)
+            return
         if event.spec_kind not in WHOLE_PREFIX:
-            self.counts.other_groups += 1
             self._stored_layers((endpoint, dp_rank), event)
             return
         tier = self._tiers.bits.get(event.medium)
@@ -133,18 +132,27 @@ class PreciseIndex:
         if table is None or table.block_size != event.block_tokens:
             if table is not None and (
                 event.blocks == 1 and event.parent is not None and event.block_tokens < table.block_size
-            ):  # the rest of a node, and not the first block of an engine that uses other blocks now
-                self.counts.short_pages += 1
+            ):  # the rest of SGLang's node, part of no page, and not the first block of an engine that uses others now
                 return
             table = self.tables.begin(source, event.block_tokens)
             if table is None:
-                self.counts.over_bound += event.blocks
                 return
         if self.matcher.beginnings is not None:
             self.matcher.beginnings.note_change(endpoint)
         self._place(endpoint, table, event, tier)
         if self.tables.swept:
             self.tables.sweep_rows()
+
+    def _copied(self, source: Source, event: BlockStored) -> None:
+        """Store blocks on another tier, by the names under which they were reported with their tokens."""
+        table = self.tables.by_source.get(source)
+        tier = self._tiers.find_bit(event.medium)
+        if table is None or tier is None:
+            return
+        if self.matcher.beginnings is not None:
+            self.matcher.beginnings.note_change(source[0])
+        for key in keys_of(event.block_hashes):
+            table.copy_block(key, tier)
 
     def _stored_layers(self, rank: Rank, event: BlockStored) -> None:
         """Store blocks of a group that makes no prefix. Those on lower tiers are left out, which only lowers the
@@ -154,13 +162,12 @@ class PreciseIndex:
             return
         layers = self.tables.enter_layers(rank)
         if layers is None:
-            self.counts.over_bound += event.blocks
             return
         group, former = layers.follow_event(event.group or 0, kind)
         if former is not None:
             self.tables.swept.append(former)
-        left_out = event.blocks if group is None else group.store(keys_of(event.block_hashes), self.tables.max_rows)
-        self.counts.over_bound += left_out
+        if group is not None:
+            group.store(keys_of(event.block_hashes), self.tables.max_rows)
 
     def _removed_layers(self, group: LayerGroup, event: BlockRemoved) -> None:
         removed = sum(group.remove(key) for key in keys_of(event.block_hashes)) if event.medium == "GPU" else 0
@@ -206,8 +213,8 @@ class PreciseIndex:
         if (parent is None or above is not None) and table.store_new(keys, blocks, above, tier):
             self.counts.stored += len(blocks)
             media = self.media
-            if media is not None and (event.extra is not None or event.wide or media.noted):
-                _note_media(media, endpoint, table, event, tier, blocks, seed)
+            if media is not None and not tier and (event.extra is not None or event.wide or media.noted):
+                _note_media(media, endpoint, table, event, blocks, seed)
             return
         different = set(keys)
         if len(different) != len(keys) or parent in different:  # a block twice, or below itself
@@ -215,9 +222,8 @@ class PreciseIndex:
             return
         stored = table.store_blocks(keys, blocks, parent, tier)
         self.counts.stored += stored
-        self.counts.over_bound += len(keys) - stored
-        if self.media is not None and stored == len(keys):
-            _note_media(self.media, endpoint, table, event, tier, blocks, seed)
+        if self.media is not None and not tier and stored == len(keys):
+            _note_media(self.media, endpoint, table, event, blocks, seed)
 
 
 def _note_media(
@@ -225,13 +231,10 @@ def _note_media(
     endpoint: EndpointId,
     table: BlockTable,
     event: BlockStored,
-    tier: int,
     blocks: array[int],
     seed: int,
 ) -> None:
     """Note the media in an event of an engine's own memory, below this block."""
-    if tier:
-        return
 
     def find_front() -> array[int] | None:
         if event.parent is None:

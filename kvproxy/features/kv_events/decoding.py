@@ -4,6 +4,8 @@ Up to vLLM 0.23, and in older SGLangs, an event is an array whose trailing field
 map. Hashes are 64-bit ints, SGLang's signed, or whole digests. A replay reply has the topic frame only from vLLM 0.28
 on, so frames are read from the end.
 
+vLLM's offloading names the blocks that it copies, but not their tokens: a `block_size` of 0.
+
 SGLang sends one event a page, or runs of pages as one. With EAGLE or MTP its radix tree is keyed by pairs of
 neighbouring tokens, and the events name those pairs: their first tokens are the page's own. In the place of a picture
 its ids are four of 62 bits in turn, which name it.
@@ -122,7 +124,7 @@ _EXTRA_STEP_BYTES = 16_384
 _NIL = b"\xc0"
 _FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
-_Positive = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 _Hash = int | Annotated[bytes, msgspec.Meta(max_length=64)]
 _Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)]
 _Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -134,7 +136,7 @@ class _StoredFields(msgspec.Struct):
     block_hashes: _Hashes
     parent_block_hash: _Hash | None
     token_ids: msgspec.Raw
-    block_size: _Positive
+    block_size: _Size
     lora_id: int | None = None
     medium: _Name | None = None
     lora_name: _Name | None = None
@@ -305,6 +307,8 @@ def _fold(wide: int) -> int:
 def _stored(event: _StoredFields) -> Generator[Effort, None, BlockStored]:
     pairs = _names_pairs(event.token_ids)
     tokens, wide = _decode_tokens(event.token_ids, pairs=pairs)
+    if tokens and not event.block_size:
+        raise ValueError("tokens in blocks of none")
     if len(tokens) > _EXTRA_STEP_BYTES:
         yield Effort(len(tokens) * tokens.itemsize // _BYTES_A_BLOCK)
     keys = event.extra_keys

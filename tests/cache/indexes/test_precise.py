@@ -52,6 +52,34 @@ def test_a_removal_on_the_device_keeps_the_host_copy() -> None:
     assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, (), 0)}
 
 
+def copied(path: tuple[int, ...]) -> BlockStored:
+    """Return the event of vLLM's offloading for the last block, which it names and no more."""
+    event = stored(path, len(path) - 1, medium="CPU")
+    return replace(event, parent=None, token_ids=array("I"), block_tokens=0)
+
+
+def test_a_copy_is_known_by_its_name() -> None:
+    """Offloading by vLLM reports no tokens, but the name under which it reported the block before; others are left
+    out."""
+    index = PreciseIndex()
+    index.apply_events(B, 0, [copied(PATH)])
+    index.apply_events(A, 0, [stored(PATH), copied(PATH[:3]), copied(PATH), copied((8,)), removed(PATH[:3], PATH)])
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, ((Tier.HOST, 4),), 0)}
+    index.apply_events(A, 0, [removed(PATH, medium="CPU")])
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, ((Tier.HOST, 2),), 0)}
+
+
+def test_a_copy_under_one_of_several_names() -> None:
+    """It ends by a removal under this name, and the block stays while it is there under another."""
+    index = PreciseIndex()
+    index.apply_events(
+        A, 0, [stored(PATH), stored(PATH, engine=2), copied(PATH), removed(PATH), removed(PATH, engine=2)]
+    )
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(6, ((Tier.HOST, 2),), 0)}
+    index.apply_events(A, 0, [removed(PATH, medium="CPU")])
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(6, (), 0)}
+
+
 def test_lower_tiers_extend_each_other() -> None:
     """Beyond the device a block may be on any lower tier."""
     index = PreciseIndex()
@@ -140,7 +168,7 @@ def test_all_full_attention_groups_must_hold_a_block() -> None:
     index = PreciseIndex()
     window = replace(stored(PATH, group=2, engine=5), spec_kind="sliding_window")
     index.apply_events(A, 0, [stored(PATH, group=0), stored(PATH[:3], group=1, engine=3), window])
-    assert (device(index), index.counts.other_groups) == ({A: 6}, 1)
+    assert device(index) == {A: 6}
     index.apply_events(A, 0, [removed(PATH[:2], group=1, engine=3)])
     assert device(index) == {A: 2}
 
@@ -163,7 +191,7 @@ def test_a_removed_endpoint_is_unknown_at_once_and_swept_in_steps() -> None:
     index.remove_endpoint(A)
     assert index.match_prompt(prompt_of(long)) == {}
     index.apply_events(B, 0, [stored(PATH)])
-    assert index.counts.over_bound == 4
+    assert index.count_rows(B) == 0
     assert index.sweep_rows(100_000)
     index.apply_events(B, 0, [stored(long[:5])])
     assert device(index, long) == {B: 10}
@@ -203,10 +231,10 @@ def test_malformed_events_are_counted_not_believed(wrong: str) -> None:
 
 
 def test_rows_are_bounded() -> None:
-    """Rows over the bound are not stored and counted; the beginning of a run is worth most."""
+    """Rows over the bound are not stored; the beginning of a run is worth most."""
     index = PreciseIndex(max_blocks=3)
     index.apply_events(A, 0, [stored(PATH)])
-    assert (device(index), index.counts.over_bound, index.count_rows(A)) == ({A: 6}, 1, 3)
+    assert (device(index), index.count_rows(A)) == ({A: 6}, 3)
     index.apply_events(A, 0, [removed(PATH[:3]), stored((1, 2, 5), 2)])
     assert device(index, (1, 2, 5)) == {A: 6}
 
@@ -326,7 +354,7 @@ def test_the_rest_of_a_node_is_no_new_block_size() -> None:
     """Its event has a block size of its own; what is known of whole pages stays, and a real change still counts."""
     index = PreciseIndex()
     index.apply_events(A, 0, [page(range(4)), page(range(4, 7), -1), page(range(4, 8), -1)])
-    assert (tokens_held(index, range(9)), index.counts.short_pages) == ((8, 0), 1)
+    assert tokens_held(index, range(9)) == (8, 0)
     index.apply_events(A, 0, [page(range(2))])
     assert (tokens_held(index, range(9)), index.block_sizes) == ((2, 0), {2})
 

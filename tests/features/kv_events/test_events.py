@@ -247,6 +247,13 @@ def test_an_event_that_cannot_be_used_is_counted(event: Any, reason: str) -> Non
     assert counts == {reason: 1}
 
 
+def test_blocks_that_were_copied_have_no_tokens() -> None:
+    """Offloading by vLLM names the blocks alone, which is no fault of the event."""
+    event = one(stored(5, parent_block_hash=None, token_ids=[], block_size=0, medium="CPU"))
+    assert isinstance(event, BlockStored)
+    assert (event.block_hashes, event.block_tokens, len(event.token_ids), event.medium) == ((5,), 0, 0, "CPU")
+
+
 @pytest.mark.parametrize("pairs", [False, True])
 def test_ids_that_name_a_picture_are_folded(pairs: bool) -> None:
     """SGLang's have 62 bits: equal ones are equal and others differ, none is a token's, and the block counts."""
