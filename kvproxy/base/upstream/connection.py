@@ -12,11 +12,10 @@ from kvproxy.base.errors import (
     IdleTimeout,
     UpstreamDisconnected,
     UpstreamError,
-    UpstreamProtocolError,
 )
 from kvproxy.base.socket_writes import write_pieces
 from kvproxy.base.upstream.request import WireRequest, send_body
-from kvproxy.base.upstream.response import ResponseParser, UpstreamResponse
+from kvproxy.base.upstream.response import PARSER_ERRORS, ResponseParser, UpstreamResponse
 
 #: After a read of this size there is most likely more to read.
 _FULL_READ_BYTES = 64 * 1024
@@ -290,18 +289,22 @@ class Connection(asyncio.Protocol):
             self._shut()
             return
         parser = self.parser
+        body = parser.body
         try:
             parser.feed(data)
-        except UpstreamProtocolError as error:
-            self.fail(error)
-            return
+            if not body:
+                parser.count_framing(len(data))
+        except PARSER_ERRORS as error:
+            if (reason := parser.explain(error)) is not None:
+                self.fail(reason)
+                return
         if not response.status and parser.head_complete:
             response.status = parser.status
-            response.reason = parser.reason
             response.headers = parser.headers
         if parser.complete:
             self._finish(response)
-        elif body := parser.body:
+        elif body:
+            parser.framing_bytes = 0
             pass_on = response.on_piece
             waiter = response.waiter
             reading = self.reading

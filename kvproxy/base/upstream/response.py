@@ -18,59 +18,63 @@ MAX_HEAD_BYTES = 1024 * 1024
 MAX_HEADERS = 256
 
 _BODILESS = frozenset({204, 304})
+#: Of a parser, for its `explain`.
+PARSER_ERRORS = (httptools.HttpParserError, httptools.HttpParserUpgrade, UpstreamProtocolError)
 
 
 class ResponseParser:
-    """Parser of one response at a time over httptools. No I/O and no clock, so that a fuzzer can drive it.
+    """Parser of one response at a time over httptools, for its connection.
 
-    `expect` begins a response, `feed` and `eof` advance it, `drain` takes the body that arrived. All else (interim
+    `expect_response` begins one, `feed` advances it, `take_body` takes the body that arrived. All else (interim
     responses, chunk extensions, trailers) is dropped, and bounded like the head."""
 
     def __init__(self, *, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
         self._max_head_bytes = max_head_bytes
         self.body: list[bytes] = []
         self.on_body = self.body.append  # bound to C: a burst of chunks costs one call each
+        self._begin_connection()
+        self.expect_response(b"")
+
+    def _begin_connection(self) -> None:
         self._head_request = False
         self._parser = httptools.HttpResponseParser(self)
-        self.expect_response(b"")
+        #: Takes what arrived. Raises PARSER_ERRORS. (C without a call of ours around it: streams have many pieces.)
+        self.feed: Callable[[bytes], None] = self._parser.feed_data
 
     def expect_response(self, method: bytes) -> None:
         """Begin the response to a request with this method."""
         self.body.clear()
         self.status = 0
-        self.reason = b""
         self.headers: Headers = []
         self.heard = False  # any byte at all
         self.head_complete = False
         self.complete = False
         self.reusable = False  # meaningful once complete: the connection is at a message boundary
+        self.framing_bytes = 0  # since the last byte of the body
         self._until_eof = False
-        self._framing_bytes = 0
-        self._feeding_bytes = 0
+        self._head_bytes = 0
         if self._head_request:  # the engine may still wait for the body announced by content-length
-            self._parser = httptools.HttpResponseParser(self)
+            self._begin_connection()
         self._head_request = method == b"HEAD"
 
-    def feed(self, data: bytes) -> None:
-        """Take what arrived. Raises UpstreamProtocolError for what is not HTTP; bytes after the end spoil reuse."""
-        if not self.head_complete:
-            self.heard = True
-            self._feeding_bytes = len(data)
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.reusable = False
-            if not self.complete:
-                raise _explain(error) from None
-        if self.body:
-            self._framing_bytes = 0
-            if self._head_request:
-                self.reusable = False
-                self.body.clear()
-        else:
-            self._framing_bytes += len(data)
-            if self._framing_bytes > self._max_head_bytes and not self.complete:
-                raise self._too_large("head or framing without a body byte")
+    def count_framing(self, size_bytes: int) -> None:
+        """Count what arrived without a byte of the body. Raises UpstreamProtocolError beyond the bound."""
+        self.framing_bytes += size_bytes
+        if self.framing_bytes > self._max_head_bytes and not self.complete:
+            raise self._too_large("head or framing without a body byte")
+
+    def explain(self, error: Exception) -> UpstreamProtocolError | None:
+        """Return what an error in the bytes means for the response; None: it is complete, and only its connection
+        cannot be used again."""
+        self.reusable = False
+        if self.complete:
+            return None
+        cause = error.__context__ or error
+        if isinstance(cause, UpstreamProtocolError):  # raised by a callback
+            return type(cause)(str(cause))
+        if isinstance(error, httptools.HttpParserError):
+            return UpstreamProtocolError(f"not HTTP: {error}")
+        return UpstreamProtocolError("an upgrade that was not asked for")
 
     def feed_eof(self) -> None:
         """End the input. Raises UpstreamDisconnected if the response is not complete by that."""
@@ -88,6 +92,9 @@ class ResponseParser:
     def take_body(self) -> bytes:
         """Everything of the body that arrived since the last call, as one piece."""
         body = self.body
+        if body and self._head_request:  # bytes after the end
+            self.reusable = False
+            body.clear()
         data = b"".join(body)  # a single piece is not copied
         body.clear()
         return data
@@ -95,15 +102,14 @@ class ResponseParser:
     # callbacks of httptools; an exception in one stops the parser
 
     def on_message_begin(self) -> None:
+        self.heard = True
         if self.complete:
             raise UpstreamProtocolError("bytes after the end of the response")
-
-    def on_status(self, reason: bytes) -> None:
-        self.reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.head_complete:  # else a trailer
             self.headers.append((name.lower(), value))
+            self._head_bytes += len(name) + len(value) + 4
 
     def on_headers_complete(self) -> None:
         self.status = status = self._parser.get_status_code()
@@ -118,8 +124,7 @@ class ResponseParser:
         headers = self.headers
         if len(headers) > MAX_HEADERS:
             raise ResponseHeadTooLarge(f"over {MAX_HEADERS} header fields")
-        limit_bytes = self._max_head_bytes
-        if self._framing_bytes + self._feeding_bytes > limit_bytes and _size(headers) > limit_bytes:
+        if self._head_bytes > self._max_head_bytes:
             raise self._too_large("head")
         self.head_complete = True
         self.reusable = self._parser.should_keep_alive()
@@ -142,23 +147,9 @@ class ResponseParser:
     def on_message_complete(self) -> None:
         if self.status < 200:  # an interim response: the real one follows
             self.headers = []
-            self.reason = b""
+            self._head_bytes = 0
         else:
             self.complete = True
-
-
-def _size(headers: Headers) -> int:
-    return sum(len(name) + len(value) + 4 for name, value in headers)
-
-
-def _explain(error: Exception) -> UpstreamProtocolError:
-    """Return the error that a callback raised, or one for what httptools found."""
-    cause = error.__context__
-    if isinstance(cause, UpstreamProtocolError):
-        return type(cause)(str(cause))
-    if isinstance(error, httptools.HttpParserError):
-        return UpstreamProtocolError(f"not HTTP: {error}")
-    return UpstreamProtocolError("an upgrade that was not asked for")
 
 
 class Source(Protocol):
@@ -174,7 +165,7 @@ class Source(Protocol):
 
 
 class UpstreamResponse(msgspec.Struct, eq=False):
-    """`status`, `headers` (lower-case names) and `reason` are there once `UpstreamPool.request` returned it.
+    """`status` and `headers` (lower-case names) are there once `UpstreamPool.request` returned it.
 
     One reader at a time; one that does not read to the end calls `abort()`. (A struct: one is made in C.)
     """
@@ -187,7 +178,6 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     on_head: Callable[[UpstreamResponse], None] | None = None
     status: int = 0
     headers: Headers = []
-    reason: bytes = b""
     #: True once the last bytes arrived (they may still wait to be read); the connection is given back.
     complete: bool = False
     #: Called with a part of the body that arrives while the reader waits. True: the part was forwarded and the reader

@@ -75,7 +75,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
             response.status,
             headers=response.headers,
             stream=_ResponseStream(response, request),
-            extensions={"http_version": b"HTTP/1.1", "reason_phrase": response.reason},
+            extensions={"http_version": b"HTTP/1.1"},
         )
 
     async def fetch(

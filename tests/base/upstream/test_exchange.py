@@ -54,7 +54,7 @@ async def test_the_head_comes_before_the_body() -> None:
 
     async with scripted(stream) as upstream, UpstreamPool() as pool:
         response = await post(pool, upstream.origin)
-        assert (response.status, response.reason) == (201, b"Made")
+        assert response.status == 201
         assert response.headers == [(b"x-thing", b"1"), (b"transfer-encoding", b"chunked")]
         assert response.take() is None
         assert not response.complete

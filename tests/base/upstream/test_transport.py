@@ -22,7 +22,7 @@ async def test_a_request_and_its_response() -> None:
     async with scripted(answer(reply)) as upstream, UpstreamPool() as pool:
         async with httpx.AsyncClient(transport=PoolTransport(pool), base_url=str(upstream.origin)) as client:
             response = await client.post("/v1/chat?a=b%20c", json={"x": 1}, headers={"X-Thing": "1"})
-            assert (response.status_code, response.reason_phrase, response.json()) == (418, "Teapot", {})
+            assert (response.status_code, response.json()) == (418, {})
             assert (await client.get("/v1/models")).status_code == 418
         assert pool.idle == 1  # the client is closed, the pool is not
         first, second = upstream.peers[0].requests
