@@ -57,13 +57,8 @@ class Arrivals:
 
     def keep(self, data: bytes) -> None:
         """Keep what came until its turn, which may be now."""
-        if self.unparsed or self._connection.waiting:
-            self.unparsed = memoryview(bytes(self.unparsed) + data)
-        elif data.find(b"\r", PIECE_BYTES) >= 0:
-            self.unparsed = memoryview(data)
-            self.read_on()
-        else:
-            self.parse(data)
+        self.unparsed = memoryview(bytes(self.unparsed) + data)
+        self.read_on()
 
     def unwanted(self, size_bytes: int) -> None:
         """Count so much of a body that came after its answer."""

@@ -116,7 +116,7 @@ class ClientProtocol(asyncio.Protocol):
         arrivals = self.arrivals
         if linger is not None:
             linger.drop_bytes(len(data))
-        elif arrivals.unparsed or self.waiting or len(data) > PIECE_BYTES:
+        elif arrivals.unparsed or self.waiting or data.find(b"\r", PIECE_BYTES) >= 0:
             arrivals.keep(data)
         else:
             arrivals.parse(data)
