@@ -15,7 +15,7 @@ from random import Random
 import msgspec
 
 from kvproxy.cache.overlap.last_served import LastServed, RequestNames
-from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.cluster.routing.policy import SESSION, Overlap, OverlapFacts
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
 from kvproxy.lab.replay.pooled import measure_bound
 from kvproxy.lab.replay.results import summarize_outcomes
@@ -48,7 +48,7 @@ class Remembering(VirtualRouter):
             return OverlapFacts(facts.prompt_tokens)
         root = self._roots[request.session]
         found = {name: Overlap(min(one.tokens, root)) for name, one in facts.by_endpoint.items()}
-        found[last.endpoint] = Overlap(min(last.prompt_tokens, facts.prompt_tokens), (), FactSource.SESSION)
+        found[last.endpoint] = Overlap(min(last.prompt_tokens, facts.prompt_tokens), (), SESSION)
         return msgspec.structs.replace(facts, by_endpoint=found, hot_tokens=min(facts.hot_tokens, root))
 
     def finished(self, placement: Placement, now: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from kvproxy.base.installed import BaseFeature, installed
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvproxy.cluster.router_queue import RouterQueue
     from kvproxy.cluster.routing.admission import Admission
     from kvproxy.cluster.routing.load import Reservation
-    from kvproxy.cluster.routing.policy import OverlapFacts, Policy
+    from kvproxy.cluster.routing.policy import FactSource, OverlapFacts, Policy
     from kvproxy.cluster.routing.selector import Decision
     from kvproxy.cluster.routing.speeds import SpeedModel
     from kvproxy.cluster.settings import ClusterSettings, DiscoverySettings, EndpointSettings, PolicyName
@@ -121,8 +121,18 @@ ListClusters = Callable[[], Iterable[ObservedCluster]]
 WakeCall = Callable[[], Awaitable[None]]
 
 
+class SourceTexts(NamedTuple):
+    """Words about a source of facts, for people."""
+
+    by: str  # of a prediction
+    fix: str  # likely causes of wrong ones, and where to look
+
+
 class ClusterFeature(BaseFeature):
     """Contributions of a feature to clusters."""
+
+    #: Its lookups as sources of facts.
+    fact_sources: ClassVar[Mapping[FactSource, SourceTexts]] = {}
 
     def list_sources(
         self, discovery: DiscoverySettings, *, clock: Clock, rng: Random, sleep: Sleep

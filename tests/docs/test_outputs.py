@@ -19,7 +19,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cli import _parser
-from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.cluster.routing.policy import PRECISE, Overlap
 from kvproxy.cluster.settings import PolicyName
 from kvproxy.features.access_log.access_log import as_text, fields
 from kvproxy.features.hygiene.command import Row, traffic_report
@@ -137,7 +137,7 @@ async def _explained() -> str:
         Receipt(
             "2026-01-02T12:00:01.250+00:00", "0f3c9a", "completed", 4.2, kind="chat", model="m", tenant="alice",
             session="e484e7bf21614dde", cluster="default", stream=True, prompt_tokens=4096,
-            facts={A: Overlap(3584, (), FactSource.PRECISE, 0.4)}, attempts=(decided,), endpoint=B, status=200,
+            facts={A: Overlap(3584, (), PRECISE, 0.4)}, attempts=(decided,), endpoint=B, status=200,
             ttft_s=0.5401, engine_prompt_tokens=4102, cached_tokens=0, completion_tokens=211,
         )
     )  # fmt: skip

@@ -7,10 +7,12 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.metrics import KvCacheMetrics
-from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.cluster.feature import ClusterFeature, SourceTexts
+from kvproxy.cluster.routing.policy import APPROXIMATE, PRECISE, SESSION, FactSource
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -58,14 +60,14 @@ class PredictionStats:
         """1 or 0 for each source and endpoint there was a prediction of."""
         now = self._clock()
         for (cluster, endpoint, source), score in list(self._scores.items()):
-            yield (cluster, str(endpoint), source.value), float(score.alarm.raised(now) is not None)
+            yield (cluster, str(endpoint), source), float(score.alarm.raised(now) is not None)
 
     def keep_only(self, present: Collection[tuple[str, EndpointId]]) -> None:
         """Forget all endpoints but these."""
         metrics = self._metrics.group(KvCacheMetrics)
         for key in [key for key in self._scores if key[:2] not in present]:
             del self._scores[key]
-            labels = (*key[:2], key[2].value)
+            labels = (*key[:2], key[2])
             metrics.predicted_tokens.remove(*labels)
             metrics.reused_tokens.remove(*labels)
             for result in _RESULTS:
@@ -76,7 +78,7 @@ class _Score:
     """Kept children of one source and endpoint."""
 
     def __init__(self, metrics: Metrics, cluster: str, endpoint: EndpointId, source: FactSource) -> None:
-        labels = (cluster, endpoint, source.value)
+        labels = (cluster, endpoint, source)
         self.miss, self.partial, self.hit = (
             metrics.group(KvCacheMetrics).predictions.labels(*labels, result) for result in _RESULTS
         )
@@ -97,28 +99,29 @@ _ENDED_AT = 1
 SAY_AGAIN_S = 60.0
 LASTS_S = 900.0
 
-_BY = {
-    FactSource.APPROXIMATE: "routed requests",
-    FactSource.PRECISE: "its KV events",
-    FactSource.LMCACHE_CONTROLLER: "LMCache's lookup",
-    FactSource.LMCACHE_COORDINATOR: "LMCache's directory",
-    FactSource.SESSION: "where its session was served last",
+_TEXTS = {
+    APPROXIMATE: SourceTexts(
+        "routed requests",
+        "likely prefix caching is off, the engine restarted or cleared its cache, other clients fill it, or its chat "
+        "template begins with something that changes (a date): see `kvproxy doctor`, and the engine's own hit ratio in "
+        "kvproxy_endpoint_cache_hit_ratio",
+    ),
+    PRECISE: SourceTexts(
+        "its KV events",
+        "likely events were lost or come from another engine or data-parallel rank: see kvproxy_kv_event_stream_state "
+        "and kvproxy_kv_event_lag_seconds, and the event endpoints in the configuration",
+    ),
+    SESSION: SourceTexts(
+        "where its session was served last",
+        "likely the engine's cache is too small for its sessions, or it restarted: see "
+        "kvproxy_endpoint_cache_hit_ratio",
+    ),
 }
-_LMCACHE = (
-    "likely the engine does not load from LMCache, or instance_id names another engine: check its kv-transfer-config "
-    "and `kvproxy doctor`"
-)
-_FIX = {
-    FactSource.APPROXIMATE: "likely prefix caching is off, the engine restarted or cleared its cache, other clients "
-    "fill it, or its chat template begins with something that changes (a date): see `kvproxy doctor`, and the "
-    "engine's own hit ratio in kvproxy_endpoint_cache_hit_ratio",
-    FactSource.PRECISE: "likely events were lost or come from another engine or data-parallel rank: see "
-    "kvproxy_kv_event_stream_state and kvproxy_kv_event_lag_seconds, and the event endpoints in the configuration",
-    FactSource.LMCACHE_CONTROLLER: _LMCACHE,
-    FactSource.LMCACHE_COORDINATOR: _LMCACHE,
-    FactSource.SESSION: "likely the engine's cache is too small for its sessions, or it restarted: see "
-    "kvproxy_endpoint_cache_hit_ratio",
-}
+
+
+def _find_texts(source: FactSource) -> SourceTexts:
+    found = (feature.fact_sources.get(source) for feature in installed(ClusterFeature))
+    return _TEXTS.get(source) or next(filter(None, found), SourceTexts(source, "see `kvproxy doctor`"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class Alarm:
 
     cluster: str
     endpoint: EndpointId
-    source: FactSource
+    source: SourceTexts
     predicted_tokens: int
     reused_tokens: int
     request_id: str
@@ -146,14 +149,13 @@ class Alarm:
     def what(self) -> str:
         request = f" (request {self.request_id})" if self.request_id else ""
         return (
-            f"predicted {self.predicted_tokens} tokens by {_BY[self.source]}, engine reused {self.reused_tokens}"
+            f"predicted {self.predicted_tokens} tokens by {self.source.by}, engine reused {self.reused_tokens}"
             f"{request}; {self.wrong} of the last {WINDOW} such predictions were wrong"
         )
 
     @property
     def fix(self) -> str:
-        """Likely causes, and where to look."""
-        return _FIX[self.source]
+        return self.source.fix
 
 
 class PredictionAlarm:
@@ -164,7 +166,7 @@ class PredictionAlarm:
     def __init__(self, cluster: str, endpoint: EndpointId, source: FactSource) -> None:
         self._cluster = cluster
         self._endpoint = endpoint
-        self._source = source
+        self._source = _find_texts(source)
         self._wrong = 0  # a bit for each of the latest large predictions
         self._alarm: Alarm | None = None
         self._wrong_at = 0.0
@@ -185,8 +187,8 @@ class PredictionAlarm:
             self._wrong_at = now
             self._say(self._alarm, now)
         elif self._alarm is not None and count <= _ENDED_AT:
+            log.info("[kvcache] %s: predictions by %s come true again", self._alarm.where, self._source.by)
             self._alarm = None
-            log.info("[kvcache] %s/%s: predictions by %s come true again", *self._about())
 
     def raised(self, now: float) -> Alarm | None:
         if self._alarm is not None and now - self._wrong_at > LASTS_S:
@@ -202,6 +204,3 @@ class PredictionAlarm:
         log.warning("[kvcache] %s: %s%s; %s", alarm.where, alarm.what, more, alarm.fix)
         self._said_at = now
         self._unsaid = 0
-
-    def _about(self) -> tuple[str, EndpointId, str]:
-        return self._cluster, self._endpoint, _BY[self._source]

@@ -24,7 +24,7 @@ from kvproxy.cache.overlap.merge import BEYOND, NOTHING, HolderOverlap, is_contr
 from kvproxy.cache.overlap.prompt_hashes import REMEMBERED_SEEDS, PromptHashes
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, token_blocks
 from kvproxy.cache.prefix.token_memory import HashedTokens
-from kvproxy.cluster.routing.policy import NO_FACTS, FactSource, Overlap, OverlapFacts
+from kvproxy.cluster.routing.policy import APPROXIMATE, NO_FACTS, PRECISE, SESSION, Overlap, OverlapFacts
 
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
@@ -32,9 +32,8 @@ _SAME_START_S = 2.0
 #: Tokens that the last block of a known beginning may have too few to be announced.
 _LARGEST_BLOCK = 64
 
-_EVENTS = frozenset({FactSource.PRECISE})
-#: Sources of LMCache.
-LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
+#: Sources beside lookups; None: there was no overlap.
+_OTHERS = frozenset({None, APPROXIMATE, PRECISE, SESSION})
 
 
 class LocalIndexes:
@@ -119,7 +118,7 @@ class LocalIndexes:
                 # it counts for every endpoint that reads the store, whichever engine reported it
                 lower = ((Tier.SHARED, stored),)
                 readers = self.store_readers()
-                found = [HolderOverlap(each, stored, True, FactSource.PRECISE, lower) for each in readers]
+                found = [HolderOverlap(each, stored, True, PRECISE, lower) for each in readers]
                 looked_up = [*looked_up, *found]
             if self.missed.doubted:
                 exact = frozenset(exact).difference(self.missed.doubted)
@@ -239,12 +238,13 @@ class LocalIndexes:
             self.steps.observe_reuse(
                 endpoint, held_tokens=held_tokens, cached_tokens=cached_tokens, blocks=cursor.hashes
             )
+        source = None if overlap is None else overlap.source
         if self.followed.any:
-            _test(self.trust, endpoint, _EVENTS, overlap, cached_tokens)
+            _test(self.trust, endpoint, overlap if source == PRECISE else None, cached_tokens)
             if known_tokens and endpoint in self.exact:
                 _test_events(self.missed, endpoint, overlap, min(cached_tokens, known_tokens))
         if self._lookups:
-            _test(self.lookup_trust, endpoint, LOOKUPS, overlap, cached_tokens)
+            _test(self.lookup_trust, endpoint, overlap if source not in _OTHERS else None, cached_tokens)
         contradicted = overlap is not None and is_contradicted(predicted_tokens, cached_tokens)
         if contradicted:
             if (watch := self.state.watch) is not None:
@@ -313,14 +313,10 @@ def _find_worth(
     return find_tokens if mixed is None else find_mixed
 
 
-def _test(
-    trust: Trust, endpoint: EndpointId, sources: Collection[FactSource], overlap: Overlap | None, cached_tokens: int
-) -> None:
-    """Put what one of the sources claimed to the test; where none did, a response makes earlier tests older."""
-    if overlap is not None and overlap.source in sources:
-        trust.observe_claim(endpoint, overlap.claimed_tokens, overlap.backed_tokens, cached_tokens)
-    else:
-        trust.observe_claim(endpoint, 0, 0, cached_tokens)
+def _test(trust: Trust, endpoint: EndpointId, overlap: Overlap | None, cached_tokens: int) -> None:
+    """Put what the source claimed to the test; where it claimed nothing, a response makes earlier tests older."""
+    claimed, backed = (0, 0) if overlap is None else (overlap.claimed_tokens, overlap.backed_tokens)
+    trust.observe_claim(endpoint, claimed, backed, cached_tokens)
 
 
 def _test_events(missed: MissedReuses, endpoint: EndpointId, overlap: Overlap | None, reused_tokens: int) -> None:

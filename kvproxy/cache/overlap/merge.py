@@ -13,7 +13,7 @@ from kvproxy.base.types import EndpointId, LowerTokens, Tier, count_lower, cut_l
 from kvproxy.cache.feedback.trust import Trust
 from kvproxy.cache.indexes.beginnings import PreciseMatch
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.cluster.routing.policy import PRECISE, FactSource, Overlap, OverlapFacts
 
 NOTHING: Mapping[EndpointId, int] = {}
 
@@ -102,7 +102,7 @@ def _with_events(
         overlap = shared.get(alike)
         if overlap is None:
             lower = cut_lower(lower, believed - device)
-            overlap = Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, min(backed, claimed))
+            overlap = Overlap(device, lower, PRECISE, 0.0, claimed, min(backed, claimed))
             shared[alike] = overlap
         found[endpoint] = overlap
     for tokens, complete in ((routed, False), (in_flight, True)):
@@ -131,7 +131,7 @@ def _usual_overlap(
     match = some[kinds.index(kind)]
     backed = kind[1]
     claimed = match.tokens
-    usual = Overlap(match.device_tokens, match.lower, FactSource.PRECISE, 0.0, claimed, min(backed, claimed))
+    usual = Overlap(match.device_tokens, match.lower, PRECISE, 0.0, claimed, min(backed, claimed))
     others = set(compress(announced, map(is_not, announced.values(), repeat(match))))
     if backed:
         others.update(compress(routed, map(ne, routed.values(), repeat(backed))))

@@ -28,7 +28,7 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cache.store import KvStore
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.cluster.routing.policy import PRECISE, SESSION, Overlap, OverlapFacts
 
 
 class OverlapSources:
@@ -187,10 +187,10 @@ class OverlapSources:
     def trust(self, cluster: str, endpoint: EndpointId) -> dict[str, float]:
         """By source: the share of an unbacked claim about the endpoint that is trusted; only what was ever tried."""
         indexes = self.indexes[cluster]
-        sources = {FactSource.PRECISE: indexes.trust}
+        sources = {PRECISE: indexes.trust}
         if self.store.source is not None:
             sources[self.store.source] = indexes.lookup_trust
-        return {source.value: one.trusted_share(endpoint) for source, one in sources.items() if endpoint in one}
+        return {source: one.trusted_share(endpoint) for source, one in sources.items() if endpoint in one}
 
     def _assess(self, facts: RequestFacts) -> None:
         """Facts from everything known by now."""
@@ -252,5 +252,5 @@ def _add_history(found: dict[EndpointId, Overlap], history: Served, step: int | 
     answer's form in the next prompt, so that only the prompt before counts."""
     known = found.get(history.endpoint)
     tokens = history.prompt_tokens if known is None else max(known.tokens, history.prompt_tokens)
-    held = Overlap(tokens, (), FactSource.SESSION)
+    held = Overlap(tokens, (), SESSION)
     found[history.endpoint] = held if step is None else in_steps(held, step, prompt_tokens)

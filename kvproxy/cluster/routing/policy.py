@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from random import Random
-from typing import ClassVar, Protocol
+from typing import ClassVar, NewType, Protocol
 
 import msgspec
 
@@ -16,15 +15,11 @@ from kvproxy.cluster.routing.remote_load import ReplicaSpread
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import Features
 
-
-class FactSource(StrEnum):
-    """Where an overlap fact came from; a metric label."""
-
-    APPROXIMATE = "approximate"  # routed requests
-    PRECISE = "precise"  # KV events
-    LMCACHE_CONTROLLER = "lmcache_controller"
-    LMCACHE_COORDINATOR = "lmcache_coordinator"
-    SESSION = "session"  # endpoint of the session's last turn, or of the response that this one continues
+#: Where an overlap fact came from; a metric label. Features have more.
+FactSource = NewType("FactSource", str)
+APPROXIMATE = FactSource("approximate")  # routed requests
+PRECISE = FactSource("precise")  # KV events
+SESSION = FactSource("session")  # endpoint of the session's last turn, or of the response that this one continues
 
 
 class Overlap(msgspec.Struct, frozen=True):
@@ -32,7 +27,7 @@ class Overlap(msgspec.Struct, frozen=True):
 
     device_tokens: int  # in engine memory, contiguous from the start
     lower: LowerTokens = ()  # further contiguous tokens, which have to be loaded first
-    source: FactSource = FactSource.APPROXIMATE
+    source: FactSource = APPROXIMATE
     age_s: float = 0.0
     claimed_tokens: int = 0  # as reported by KV events; more or less than counts (trust, requests in flight)
     backed_tokens: int = 0  # of those, tokens that routed requests confirm

@@ -55,7 +55,7 @@ class Connection:
                 log.warning("[kvcache] LMCache does not answer; requests are routed without it until it does")
             await self._sleep(AGAIN_S)
         self._lookups.provider = provider
-        log.info("[kvcache] lookups go to %s", provider.source.value)
+        log.info("[kvcache] lookups go to %s", provider.source)
         await check_provider(provider, self._known_instances())
 
     async def _answering(self) -> Provider | None:

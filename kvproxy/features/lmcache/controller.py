@@ -14,8 +14,7 @@ from kvproxy.base.errors import InstanceBusy, NotSupported, Refused, TooManyWait
 from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.tokens import body_with_tokens
 from kvproxy.cache.store import ActionKind, Holder, Prefix, TierMemory
-from kvproxy.cluster.routing.policy import FactSource
-from kvproxy.features.lmcache.provider import Effect
+from kvproxy.features.lmcache.provider import CONTROLLER, Effect
 from kvproxy.features.lmcache.settings import StrategySettings
 
 #: The only chunk size the controller can look up; a shorter prompt never matches.
@@ -93,7 +92,7 @@ class LMCacheController:
     are the locations of actions.
     """
 
-    source = FactSource.LMCACHE_CONTROLLER
+    source = CONTROLLER
     copies = True
 
     def __init__(

@@ -19,8 +19,7 @@ from kvproxy.base.types import Tier
 from kvproxy.cache.clients.api import Api
 from kvproxy.cache.clients.tokens import body_with_tokens
 from kvproxy.cache.store import EVERY_INSTANCE, ActionKind, Holder, Prefix, TierMemory
-from kvproxy.cluster.routing.policy import FactSource
-from kvproxy.features.lmcache.provider import Effect
+from kvproxy.features.lmcache.provider import COORDINATOR, Effect
 
 T = TypeVar("T")
 
@@ -133,7 +132,7 @@ class LMCacheCoordinator:
     ClientError and nothing else; nothing is retried here. `model`: the directory's name for it, where that differs from
     the request's."""
 
-    source = FactSource.LMCACHE_COORDINATOR
+    source = COORDINATOR
     supports = frozenset({ActionKind.PIN, ActionKind.UNPIN, ActionKind.EVICT, ActionKind.TRANSFER})
 
     def __init__(self, http: httpx.AsyncClient, base_url: str, *, model: str = "", timeout_s: float = 2.0) -> None:

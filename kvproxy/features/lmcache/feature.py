@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvproxy.base.settings.compose import part_of
 from kvproxy.cache.feature import CacheNeeds
+from kvproxy.cluster.feature import SourceTexts
+from kvproxy.features.lmcache.provider import CONTROLLER, COORDINATOR
 from kvproxy.features.lmcache.settings import LMCacheSettings, has_store, strategy_of
 from kvproxy.operate.feature import OFF, ON, Capability, Feature
 
@@ -23,11 +25,21 @@ if TYPE_CHECKING:
     from kvproxy.operate.runtime.operated import AdminTarget
 
 
+_FIX = (
+    "likely the engine does not load from LMCache, or instance_id names another engine: check its kv-transfer-config "
+    "and `kvproxy doctor`"
+)
+
+
 class LMCache(Feature):
     """Looks prompts up at LMCache, and pins, compresses and evicts prefixes there."""
 
     name = "lmcache"
     metric_group = "LMCacheMetrics"
+    fact_sources: ClassVar = {
+        CONTROLLER: SourceTexts("LMCache's lookup", _FIX),
+        COORDINATOR: SourceTexts("LMCache's directory", _FIX),
+    }
 
     def needs(self, settings: KvCacheSettings) -> CacheNeeds:
         """Facts and tokens for lookups, and uses for strategies."""

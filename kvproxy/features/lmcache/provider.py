@@ -9,6 +9,9 @@ from typing import Protocol
 from kvproxy.cache.store import ActionKind, Holder, Prefix, TierMemory
 from kvproxy.cluster.routing.policy import FactSource
 
+CONTROLLER = FactSource("lmcache_controller")
+COORDINATOR = FactSource("lmcache_coordinator")
+
 
 @dataclass(frozen=True, slots=True)
 class Effect:

@@ -75,7 +75,7 @@ def fact_attributes(exchange: Exchange) -> Values:
         found["kvproxy.match.endpoint"] = endpoint
         found["kvproxy.match.tokens"] = overlap.tokens
         found["kvproxy.match.device_tokens"] = overlap.device_tokens
-        found["kvproxy.match.source"] = overlap.source.value
+        found["kvproxy.match.source"] = overlap.source
         found["kvproxy.match.age"] = overlap.age_s
     return found
 

@@ -24,12 +24,11 @@ async def cache_status(service: KvCache) -> dict[str, object]:
     overlap = service.overlap
     settings = service.settings
     memory = overlap.tokens.memory
-    source = overlap.store.source
     return {
         "sources": {
             "approximate": True,
             "precise": any(one.followed.any for one in overlap.indexes.values()),
-            "lookup": None if source is None else source.value,
+            "lookup": overlap.store.source,
         },
         "indexes": {name: await _index_status(service, cluster) for name, cluster in list(service.clusters.items())},
         "token_memory": {

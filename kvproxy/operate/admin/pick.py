@@ -281,6 +281,6 @@ def _candidate(endpoint: Endpoint, facts: OverlapFacts, cost: float | None) -> d
         "endpoint": endpoint.id,
         "url": str(endpoint.origin),
         "matched_tokens": _matched(facts, endpoint),
-        "source": None if overlap is None else overlap.source.value,
+        "source": None if overlap is None else overlap.source,
         "cost": cost,
     }

@@ -87,7 +87,7 @@ def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
             "cost": cost,
             "matched_tokens": facts.matched_tokens(endpoint.id) if facts.searched else None,
             "lower": {} if held is None else dict(held.lower),
-            "source": None if held is None else held.source.value,
+            "source": None if held is None else held.source,
             "age_s": None if held is None else held.age_s,
         }
         rows.append((math.inf if cost is None else cost, row))

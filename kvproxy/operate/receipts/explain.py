@@ -131,7 +131,7 @@ def _row(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> Seq
         format_seconds(candidate.wait_s),
         format_seconds(_prefill_s(receipt, attempt, candidate)),
         cached,
-        "-" if held is None else f"{held.source.value}, {held.age_s:.1f} s old",
+        "-" if held is None else f"{held.source}, {held.age_s:.1f} s old",
         str(candidate.in_flight),
         f"{candidate.pending_tokens} tokens",
     )

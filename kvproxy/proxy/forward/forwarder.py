@@ -25,7 +25,7 @@ from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.cluster.routing.policy import SESSION
 from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, names_no_model, read_short, verdict_on
 from kvproxy.proxy.forward.engine_request import Answer, EngineRequest, HedgesRequests, SplitsRequests
@@ -506,5 +506,5 @@ def find_holder(exchange: Exchange) -> EndpointId | None:
     facts = exchange.facts
     if facts is None or exchange.inference is None or exchange.inference.continues is None:
         return None
-    holders = (name for name, one in facts.by_endpoint.items() if one.source is FactSource.SESSION)
+    holders = (name for name, one in facts.by_endpoint.items() if one.source == SESSION)
     return next(holders, None)

@@ -247,7 +247,7 @@ def describe_decision(decision: Decision[Endpoint], facts: OverlapFacts | None) 
         parts.append(f"prompt_tokens={facts.prompt_tokens}")
     if facts is not None and facts.searched:
         held = sorted(facts.by_endpoint.items(), key=lambda item: (-item[1].tokens, item[0]))[:_MAX_DESCRIBED]
-        matched = ",".join(f"{endpoint}:{overlap.tokens}/{overlap.source.value}" for endpoint, overlap in held)
+        matched = ",".join(f"{endpoint}:{overlap.tokens}/{overlap.source}" for endpoint, overlap in held)
         parts.append(f"matched={matched or 'none'}")
     if decision.costs:
         parts.append("costs=" + ",".join(f"{cost:.4g}" for cost in decision.costs[:_MAX_DESCRIBED]))

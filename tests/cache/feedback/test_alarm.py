@@ -9,14 +9,14 @@ import pytest
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cache.feedback.prediction_stats import LASTS_S, SAY_AGAIN_S, PredictionAlarm, PredictionStats
 from kvproxy.cache.metrics import KvCacheMetrics
-from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.cluster.routing.policy import APPROXIMATE, PRECISE, SESSION, FactSource
 from tests.cache.support import A, B
 from tests.support.clock import FakeClock
 
 
 @pytest.fixture
 def watchdog() -> PredictionAlarm:
-    return PredictionAlarm("default", A, FactSource.APPROXIMATE)
+    return PredictionAlarm("default", A, APPROXIMATE)
 
 
 def told(watchdog: PredictionAlarm, *reused: int, now: float = 0.0) -> None:
@@ -90,21 +90,21 @@ def test_a_request_without_an_id_is_told_without(watchdog: PredictionAlarm) -> N
     assert (alarm.severity, alarm.where) == ("warning", "default/a")
 
 
-@pytest.mark.parametrize("source", FactSource)
+@pytest.mark.parametrize("source", [APPROXIMATE, PRECISE, SESSION])
 def test_every_source_has_its_own_causes(source: FactSource) -> None:
     under_test = PredictionAlarm("default", A, source)
     told(under_test, 0, 0, 0)
     alarm = under_test.raised(0.0)
     assert alarm is not None
     assert alarm.fix.startswith("likely ")
-    assert ("routed" in alarm.what) is (source is FactSource.APPROXIMATE)
+    assert ("routed" in alarm.what) is (source is APPROXIMATE)
 
 
 def count(scores: PredictionStats, *, endpoint: str = "a", predicted: int = 4096, cached: int = 0) -> None:
     scores.count_prediction(
         "default",
         A if endpoint == "a" else B,
-        FactSource.PRECISE,
+        PRECISE,
         predicted=predicted,
         cached=cached,
         contradicted=cached < predicted,

@@ -11,7 +11,7 @@ from kvproxy.cache.feedback.trust import LEAST_TOKENS, WINDOW, MissedReuses
 from kvproxy.cache.indexes.block_events import BlockStored
 from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
-from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.cluster.routing.policy import APPROXIMATE, PRECISE, Overlap
 from tests.cache.support import A, B
 
 FAR = {"announced_tokens": 0, "reused_tokens": 4000}
@@ -89,7 +89,7 @@ def test_routed_prompts_count_where_events_prove_too_little() -> None:
     assert [serve(local, prompt, cached_tokens=1200, known_tokens=1280) for _ in range(4)] == [None] * 4
     believed = serve(local, prompt, cached_tokens=1200, known_tokens=1280)
     assert believed is not None
-    assert (believed.tokens, believed.source) == (1280, FactSource.APPROXIMATE)
+    assert (believed.tokens, believed.source) == (1280, APPROXIMATE)
     local.reset_endpoint(A)
     assert not local.missed.doubted
 
@@ -106,7 +106,7 @@ def test_events_that_say_enough_again_are_believed_again() -> None:
     assert not local.missed.doubted
     found = serve(local, prompt, cached_tokens=1200, known_tokens=1280)
     assert found is not None
-    assert found.source is FactSource.PRECISE
+    assert found.source is PRECISE
 
 
 def test_only_what_the_events_were_asked_about_is_held_against_them() -> None:

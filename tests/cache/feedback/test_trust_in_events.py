@@ -10,7 +10,7 @@ from kvproxy.cache.indexes.block_events import BlockStored
 from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.cluster.routing.policy import PRECISE, Overlap
 from tests.cache.support import A
 
 #: Twenty blocks of 16 tokens, and as many text blocks for them: a token is 16 bytes long here.
@@ -36,7 +36,7 @@ def overlap(local: LocalIndexes) -> Overlap:
 
 def test_placements_of_another_router_count(local: LocalIndexes) -> None:
     """Nothing backs it and nothing has contradicted it."""
-    assert overlap(local) == Overlap(320, source=FactSource.PRECISE, claimed_tokens=320)
+    assert overlap(local) == Overlap(320, source=PRECISE, claimed_tokens=320)
 
 
 def test_unbacked_claims_that_proved_wrong_count_less(local: LocalIndexes) -> None:
@@ -53,7 +53,7 @@ def test_a_routed_prompt_backs_the_claim(local: LocalIndexes) -> None:
     for _ in range(9):
         local.trust.observe_claim(A, 320, 0, 0)
     local.settle_entry(local.route(A, local.approximate.locate(HASHES)), prefilled=True)
-    assert overlap(local) == Overlap(320, source=FactSource.PRECISE, claimed_tokens=320, backed_tokens=320)
+    assert overlap(local) == Overlap(320, source=PRECISE, claimed_tokens=320, backed_tokens=320)
 
 
 def test_an_endpoint_that_left_takes_its_record_along(local: LocalIndexes) -> None:

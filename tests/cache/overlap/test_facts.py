@@ -14,7 +14,7 @@ from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from tests.support.clock import FakeClock
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")
-LMCACHE = FactSource.LMCACHE_CONTROLLER
+LOOKUP = FactSource("lookup")
 
 
 def merged(
@@ -28,13 +28,13 @@ def merged(
 
 
 def claim(endpoint: EndpointId, tokens: int) -> HolderOverlap:
-    return HolderOverlap(endpoint, tokens, True, LMCACHE)
+    return HolderOverlap(endpoint, tokens, True, LOOKUP)
 
 
 def test_a_larger_claim_extends_what_is_in_engine_memory() -> None:
     """LMCache holds host and disk copies: what it adds to the device's match is lower-tier."""
     assert merged({A: Overlap(256)}, [claim(A, 1024)], prompt_tokens=2000, trust=Trust())[A] == Overlap(
-        256, ((Tier.HOST, 768),), LMCACHE, claimed_tokens=1024, backed_tokens=256
+        256, ((Tier.HOST, 768),), LOOKUP, claimed_tokens=1024, backed_tokens=256
     )
 
 
@@ -59,7 +59,7 @@ def test_lookup_claims_count_by_their_measured_trust() -> None:
     for _ in range(2):
         trust.observe_claim(A, 1000, 0, 0)
     found = merged({A: Overlap(200)}, [claim(A, 1000), claim(B, 1000)], prompt_tokens=2000, trust=trust)
-    assert found[A] == Overlap(200, ((Tier.HOST, 400),), LMCACHE, claimed_tokens=1000, backed_tokens=200)
+    assert found[A] == Overlap(200, ((Tier.HOST, 400),), LOOKUP, claimed_tokens=1000, backed_tokens=200)
     assert found[B].tokens == 1000
 
 

@@ -12,7 +12,7 @@ from kvproxy.base.types import EndpointId, InferenceRequest, RequestKind
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.last_served import MAX_AGE_S, NO_NAMES, LastServed, RequestNames
 from kvproxy.cluster.routing.kv_aware import KvAware
-from kvproxy.cluster.routing.policy import FactSource, Overlap, PickRequest
+from kvproxy.cluster.routing.policy import APPROXIMATE, SESSION, Overlap, PickRequest
 from kvproxy.operate.runtime.saved_state import dump_served, restore_served
 from kvproxy.proxy.request.parse import parse_body
 from kvproxy.proxy.request.session import Caller, Session
@@ -64,7 +64,7 @@ async def test_a_request_that_goes_on_from_a_response_costs_least_where_that_is(
     async with running(settings(), cluster) as service:
         served(service, request_of(), B, tokens=8000, answer=100, response="resp_1")
         facts = service.kv.gather(*request_of(previous_response_id="resp_1"), cluster=cluster)
-        assert facts.overlaps.by_endpoint == {B: Overlap(8000, (), FactSource.SESSION)}
+        assert facts.overlaps.by_endpoint == {B: Overlap(8000, (), SESSION)}
         assert 8100 < facts.overlaps.prompt_tokens < 8200
         assert facts.preferred == B
         assert not facts.hashes
@@ -163,9 +163,9 @@ async def test_a_history_begins_with_what_others_hold_as_well() -> None:
         served(service, request_of(input=LONG), A, tokens=3000, response="resp_1")
         served(service, request_of(previous_response_id="resp_1"), A, tokens=9000, cached=3000, response="resp_2")
         found = held(service, request_of(previous_response_id="resp_2"))
-        assert found[A] == Overlap(9000, (), FactSource.SESSION)
+        assert found[A] == Overlap(9000, (), SESSION)
         assert 2900 < found[B].tokens <= 3100
-        assert found[B].source is FactSource.APPROXIMATE
+        assert found[B].source is APPROXIMATE
         blocks = indexes.approximate.counts.held_blocks(A)
         served(service, request_of(previous_response_id="resp_2"), A, tokens=9500, cached=9000, response="resp_3")
         assert indexes.approximate.counts.held_blocks(A) == blocks == 46
@@ -190,7 +190,7 @@ async def test_a_wrong_prediction_is_counted_and_made_good() -> None:
         served(service, request_of(previous_response_id="resp_1"), A, tokens=2100, cached=0, response="resp_2")
         labels = {"cluster": "default", "endpoint": "a", "source": "session"}
         assert service.metric("kvproxy_kvcache_predictions_total", result="miss", **labels) == 1
-        assert held(service, request_of(previous_response_id="resp_2")) == {A: Overlap(2100, (), FactSource.SESSION)}
+        assert held(service, request_of(previous_response_id="resp_2")) == {A: Overlap(2100, (), SESSION)}
 
 
 async def test_engines_that_reuse_in_steps_reuse_histories_in_steps() -> None:

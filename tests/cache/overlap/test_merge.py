@@ -18,7 +18,7 @@ from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.overlap.merge import in_steps, is_contradicted, merge_overlaps
 from kvproxy.cache.overlap.prompt_hashes import SHORT_BYTES
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.cluster.routing.policy import PRECISE, Overlap
 from kvproxy.lab.replay.settings import ReplayFleet
 from kvproxy.lab.replay.trace import Turn
 from kvproxy.lab.replay.view import IndexView, endpoint_id
@@ -130,13 +130,13 @@ def test_a_prompt_has_the_same_blocks_however_they_are_found(size_bytes: int) ->
         (320, 0, None, True, None),
         (320, 160, None, True, Overlap(160)),
         (320, 160, None, False, Overlap(320)),
-        (320, 0, 160, True, Overlap(160, (), FactSource.PRECISE, 0.0, 160, 160)),
+        (320, 0, 160, True, Overlap(160, (), PRECISE, 0.0, 160, 160)),
         (320, 0, 160, False, Overlap(320, claimed_tokens=160)),
         (320, 320, 160, True, Overlap(320, claimed_tokens=160)),
-        (320, 160, 320, True, Overlap(320, (), FactSource.PRECISE, 0.0, 320, 320)),
-        (160, 0, 320, True, Overlap(320, (), FactSource.PRECISE, 0.0, 320, 160)),
-        (160, 0, 320, False, Overlap(320, (), FactSource.PRECISE, 0.0, 320, 160)),
-        (0, 0, 320, True, Overlap(320, (), FactSource.PRECISE, 0.0, 320, 0)),
+        (320, 160, 320, True, Overlap(320, (), PRECISE, 0.0, 320, 320)),
+        (160, 0, 320, True, Overlap(320, (), PRECISE, 0.0, 320, 160)),
+        (160, 0, 320, False, Overlap(320, (), PRECISE, 0.0, 320, 160)),
+        (0, 0, 320, True, Overlap(320, (), PRECISE, 0.0, 320, 0)),
     ],
 )
 def test_the_merge(routed: int, in_flight: int, announced: int | None, exact: bool, expected: Overlap | None) -> None:
@@ -272,8 +272,8 @@ STEPPED = {A: 1024}
         (Overlap(2100, ((Tier.HOST, 900),)), Overlap(2048, (), held_tokens=3000)),
         (Overlap(2048), Overlap(2048, held_tokens=2048)),
         (
-            Overlap(3000, (), FactSource.PRECISE, 0.0, 3000, 700),
-            Overlap(2048, (), FactSource.PRECISE, 0.0, 2048, 700, 3000),
+            Overlap(3000, (), PRECISE, 0.0, 3000, 700),
+            Overlap(2048, (), PRECISE, 0.0, 2048, 700, 3000),
         ),
     ],
 )

@@ -26,7 +26,7 @@ from kvproxy.cache.overlap.index_state import FollowedEvents, IndexState
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.store import TierMemory
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.cluster.routing.policy import PRECISE
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.features.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.features.kv_events.streams import ASK_AGAIN_S, EventStreams, _Consumer
@@ -106,7 +106,7 @@ async def test_events_count_whoever_sent_the_request() -> None:
         facts = await service.ask(chat(TURN, model="tiny"))
         assert facts.preferred == B
         overlap = facts.overlaps.by_endpoint[B]
-        assert overlap.source is FactSource.PRECISE
+        assert overlap.source is PRECISE
         assert overlap.device_tokens == usage["prompt_tokens"] // 32 * 32
         assert service.metric("kvproxy_kvcache_index_blocks", index="precise") > 0
 

@@ -10,8 +10,9 @@ import pytest
 
 from kvproxy.base.types import RequestKind
 from kvproxy.cache.store import Holder
-from kvproxy.cluster.routing.policy import NO_FACTS, FactSource
+from kvproxy.cluster.routing.policy import NO_FACTS
 from kvproxy.features.lmcache.lookup_task import MAX_HELD_BYTES, MAX_LOOKUPS
+from kvproxy.features.lmcache.provider import CONTROLLER
 from kvproxy.proxy.listener.server import serve
 from tests.cache.support import (
     A,
@@ -57,7 +58,7 @@ async def test_both_layout_shapes_lead_to_the_holder_of_most(layout: Any) -> Non
         facts = await service.ask(PROMPT)
         assert facts.preferred == B
         assert facts.overlaps.prompt_tokens == 601  # exact: the engine counted
-        assert facts.overlaps.by_endpoint[B].source is FactSource.LMCACHE_CONTROLLER
+        assert facts.overlaps.by_endpoint[B].source is CONTROLLER
         assert service.metric("kvproxy_kvcache_lookups_total", outcome="hit") == 1
 
 

@@ -15,9 +15,9 @@ from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.overlap.denied import DeniedPlacements
 from kvproxy.cache.store import EVERY_INSTANCE, ActionKind, Holder, Prefix, TierMemory
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.cluster.routing.policy import Overlap
 from kvproxy.features.lmcache.lookups import LookupClient
-from kvproxy.features.lmcache.provider import Effect
+from kvproxy.features.lmcache.provider import CONTROLLER, Effect
 from tests.cache.support import NOWHERE, A, B, cluster_of, tokens
 from tests.support.clock import FakeClock
 
@@ -27,7 +27,7 @@ HASHES = array("Q", [11, 12, 13, 14])
 class Answering:
     """A provider that answers lookups with what it was given."""
 
-    source = FactSource.LMCACHE_CONTROLLER
+    source = CONTROLLER
     supports: frozenset[ActionKind] = frozenset()
 
     def __init__(self, *holders: Holder) -> None:

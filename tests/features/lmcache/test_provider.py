@@ -13,18 +13,19 @@ from kvproxy.base.errors import ClientError, NotSupported, UnknownInstance
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Tier
 from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.feedback.prediction_stats import PredictionAlarm
 from kvproxy.cache.store import ActionKind, Holder, Prefix, TierMemory
 from kvproxy.cluster.routing.policy import FactSource
 from kvproxy.features.lmcache.connection import Connection
 from kvproxy.features.lmcache.controller import LMCacheController
 from kvproxy.features.lmcache.coordinator import LMCacheCoordinator
 from kvproxy.features.lmcache.lookups import LookupClient
-from kvproxy.features.lmcache.provider import Effect
+from kvproxy.features.lmcache.provider import CONTROLLER, COORDINATOR, Effect
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.cache.fleet import Place, simulated
-from tests.cache.support import Fake, settings, tokens
+from tests.cache.support import A, Fake, settings, tokens
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 
@@ -51,7 +52,7 @@ async def test_a_sole_holder_has_a_contiguous_prefix() -> None:
     async with simulated() as place, httpx.AsyncClient() as http:
         hold(place, "b")
         provider = controller(http, place)
-        assert provider.source is FactSource.LMCACHE_CONTROLLER
+        assert provider.source is CONTROLLER
         assert await provider.lookup(PROMPT) == [Holder("b", 1024, True)]
         assert await provider.lookup(Prefix(tokens(100), "m")) == []
 
@@ -232,8 +233,8 @@ def connection(
 @pytest.mark.parametrize(
     ("fleet", "source"),
     [
-        ({}, FactSource.LMCACHE_CONTROLLER),
-        ({"controller": None, "coordinator": CoordinatorSettings()}, FactSource.LMCACHE_COORDINATOR),
+        ({}, CONTROLLER),
+        ({"controller": None, "coordinator": CoordinatorSettings()}, COORDINATOR),
     ],
 )
 async def test_the_service_is_found_out_by_asking(
@@ -246,7 +247,7 @@ async def test_the_service_is_found_out_by_asking(
             await under_test.run()
     assert lookups.provider is not None
     assert lookups.provider.source is source
-    assert f"lookups go to {source.value}" in caplog.text
+    assert f"lookups go to {source}" in caplog.text
     assert "index is empty" in caplog.text
 
 
@@ -255,7 +256,7 @@ async def test_a_named_service_is_taken_at_once(clock: FakeClock) -> None:
         for name in ("coordinator", "controller"):
             _, lookups = connection(http, place.lmcache, clock, provider=name)
             assert lookups.provider is not None
-            assert lookups.provider.source.value == f"lmcache_{name}"
+            assert lookups.provider.source == f"lmcache_{name}"
 
 
 async def test_a_named_service_stays_the_one_named(clock: FakeClock) -> None:
@@ -264,7 +265,7 @@ async def test_a_named_service_stays_the_one_named(clock: FakeClock) -> None:
         under_test, lookups = connection(http, place.lmcache, clock, provider="coordinator")
         await under_test.run()
         assert lookups.provider is not None
-        assert lookups.provider.source is FactSource.LMCACHE_COORDINATOR
+        assert lookups.provider.source is COORDINATOR
 
 
 async def test_a_service_that_is_down_is_asked_until_it_answers(
@@ -305,3 +306,15 @@ async def test_lookups_raise_client_errors_only() -> None:
         provider = LMCacheController(http, "http://c")
         with pytest.raises(ClientError):
             await provider.lookup(PROMPT)
+
+
+@pytest.mark.parametrize(("source", "by"), [(CONTROLLER, "LMCache's lookup"), (COORDINATOR, "LMCache's directory")])
+def test_an_alarm_about_a_lookup_names_the_service(source: FactSource, by: str) -> None:
+    """The core has no words for sources that a feature adds."""
+    alarm = PredictionAlarm("default", A, source)
+    for _ in range(3):
+        alarm.observe_reuse(4096, 0, "r", 0.0)
+    raised = alarm.raised(0.0)
+    assert raised is not None
+    assert f"by {by}, engine reused 0" in raised.what
+    assert raised.fix.startswith("likely the engine does not load from LMCache")

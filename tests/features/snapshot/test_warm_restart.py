@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kvproxy.cache.service import KvCache
-from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.cluster.routing.policy import PRECISE
 from kvproxy.features.snapshot.metrics import SnapshotMetrics
 from kvproxy.features.snapshot.restart import WarmRestart
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
@@ -147,7 +147,7 @@ async def test_the_precise_index_needs_no_file() -> None:
             assert after.metric("kvproxy_kvcache_index_blocks", index="precise") == 8
             assert after.metric("kvproxy_kv_event_batches_total", endpoint=home, outcome="replayed") > 0
             assert await complete(after) == home
-            source = FactSource.PRECISE.value
+            source = PRECISE.value
             assert counted(after, "kvproxy_kvcache_predicted_tokens_total", source=source) == 256
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.load import EngineState
-from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.policy import PRECISE, Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.selector import decide
 from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.cluster.routing.work import prefill_s
@@ -56,7 +56,7 @@ def planner(plan: LinkPlan = PLAN) -> SimTransfers:
 
 def published(blocks: int) -> Overlap:
     """In the engine's memory by its own events."""
-    return Overlap(blocks * BLOCK, source=FactSource.PRECISE, claimed_tokens=blocks * BLOCK)
+    return Overlap(blocks * BLOCK, source=PRECISE, claimed_tokens=blocks * BLOCK)
 
 
 def asked(**held: Overlap) -> PickRequest:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvproxy.base.types import EndpointId, Tier
-from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.cluster.routing.policy import PRECISE, Overlap
 from kvproxy.operate.receipts.explain import explain_receipt
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, decode_receipt, encode_receipt
 
@@ -44,7 +44,7 @@ def test_a_choice_against_the_cache_is_explained() -> None:
             endpoint=B,
             prompt_tokens=1000,
             ttft_s=1.101,
-            facts={A: Overlap(500, ((Tier.HOST, 300),), FactSource.PRECISE, 2.5)},
+            facts={A: Overlap(500, ((Tier.HOST, 300),), PRECISE, 2.5)},
             hot_tokens=64,
             engine_prompt_tokens=1000,
             engine_media_tokens=600,

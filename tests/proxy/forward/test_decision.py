@@ -10,7 +10,7 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
-from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.policy import PRECISE, Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
 from kvproxy.proxy.forward.headers import describe_decision
 from tests.support.clock import FakeClock
@@ -36,7 +36,7 @@ def test_a_followed_preference_and_what_was_known(clock: FakeClock) -> None:
         prompt_tokens=100,
         by_endpoint={
             EndpointId("e1"): Overlap(16),
-            EndpointId("e0"): Overlap(32, ((Tier.HOST, 16),), source=FactSource.PRECISE),
+            EndpointId("e0"): Overlap(32, ((Tier.HOST, 16),), source=PRECISE),
         },
     )
     request = PickRequest(facts=facts, preferred=EndpointId("e1"))
