@@ -40,6 +40,8 @@ class Call(msgspec.Struct, eq=False):
     _reader: asyncio.Future[None] | None = None  # waits for more of the answer
     _writer: asyncio.Future[None] | None = None  # waits for the reader to take pieces
     _gone: asyncio.Future[None] | None = None  # waits for the reader to leave
+    _within_s: float | None = None  # how long the reader waits
+    _late: asyncio.TimerHandle | None = None
     on_disconnect: Callable[[], None] | None = None
 
     def begin(self, app: ASGIApp, scope: Scope) -> asyncio.Task[None]:
@@ -106,15 +108,24 @@ class Call(msgspec.Struct, eq=False):
 
     async def _more(self, within_s: float | None) -> None:
         reader = self._reader = self.loop.create_future()
-        late = None if within_s is None else self.loop.call_later(within_s, self._late)
+        self._within_s = within_s
+        self._start_limit()
         try:
             await reader
         finally:
+            self._stop_limit()
             self._reader = None
-            if late is not None:
-                late.cancel()
 
-    def _late(self) -> None:
+    def _start_limit(self) -> None:
+        if self._reader is not None and self._within_s is not None:
+            self._late = self.loop.call_later(self._within_s, self._give_up)
+
+    def _stop_limit(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _give_up(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_exception(self._library.ReadTimeout("the engine sent nothing in time"))
 
@@ -167,7 +178,9 @@ class Call(msgspec.Struct, eq=False):
         return {"type": "http.disconnect"}
 
     async def _uploaded(self, pieces: AsyncIterator[bytes]) -> bytes | None:
-        """Return the next piece of the client's body; None if the client's own code failed to give one."""
+        """Return the next piece of the client's body; None if the client's own code failed to give one. Time that the
+        client takes is not the engine's."""
+        self._stop_limit()
         try:
             return await anext(pieces)
         except StopAsyncIteration:
@@ -178,6 +191,8 @@ class Call(msgspec.Struct, eq=False):
             _wake(self._reader)
             self.leave()
             return None
+        finally:
+            self._start_limit()
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":

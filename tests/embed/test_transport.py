@@ -22,6 +22,7 @@ from kvproxy import AsyncTransport, ConfigError, Proxy, Transport
 from kvproxy.proxy.listener.server import Server
 from kvproxy.testing import simulated_engines
 from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
+from tests.support.loop_time import skipping_time
 
 CHAT = "http://engines/v1/chat/completions"
 BODY = {"model": "sim", "messages": [{"role": "user", "content": "a long beginning " * 100}], "max_tokens": 4}
@@ -98,6 +99,20 @@ async def test_a_body_in_pieces_arrives_whole() -> None:
         answer = await client.post(CHAT, content=pieces(), headers={"content-type": "application/json"})
     assert answer.json()["served_by"] == "a"
     assert json.loads(engine.calls[0].body) == BODY
+
+
+async def test_a_slow_upload_is_no_silence_of_the_engine() -> None:
+    """As of httpx's own transport, the time for reading begins behind the body."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"{"
+        await skip(40.0)
+        yield b"}"
+
+    async with client_of(FakeEngine("a")) as client:
+        with skipping_time() as skip:
+            answer = await client.post(CHAT, content=pieces(), timeout=30.0)
+    assert answer.json()["served_by"] == "a"
 
 
 async def test_an_error_of_the_clients_own_code_reaches_its_caller() -> None:
