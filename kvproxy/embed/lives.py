@@ -77,7 +77,8 @@ class Life:
 
 
 class Lives:
-    """Proxies of one configuration by event loop. A `Proxy` that is given instead is started and ended by its maker."""
+    """Proxies of one configuration by event loop, which end with it. A `Proxy` that is given instead is started and
+    ended by its maker."""
 
     def __init__(self, config: ConfigLike | Proxy | None, endpoints: Mapping[str, str] | None) -> None:
         if config is None:
@@ -89,6 +90,7 @@ class Lives:
         self._by_loop: dict[asyncio.AbstractEventLoop, Life] = {}
         self._ended: Proxy | None = None  # what it learned goes on with the next start
         _all_lives.add(self)
+        weakref.finalize(self, _end_abandoned, self._by_loop).atexit = False
 
     def of_running_loop(self) -> Life:
         """Return that of the running event loop. The first one goes on with what one that ended, or whose loop is
@@ -116,9 +118,16 @@ class Lives:
 
     def forget(self) -> None:
         """In a forked child: start over."""
-        _inherited.append((self._by_loop, self._ended))
-        self._by_loop = {}
+        _inherited.append((dict(self._by_loop), self._ended))
+        self._by_loop.clear()
         self._ended = None
+
+
+def _end_abandoned(by_loop: Mapping[asyncio.AbstractEventLoop, Life]) -> None:
+    """End proxies whose client was collected without being closed. Called in any thread."""
+    for loop, life in by_loop.items():
+        if loop.is_running():
+            asyncio.run_coroutine_threadsafe(life.end(), loop)
 
 
 class Background:

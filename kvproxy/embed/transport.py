@@ -86,7 +86,7 @@ class AsyncTransport(_AsyncBase):
             await life.start()
         library = _library_of(request)
         call = await _ask(life, request, _body_of(request, library))
-        stream = _stream_type(_Answer, library.AsyncByteStream)(call, _read_limit(request))
+        stream = _stream_type(_Answer, library.AsyncByteStream)(call, _read_limit(request), self._lives)
         return library.Response(call.status, headers=call.headers, stream=stream)
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -96,9 +96,10 @@ class AsyncTransport(_AsyncBase):
 
 
 class _Answer:
-    def __init__(self, call: Call, read_s: float | None) -> None:
+    def __init__(self, call: Call, read_s: float | None, lives: Lives) -> None:
         self._call = call
         self._read_s = read_s
+        self._lives = lives  # not to be collected while the answer is read
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while piece := await self._call.next_piece(self._read_s):
@@ -130,7 +131,7 @@ class Transport(_Base):
         read_s = _read_limit(request)
         body = b"".join(request.stream)
         call = there.run(self._ask(request, body))
-        stream = _stream_type(_SyncAnswer, library.SyncByteStream)(call, read_s, there)
+        stream = _stream_type(_SyncAnswer, library.SyncByteStream)(call, read_s, there, self._lives)
         return library.Response(call.status, headers=call.headers, stream=stream)
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -149,10 +150,11 @@ class Transport(_Base):
 
 
 class _SyncAnswer:
-    def __init__(self, call: Call, read_s: float | None, there: Background) -> None:
+    def __init__(self, call: Call, read_s: float | None, there: Background, lives: Lives) -> None:
         self._call = call
         self._read_s = read_s
         self._there = there
+        self._lives = lives
 
     def __iter__(self) -> Iterator[bytes]:
         call = self._call

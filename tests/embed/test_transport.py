@@ -23,6 +23,7 @@ from kvproxy.proxy.listener.server import Server
 from kvproxy.testing import simulated_engines
 from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
 from tests.support.loop_time import skipping_time
+from tests.support.until import until
 
 CHAT = "http://engines/v1/chat/completions"
 BODY = {"model": "sim", "messages": [{"role": "user", "content": "a long beginning " * 100}], "max_tokens": 4}
@@ -370,6 +371,35 @@ def test_a_synchronous_client(engines: dict[str, str]) -> None:
         next(iter(half))
         assert transport.proxy.status()["requests"] == 1
         half.close()
+
+
+async def test_a_proxy_ends_with_a_client_that_is_not_closed() -> None:
+    """As sockets of httpx's own transport do; an answer that is still read keeps it."""
+    async with simulated_engines(1) as endpoints:
+        transport = AsyncTransport(endpoints=endpoints)
+        client = httpx.AsyncClient(transport=transport, timeout=60.0)
+        request = client.build_request("POST", CHAT, json=BODY | {"stream": True})
+        answer = await client.send(request, stream=True)
+        proxy = transport.proxy
+        del client, transport
+        gc.collect()
+        assert b"[DONE]" in await answer.aread()
+        assert proxy.status()["running"]
+        del answer
+        gc.collect()
+        await until(lambda: not proxy.status()["running"])
+
+
+def test_a_proxy_ends_with_a_synchronous_client_that_is_not_closed(engines: dict[str, str]) -> None:
+    """Its thread goes on for others."""
+    transport = Transport(endpoints=engines)
+    client = httpx.Client(transport=transport, timeout=60.0)
+    assert client.post(CHAT, json=BODY).status_code == 200
+    proxy = transport.proxy
+    assert proxy.status()["running"]
+    del client, transport
+    gc.collect()
+    asyncio.run(until(lambda: not proxy.status()["running"]))
 
 
 def test_a_forked_child_has_a_proxy_of_its_own(engines: dict[str, str]) -> None:
