@@ -189,7 +189,10 @@ class KvCache:
         endpoint = None if result.endpoint is None else facts.cluster.find_endpoint(result.endpoint)
         on_prefilled = facts.indexes.followed.on_prefilled
         if on_prefilled is not None and endpoint is not None and result.prompt_tokens is not None:
-            on_prefilled(endpoint, result.prompt_tokens - (result.cached_tokens or 0))
+            cached = result.cached_tokens
+            known = facts.overlaps.matched_tokens(endpoint.id) if cached is None else cached
+            step = facts.indexes.steps.known.get(endpoint.id, 1)
+            on_prefilled(endpoint, (result.prompt_tokens - known) // step * step)
         self.actions.note_served(facts, endpoint)
 
     def _end_session(self, facts: RequestFacts) -> None:

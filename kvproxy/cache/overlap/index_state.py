@@ -39,7 +39,7 @@ class FollowedEvents:
         self.any = True  # whether an engine of the cluster publishes; until one does, no data is kept for its events
         #: Called with an endpoint whose live events report a dropped cache.
         self.on_cleared: Callable[[EndpointId], None] = lambda endpoint: None
-        #: Called with an endpoint and the tokens of a prompt that it has computed: it should report them.
+        #: Called with an endpoint and the tokens, in whole blocks, that it computed of a prompt: it should report them.
         self.on_prefilled: Callable[[Endpoint, int], None] | None = None
 
 

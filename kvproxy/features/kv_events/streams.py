@@ -153,10 +153,11 @@ class EventStreams(BackgroundTask, EngineReports):
                 await consumer.sweep()
 
     def note_traffic(self, endpoint: Endpoint, uncached_tokens: int) -> None:
-        """Note the engine's prefilled tokens: streams that stay silent all the same are not trusted."""
+        """Note the engine's prefilled tokens: a stream that stays silent all the same is not trusted. Of several ranks
+        behind one endpoint it is not known which one computed them."""
         entry = self._streams.get(endpoint)
-        for subscriber in entry[2] if entry is not None else ():
-            subscriber.note_traffic(uncached_tokens)
+        if entry is not None and len(entry[2]) == 1:
+            entry[2][0].note_traffic(uncached_tokens)
 
     def streams(self, endpoint: Endpoint) -> dict[int, StreamStatus]:
         """State of each of its streams, by data-parallel rank; empty while it is not followed."""

@@ -123,6 +123,34 @@ async def test_an_exact_stream_is_believed_over_what_was_routed() -> None:
         assert (await service.ask(request)).preferred == A  # promised: it is being computed
 
 
+async def test_only_blocks_that_an_engine_computed_prove_its_silence(clock: FakeClock) -> None:
+    """A hit publishes nothing, and vLLM counts it for clients only with `--enable-prompt-tokens-details`; nor does what
+    fills no block."""
+    async with simulated(engine=EVENTS) as place:
+        config = settings(kv_events=True)
+        async with running(config, cluster_of(place.engines, clock=clock), clock=clock) as service:
+            await until(lambda: exact(service) == {A, B})
+            usage = await generate(place, "a", TURN)
+            await until(lambda: service.kv.overlap.indexes["default"].precise.count_rows(A) > 0)
+            await knows_tokens(service, TURN)
+
+            async def serve_twice(content: str) -> None:
+                for _ in range(2):
+                    facts = await service.ask(chat(content, model="tiny"))
+                    service.kv.placed(facts, A)
+                    service.kv.finished(facts, Result(A, True, prompt_tokens=usage["prompt_tokens"]))
+                    clock.advance(31.0)
+
+            await serve_twice(TURN)
+            assert exact(service) == {A, B}
+            service.kv.overlap.indexes["default"].steps.tell_block_size(A, 1056)
+            await serve_twice(TURN.upper())  # shorter than a block of this hybrid model
+            assert exact(service) == {A, B}
+            service.kv.overlap.indexes["default"].steps.tell_block_size(A, 32)
+            await serve_twice(TURN[::-1])
+            assert exact(service) == {B}
+
+
 async def test_streams_that_are_not_complete_are_troubles() -> None:
     """With the endpoint, what happened, and what it means; gone when the stream is exact again."""
     async with followed() as (_place, service):
