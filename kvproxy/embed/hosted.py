@@ -13,7 +13,7 @@ from kvproxy.base.types import Clock, EndpointId, RequestKind
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.embed.no_endpoint import NoEndpoint
+from kvproxy.embed.no_endpoint import NoEndpoint, endpoint_ids
 from kvproxy.proxy.filters.kvcache import KvCacheLearning
 from kvproxy.proxy.placement import Placement
 from kvproxy.proxy.request.error_reply import LocalReply
@@ -98,7 +98,7 @@ class HostedRequest(msgspec.Struct, eq=False):
             cluster=self.cluster,
             clock=self.clock,
             model="" if exchange.inference is None else exchange.inference.model,
-            excluded=frozenset(EndpointId(name) for name in exclude),
+            excluded=endpoint_ids(exclude),
         )
         self.pick = await placement.place(now)
         return None if self.pick is None else str(self.pick.endpoint.id)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from kvproxy.base.types import EndpointId
 from kvproxy.proxy.request.error_reply import LocalReply
 
 
@@ -19,3 +22,8 @@ class NoEndpoint(Exception):
         self.reason = reply.reason
         seconds = dict(reply.headers).get(b"retry-after")
         self.retry_after_s = None if seconds is None else float(seconds)
+
+
+def endpoint_ids(names: Iterable[str]) -> frozenset[EndpointId]:
+    """Return them as a set; one id alone is that id, not its letters."""
+    return frozenset(EndpointId(name) for name in ((names,) if isinstance(names, str) else names))

@@ -13,7 +13,7 @@ from kvproxy.app import ConfigLike, Proxy
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.embed.lives import Life, Lives
-from kvproxy.embed.no_endpoint import NoEndpoint
+from kvproxy.embed.no_endpoint import NoEndpoint, endpoint_ids
 from kvproxy.operate.placing.carried import CarriedRequest, Placer
 from kvproxy.operate.placing.external import engine_headers
 from kvproxy.proxy.request.error_reply import LocalReply
@@ -82,14 +82,14 @@ class Router:
         `body` is what the engine will be sent at `path`, as bytes or as data. `session` names the conversation;
         `tenant` is who asked, for fair turns in the queue, which requests of larger `priority` (-100 to 100) leave
         first; `headers` are the client's, of which those that name sessions and a priority are read. It goes to no
-        endpoint in `exclude`. `sees_first_token`: False for a caller that cannot report the first token of a stream.
-        Entering it raises NoEndpoint.
+        endpoint in `exclude`, ids or one id. `sees_first_token`: False for a caller that cannot report the first token
+        of a stream. Entering it raises NoEndpoint.
         """
-        content = bytes(body) if isinstance(body, bytes | bytearray) else msgspec.json.encode(body)
-        fields = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
+        content = msgspec.json.encode(body) if isinstance(body, Mapping) else bytes(body)
+        fields = [(_encoded(name.lower()), _encoded(value)) for name, value in (headers or {}).items()]
         if session:
-            fields.append((_SESSION, session.encode("latin-1", "replace")))
-        barred = frozenset(EndpointId(name) for name in exclude)
+            fields.append((_SESSION, _encoded(session)))
+        barred = endpoint_ids(exclude)
         return PlacedRequest(
             self, content, path, fields, tenant, barred, priority=priority, sees_first_token=sees_first_token
         )
@@ -136,8 +136,10 @@ class PlacedRequest:
         self._over = False
 
     async def __aenter__(self) -> Self:
+        if self._entered is not None:
+            raise RuntimeError("a request is placed once; call router.place() for the next one")
         placer = await self._router._placer()
-        self._entered = carried = placer.begin("POST", self._path, self._headers)
+        carried = placer.begin("POST", self._path, self._headers)
         carried.exchange.tenant = self._tenant
         carried.priority = self._priority
         try:
@@ -148,6 +150,7 @@ class PlacedRequest:
         except BaseException:
             carried.left()
             raise
+        self._entered = carried
         self.body = self.body if replaced is None else replaced
         return self
 
@@ -238,6 +241,8 @@ class PlacedRequest:
 
     async def again(self) -> EndpointId:
         """Return another endpoint, after a failure. Raises NoEndpoint if every one was tried."""
+        if self._over:
+            raise RuntimeError("this request is over; report a failure by failed() instead of finish()")
         self.failed()
         try:
             await self._carried.place_again()
@@ -245,6 +250,14 @@ class PlacedRequest:
             raise NoEndpoint(why) from None
         self._carried.exchange.outcome.end = ""
         return self.endpoint
+
+
+def _encoded(text: str) -> bytes:
+    """Return a header's bytes: those that ASGI frameworks decoded as latin-1, or UTF-8 of other text."""
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        return text.encode()
 
 
 def _field(data: Any, name: str) -> Any:

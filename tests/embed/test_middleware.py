@@ -427,6 +427,7 @@ async def test_a_chosen_engine_is_learned_without_a_word() -> None:
         if len(engines) == 3:
             engines.append(await kvproxy.choose(request, exclude=[str(engine)]))
             engines.append(await kvproxy.choose(request, exclude=["a", "b"]))
+            engines.append(await kvproxy.choose(request, exclude="a"))
         return JSONResponse({"usage": USAGE})
 
     app = KVCacheMiddleware(Starlette(routes=[Route(CHAT, forward, methods=["POST"])]), endpoints=ENGINES)
@@ -435,7 +436,7 @@ async def test_a_chosen_engine_is_learned_without_a_word() -> None:
             await http.post(CHAT, json=body(TURN, tail))
         assert engines[0] == engines[1] == engines[2] != engines[3]
         assert {*engines[2:4]} == {"a", "b"}
-        assert engines[4] is None
+        assert engines[4:] == [None, "b"]
         assert [one.load.in_flight for one in app._cluster.endpoints] == [0, 0]
 
 

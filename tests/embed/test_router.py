@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvproxy import NoEndpoint, PlacedRequest, Router
+from kvproxy.base.types import EndpointId
 from kvproxy.testing import simulated_engines
 from tests.support.until import until
 
@@ -93,6 +94,58 @@ async def test_leaving_without_a_word_gives_the_place_back() -> None:
             async with router.place(BODY):
                 raise LookupError("the app's own")
         assert in_flight(router) == {"a": 0, "b": 0}
+
+
+async def test_a_request_that_is_over_holds_no_place_again() -> None:
+    """Neither by `again`, nor by a second entry: nothing would give that place back."""
+    async with Router(endpoints=NOWHERE) as router:
+        async with router.place(BODY) as placed:
+            placed.finish(status=500)
+            with pytest.raises(RuntimeError, match="is over"):
+                await placed.again()
+        with pytest.raises(RuntimeError, match="placed once"):
+            await placed.__aenter__()
+        assert not any(in_flight(router).values())
+
+
+async def test_a_refused_request_may_be_entered_once_more() -> None:
+    async with Router(endpoints=NOWHERE) as router:
+        placed = router.place(BODY)
+        for name in NOWHERE:
+            router.proxy.clusters["default"].operator.drain_endpoint(EndpointId(name))
+        with pytest.raises(NoEndpoint):
+            await placed.__aenter__()
+        router.proxy.clusters["default"].operator.drain_endpoint(EndpointId("a"), draining=False)
+        async with placed:
+            assert placed.endpoint == "a"
+
+
+async def test_an_endpoint_may_be_excluded_by_its_id_alone() -> None:
+    async with Router(endpoints=NOWHERE) as router:
+        for _ in range(3):
+            async with router.place(BODY, exclude="a") as placed:
+                assert placed.endpoint == "b"
+
+
+async def test_sessions_in_any_script_are_apart() -> None:
+    """By the bytes that a client of the proxy would send."""
+    async with Router({"endpoints": {**NOWHERE, "c": "http://127.0.0.1:11"}, "policy": "session"}) as router:
+        keys = set()
+        for session in ("\u4f1a\u8bdd", "\u5bf9\u8bdd", "s\u00e9ance", "session"):
+            async with router.place(BODY, session=session, headers={"x-user": session}) as placed:
+                inference = placed._carried.exchange.inference
+                assert inference is not None
+                keys.add(inference.session_key)
+        assert len(keys) == 4
+
+
+async def test_a_body_that_is_no_data_is_refused_at_once() -> None:
+    """Text would be sent to the engine in quotes."""
+    async with Router(endpoints=NOWHERE) as router:
+        with pytest.raises(TypeError):
+            router.place(json.dumps(BODY))  # type: ignore[arg-type]
+        async with router.place(memoryview(json.dumps(BODY).encode())) as placed:  # type: ignore[arg-type]
+            assert json.loads(placed.body) == BODY
 
 
 async def test_usage_of_the_openai_package_is_read() -> None:
