@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import ASGIApp, Scope
 
 from kvproxy.base.types import CONNECTION, Headers
+from kvproxy.proxy.request.body import SharedTimer
 
 log = logging.getLogger("kvproxy")
 
@@ -27,6 +28,7 @@ class Call(msgspec.Struct, eq=False):
     loop: asyncio.AbstractEventLoop
     _library: Any  # the client's, httpx or httpx2: errors are of its types
     _body: bytes | AsyncIterator[bytes]  # whole, or as made by the client's own code
+    _limit: SharedTimer[Call] | None = None  # of each wait for the engine
     writable: bool = True
     status: int = 0
     headers: Headers = []
@@ -40,17 +42,15 @@ class Call(msgspec.Struct, eq=False):
     _reader: asyncio.Future[None] | None = None  # waits for more of the answer
     _writer: asyncio.Future[None] | None = None  # waits for the reader to take pieces
     _gone: asyncio.Future[None] | None = None  # waits for the reader to leave
-    _within_s: float | None = None  # how long the reader waits
-    _late: asyncio.TimerHandle | None = None
     on_disconnect: Callable[[], None] | None = None
 
-    def begin(self, app: ASGIApp, scope: Scope) -> asyncio.Task[None]:
-        """Let the proxy answer."""
+    def begin(self, app: ASGIApp, scope: Scope, *, among: set[Call]) -> None:
+        """Let the proxy answer; the call is `among` those that run until then."""
         scope[CONNECTION] = self
-        self.task = task = self.loop.create_task(self._run(app, scope), name="request of an httpx client")
-        return task
+        among.add(self)
+        self.task = self.loop.create_task(self._run(app, scope, among), name="request of an httpx client")
 
-    async def _run(self, app: ASGIApp, scope: Scope) -> None:
+    async def _run(self, app: ASGIApp, scope: Scope, among: set[Call]) -> None:
         try:
             await app(scope, self.receive, self.send)
             if not self.complete and self.failure is None:
@@ -61,27 +61,28 @@ class Call(msgspec.Struct, eq=False):
             log.exception("a request of an httpx client failed")
             self.failure = self._library.RemoteProtocolError(f"kvproxy failed: {type(error).__name__}")
         finally:
+            among.discard(self)  # here, since a done callback costs another turn of the loop
             self.on_disconnect = None
             _wake(self._reader)
 
     # for the client
 
-    async def head(self, within_s: float | None) -> int:
+    async def head(self) -> int:
         """Return the status of the answer. Raises httpx's exceptions, and whatever the client's own body raised."""
         while not self.status:
             if self.failure is not None:
                 raise self.failure
-            await self._more(within_s)
+            await self._more()
         return self.status
 
-    async def next_piece(self, within_s: float | None) -> bytes:
+    async def next_piece(self) -> bytes:
         """Return all of the answer that is there and was not taken yet; b"" at its end. Raises httpx's exceptions."""
         while not self._pieces:
             if self.complete:
                 return b""
             if self.failure is not None:
                 raise self.failure
-            await self._more(within_s)
+            await self._more()
         return self.take()
 
     def take(self) -> bytes:
@@ -106,26 +107,19 @@ class Call(msgspec.Struct, eq=False):
         if self.on_disconnect is not None:
             self.on_disconnect()
 
-    async def _more(self, within_s: float | None) -> None:
+    async def _more(self) -> None:
         reader = self._reader = self.loop.create_future()
-        self._within_s = within_s
-        self._start_limit()
+        if self._limit is not None:
+            self._limit.add(self)
         try:
             await reader
         finally:
-            self._stop_limit()
             self._reader = None
+            if self._limit is not None:
+                self._limit.remove(self)
 
-    def _start_limit(self) -> None:
-        if self._reader is not None and self._within_s is not None:
-            self._late = self.loop.call_later(self._within_s, self._give_up)
-
-    def _stop_limit(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _give_up(self) -> None:
+    def late(self) -> None:
+        """Raise to the reader that the engine sent nothing in time."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_exception(self._library.ReadTimeout("the engine sent nothing in time"))
 
@@ -180,7 +174,8 @@ class Call(msgspec.Struct, eq=False):
     async def _uploaded(self, pieces: AsyncIterator[bytes]) -> bytes | None:
         """Return the next piece of the client's body; None if the client's own code failed to give one. Time that the
         client takes is not the engine's."""
-        self._stop_limit()
+        if self._limit is not None:
+            self._limit.remove(self)
         try:
             return await anext(pieces)
         except StopAsyncIteration:
@@ -192,7 +187,9 @@ class Call(msgspec.Struct, eq=False):
             self.leave()
             return None
         finally:
-            self._start_limit()
+            if self._limit is not None and self._reader is not None:
+                self._limit.remove(self)
+                self._limit.add(self)
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":

@@ -17,6 +17,7 @@ from starlette.types import Scope
 from kvproxy.app import ConfigLike, Proxy, read_config
 from kvproxy.base.background_task import find_loop
 from kvproxy.embed.call import Call
+from kvproxy.proxy.request.body import SharedTimer
 
 T = TypeVar("T")
 
@@ -24,6 +25,8 @@ T = TypeVar("T")
 _END_S = 5.0
 #: How long requests have to end once nobody reads their answers.
 _LEAVE_S = 1.0
+#: Time limits of clients whose requests share a timer.
+_MAX_LIMITS = 64
 
 _all_lives: weakref.WeakSet[Lives] = weakref.WeakSet()
 #: A forked child's copies of its parent's sockets and event loops, which must not be closed there.
@@ -37,6 +40,7 @@ class Life:
         self.proxy = proxy
         self.started = not owned
         self._calls: set[Call] = set()
+        self._limits: dict[float, SharedTimer[Call]] = {}
         self._owned = owned
         self._starting: asyncio.Task[None] | None = None
 
@@ -56,8 +60,18 @@ class Life:
 
     def begin(self, call: Call, scope: Scope) -> None:
         """Let the proxy answer a request."""
-        self._calls.add(call)
-        call.begin(self.proxy, scope).add_done_callback(lambda _: self._calls.discard(call))
+        call.begin(self.proxy, scope, among=self._calls)
+
+    def find_limit(self, limit_s: float | None) -> SharedTimer[Call] | None:
+        """Return the timer of calls with this limit for each wait; None: they have none."""
+        if limit_s is None:
+            return None
+        limit = self._limits.get(limit_s)
+        if limit is None:
+            limit = SharedTimer(limit_s, Call.late)
+            if len(self._limits) < _MAX_LIMITS:
+                self._limits[limit_s] = limit
+        return limit
 
     async def end(self) -> None:
         """End requests that are under way, then the proxy. The rest is cancelled after a while."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import httpx
 import msgspec
@@ -85,8 +85,8 @@ class AsyncTransport(_AsyncBase):
         if not life.started:
             await life.start()
         library = _library_of(request)
-        call = await _ask(life, request, _body_of(request, library))
-        stream = _stream_type(_Answer, library.AsyncByteStream)(call, _read_limit(request), self._lives)
+        call = await _ask(life, request, _body_of(request, library), library)
+        stream = _stream_type(_Answer, library.AsyncByteStream)(call, self._lives)
         return library.Response(call.status, headers=call.headers, stream=stream)
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -96,14 +96,19 @@ class AsyncTransport(_AsyncBase):
 
 
 class _Answer:
-    def __init__(self, call: Call, read_s: float | None, lives: Lives) -> None:
+    """Iterator of the pieces. (No generator, which an event loop keeps account of.)"""
+
+    def __init__(self, call: Call, lives: Lives) -> None:
         self._call = call
-        self._read_s = read_s
         self._lives = lives  # not to be collected while the answer is read
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while piece := await self._call.next_piece(self._read_s):
-            yield piece
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if piece := await self._call.next_piece():
+            return piece
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
         self._call.leave()
@@ -128,10 +133,9 @@ class Transport(_Base):
         """As of httpx."""
         library = _library_of(request)
         there = background()
-        read_s = _read_limit(request)
         body = b"".join(request.stream)
-        call = there.run(self._ask(request, body))
-        stream = _stream_type(_SyncAnswer, library.SyncByteStream)(call, read_s, there, self._lives)
+        call = there.run(self._ask(request, body, library))
+        stream = _stream_type(_SyncAnswer, library.SyncByteStream)(call, there, self._lives)
         return library.Response(call.status, headers=call.headers, stream=stream)
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -142,24 +146,23 @@ class Transport(_Base):
     async def _life(self) -> Life:
         return self._lives.of_running_loop()
 
-    async def _ask(self, request: Any, body: bytes) -> Call:
+    async def _ask(self, request: Any, body: bytes, library: Any) -> Call:
         life = await self._life()
         if not life.started:
             await life.start()
-        return await _ask(life, request, body)
+        return await _ask(life, request, body, library)
 
 
 class _SyncAnswer:
-    def __init__(self, call: Call, read_s: float | None, there: Background, lives: Lives) -> None:
+    def __init__(self, call: Call, there: Background, lives: Lives) -> None:
         self._call = call
-        self._read_s = read_s
         self._there = there
         self._lives = lives
 
     def __iter__(self) -> Iterator[bytes]:
         call = self._call
         while not call.complete:
-            if piece := self._there.run(call.next_piece(self._read_s)):
+            if piece := self._there.run(call.next_piece()):
                 yield piece
         if piece := call.take():  # no more pieces will come
             yield piece
@@ -180,18 +183,17 @@ def _stream_type(answer: Any, base: type) -> Any:
     return type(answer.__name__, (answer, base), {})
 
 
-async def _ask(life: Life, request: Any, body: bytes | AsyncIterator[bytes]) -> Call:
+async def _ask(life: Life, request: Any, body: bytes | AsyncIterator[bytes], library: Any) -> Call:
     """Return the call once the head of its answer is there. Raises the library's exceptions."""
     scope = _scope_of(request)
     exchange = Exchange.of(scope, now=life.proxy.clock())
     exchange.breaks_off = True
-    library = _library_of(request)
-    call = Call(find_loop(), library, body)
+    limit_s: float | None = request.extensions.get("timeout", {}).get("read")  # for each wait for the engine
+    call = Call(find_loop(), library, body, life.find_limit(limit_s))
     life.begin(call, scope)
-    read_s = _read_limit(request)
     try:
-        if await call.head(read_s) >= 500 and (reason := exchange.outcome.local_reason) in _RAISED:
-            raise getattr(library, _RAISED[reason])(_message_of(await call.next_piece(read_s)))
+        if await call.head() >= 500 and (reason := exchange.outcome.local_reason) in _RAISED:
+            raise getattr(library, _RAISED[reason])(_message_of(await call.next_piece()))
     except BaseException:
         call.leave()
         raise
@@ -216,12 +218,6 @@ def _scope_of(request: Any) -> Scope:
         "state": {},
         "extensions": {},
     }
-
-
-def _read_limit(request: Any) -> float | None:
-    """Return the client's limit for each wait for the engine, in seconds."""
-    limit: float | None = request.extensions.get("timeout", {}).get("read")
-    return limit
 
 
 def _message_of(body: bytes) -> str:
