@@ -352,9 +352,8 @@ async def test_sessions_and_limits_outlive_all_replicas(store: Store, monkeypatc
             for number, each in enumerate([one, two] * 5):
                 await each.ask(text(number), session=f"s{number}")
             await until(lambda: one.sessions() == two.sessions() == 10)
-            assert one.sync.store is not None
-            kept_in = one.sync.store.keys
-            assert kept_in is not None
+            kept_in = one.sync.store
+            assert isinstance(kept_in, RedisLink)
             async with asyncio.timeout(60):
                 while len(decode_deltas((await kept_in.recall(600.0))[0] or b"\x90")) < 11:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)  # in a store there is no event to wait for

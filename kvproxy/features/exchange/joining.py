@@ -3,17 +3,13 @@ argument."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.deltas import Delta
 from kvproxy.features.exchange.peer import Peer
-from kvproxy.features.exchange.wire import Batch, Message, Origin, PeerSnapshot, StateChunk, StateRequest
-
-log = logging.getLogger("kvproxy.sync")
+from kvproxy.features.exchange.wire import Message, Origin, StateChunk, StateRequest
 
 #: How long to wait for the first answer, for the next part of the snapshot, and until it is applied.
 ANSWER_S = 0.5
@@ -21,25 +17,14 @@ PIECE_S = 2.0
 APPLY_S = 30.0
 #: A snapshot of a peer is not taken beyond this.
 MAX_SNAPSHOT_BYTES = 64 * 1024 * 1024
-#: Bound on held-back messages of others; dropped ones are requested again, as any lost ones.
-MAX_BUFFERED_BYTES = 32 * 1024 * 1024
 _DELTA_BYTES = 100  # estimated memory of one delta
 
 #: Given the peer, its snapshot and the rest as deltas; it has joined when that is done.
 ReceiveSnapshot = Callable[[Peer, bytes, Sequence[Delta]], None]
-#: Takes all the steps, at once or in slices.
-RunSteps = Callable[[Generator[None, None, None]], None]
-
-
-def run_at_once(steps: Generator[None, None, None]) -> None:
-    """In one go."""
-    for _ in steps:
-        pass
 
 
 class Joining:
-    """Joining of a new proxy. Messages of others are held back meanwhile; at the end, however it went, `take` gets them
-    in order, in steps."""
+    """Joining of a new proxy. `over` is called at the end, however it went."""
 
     def __init__(
         self,
@@ -47,16 +32,14 @@ class Joining:
         *,
         send_to: Callable[[Origin, Message], None],
         receive: ReceiveSnapshot | None,
-        take: Callable[[Batch | PeerSnapshot, int, float], None],
-        run: RunSteps,
+        over: Callable[[float], None],
     ) -> None:
         self.running = False
         self.told = False  # one of the others has sent its whole state
         self._origin = origin
         self._send_to = send_to
         self._receive = receive
-        self._take = take
-        self._run = run
+        self._over = over
         self._until = 0.0
         self._late = False  # the latest look came after that
         self._candidates: set[Origin] = set()
@@ -65,27 +48,11 @@ class Joining:
         self._number = self._size = 0  # of the piece that comes next, and of those before it
         self._data: list[bytes] = []
         self._deltas: list[Delta] = []
-        self._buffer: BoundedQueue[tuple[Batch | PeerSnapshot, int]] = BoundedQueue(MAX_BUFFERED_BYTES)
-        self.dropped = 0  # messages held back for which there was no room
-
-    @property
-    def holds_back(self) -> bool:
-        """True while messages have to wait for earlier ones."""
-        return self.running or bool(self._buffer)
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes held back."""
-        return self._buffer.held_bytes
 
     @property
     def snapshot_bytes(self) -> int:
         """Bytes received so far."""
         return self._size
-
-    def hold(self, message: Batch | PeerSnapshot, size_bytes: int) -> None:
-        """Until it is over."""
-        self.dropped += self._buffer.append((message, size_bytes), size_bytes)
 
     def begin(self, now: float) -> None:
         """Begin for a new process."""
@@ -130,16 +97,7 @@ class Joining:
             self.told = told
             self._reset(now)
             self.running = False
-            self._run(self._release(now))
-
-    def _release(self, now: float) -> Generator[None, None, None]:
-        while self._buffer and not self.running:
-            message, size_bytes = self._buffer.popleft()
-            try:
-                self._take(message, size_bytes, now)
-            except Exception:  # as of one that comes now: the others behind it are not to wait for ever
-                log.exception("a message of %s could not be applied", message.origin)
-            yield
+            self._over(now)
 
     def _ask_another(self, now: float) -> None:
         if not self._candidates:

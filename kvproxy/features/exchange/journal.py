@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -170,14 +170,9 @@ def acted(action: Action, age_s: float = 0.0) -> deltas.Acted:
 MAX_WAITING_BYTES = 16 * 1024 * 1024
 #: Samples of speed sent per heartbeat: a model learns as much from fewer.
 MAX_SAMPLES = 64
-
-#: Of the batches that were sent so much is kept.
-MAX_SENT_BYTES = 4 * 1024 * 1024
-
 _ROW_BYTES = 150
 _AHEAD_BYTES = 48
 _DELTA_BYTES = 120
-_BATCH_BYTES = 100
 
 
 class Journal:
@@ -355,47 +350,6 @@ def _note_count(add: AddDelta, model: str, keys: Sequence[int], prompt_bytes: in
 def _note_use(add: AddDelta, keys: Sequence[int], model: str, cache_salt: str, instance: str, session: int) -> None:
     """As of UseWatch."""
     add(deltas.Used(as_bytes(array("Q", keys)), model, cache_salt, instance, session))
-
-
-class SentBatches:
-    """The latest batches, to be sent again."""
-
-    def __init__(self) -> None:
-        self._kept: BoundedQueue[tuple[int, bytes]] = BoundedQueue(MAX_SENT_BYTES)
-
-    @property
-    def held_bytes(self) -> int:
-        """Of all that are kept."""
-        return self._kept.held_bytes
-
-    @property
-    def oldest(self) -> int | None:
-        """The first that is kept."""
-        return next((seq for seq, _ in self._kept), None)
-
-    def keep(self, seq: int, payload: bytes) -> None:
-        """Keep a batch that was just sent."""
-        self._kept.append((seq, payload), len(payload) + _BATCH_BYTES)
-
-    def since(self, first: int) -> list[bytes] | None:
-        """All from that one on; None: that one is gone."""
-        if (oldest := self.oldest) is None or oldest > first:
-            return None
-        return [payload for seq, payload in self._kept if seq >= first]
-
-
-def in_parts(routed: Iterable[deltas.Routed]) -> list[list[deltas.Routed]]:
-    """In lists that fit into a message each, beside loads."""
-    parts: list[list[deltas.Routed]] = []
-    room = 0
-    for one in routed:
-        size = 100 + len(one.hashes)
-        if size > room:
-            parts.append([])
-            room = MAX_BYTES
-        parts[-1].append(one)
-        room -= size
-    return parts
 
 
 def size_of(delta: Delta) -> int:

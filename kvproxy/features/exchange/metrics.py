@@ -47,16 +47,15 @@ class SyncMetrics(MetricGroup):
     bytes = counter("kvproxy_sync_bytes", "Bytes of these", "direction")  # in, out
     dropped = callback_gauge(
         "kvproxy_sync_dropped",
-        "`deltas` and `messages` that found no room and were never sent, messages `received` that found none, and "
-        "deltas that `failed` to be applied",
+        "`deltas` and `messages` that found no room and were never sent, and deltas that `failed` to be applied",
         "what",
         counts=True,
     )
     held = callback_gauge(
         "kvproxy_sync_held_bytes",
         "Kept for the exchange: `deltas` not sent yet (at most 16 MiB), messages `unsent` (16 MiB for a store, 8 "
-        "for each worker), batches `sent` that may be requested again (4 MiB), messages that came `early` (32 "
-        "MiB), and while `joining` others' messages and the snapshot (96 MiB)",
+        "for each worker), batches `sent` that may be requested again (4 MiB), and while `joining` the "
+        "snapshot (64 MiB)",
         "what",
     )
     store_up = callback_gauge(

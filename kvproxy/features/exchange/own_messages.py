@@ -1,20 +1,26 @@
-"""Messages of this process about itself: its batches, of which the latest are kept, heartbeats, and how it stands."""
+"""Messages of this process about itself: its batches, of which the latest are kept, and how it stands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvproxy.features.exchange import wire
-from kvproxy.features.exchange.journal import Journal, SentBatches, in_parts
+from kvproxy.features.exchange.bounded_queue import BoundedQueue
+from kvproxy.features.exchange.deltas import Routed
+from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.wire import Message, Origin
+
+#: Of the batches that were sent so much is kept.
+MAX_SENT_BYTES = 4 * 1024 * 1024
+_BATCH_BYTES = 100
 
 
 class OwnMessages:
     """`send` is called with bytes for one peer, or for all."""
 
     def __init__(self, journal: Journal, send: Callable[[bytes, Origin | None], None]) -> None:
-        self.sent = SentBatches()
+        self.sent: BoundedQueue[tuple[int, bytes]] = BoundedQueue(MAX_SENT_BYTES)
         self._journal = journal
         self._send = send
 
@@ -28,34 +34,42 @@ class OwnMessages:
         count = 0
         for batch in self._journal.take_batches(now):
             payload = wire.encode_batch(batch, self._journal)
-            self.sent.keep(batch.seq, payload)
+            self.sent.append((batch.seq, payload), len(payload) + _BATCH_BYTES)
             if to_all:
                 self._send(payload, None)
             count += 1
         return count
 
-    def send_again(self, to: Origin, first: int, now: float) -> None:
-        """Send one peer the batches from this one on, or how this process stands if they are gone (0: that is
-        wanted)."""
-        missing = self.sent.since(first) if first else None
-        if missing is None:
-            self.stand(to, now)
-        else:
-            for payload in missing:
-                self._send(payload, to)
-
-    def stand(self, to: Origin, now: float) -> None:
-        """Send one peer all loads and requests under way."""
+    def answer(self, to: Origin, first: int, now: float) -> None:
+        """Send one peer the batches from this one on, if they are kept, and then how this process stands: all loads and
+        requests under way."""
         self.publish(now, to_all=True)
         journal = self._journal
-        oldest = self.sent.oldest or journal.seq + 1
+        oldest = next((seq for seq, _ in self.sent), journal.seq + 1)
+        if oldest <= first:
+            for seq, payload in self.sent:
+                if seq >= first:
+                    self._send(payload, to)
         said = partial(wire.PeerSnapshot, journal.origin, journal.seq, oldest, journal.told, journal.digest)
         loads = journal.rows(now)
-        under_way = list(journal.open.values())
-        parts = in_parts(under_way)
+        *parts, last = in_parts(journal.open.values()) or [[]]
         while len(loads) > wire.MAX_ROWS:
             self.send_to(to, said([], loads[: wire.MAX_ROWS], True))
             del loads[: wire.MAX_ROWS]
-        for part in parts[:-1]:
+        for part in parts:
             self.send_to(to, said(part, [], True))
-        self.send_to(to, said([] if not parts else parts[-1], loads, False))
+        self.send_to(to, said(last, loads, False))
+
+
+def in_parts(routed: Iterable[Routed]) -> list[list[Routed]]:
+    """In lists that fit into a message each, beside loads."""
+    parts: list[list[Routed]] = []
+    room = 0
+    for one in routed:
+        size = 100 + len(one.hashes)
+        if size > room:
+            parts.append([])
+            room = wire.MAX_BYTES
+        parts[-1].append(one)
+        room -= size
+    return parts

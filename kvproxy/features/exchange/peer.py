@@ -5,40 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kvproxy.features.exchange import deltas
-from kvproxy.features.exchange.early import EarlyMessages
 from kvproxy.features.exchange.lag import Completeness, Lag
 from kvproxy.features.exchange.peer_applier import PeerApplier
 from kvproxy.features.exchange.wire import Batch, Heartbeat, Origin, PeerSnapshot
 
-#: Pause before a missing batch is requested again, and requests after which a snapshot is requested instead.
+#: Pauses before what is missing is requested again, doubling between these.
 ASK_AGAIN_S = 0.1
-ASKS = 3
-#: Heartbeats in a row that are trusted against earlier messages; batches this far ahead of one are not the peer's own.
+LONGEST_PAUSE_S = 2.0
+#: Heartbeats in a row that are trusted against earlier messages.
 _BEATS = 2
-_FAR = 1000
 #: A heartbeat is late by no more; an older one was sent by another clock, and counts.
 _STALE_S = 60.0
 #: A batch that is later than that is one of a time that is over, as those that a newcomer is sent.
 _LATE_S = 2.0
-#: Sums: a snapshot has them whole.
-_SUMS = deltas.Spent, deltas.Sample
 
 
 class Peer:
-    """`ask` wants batches from a number on, or (0) how it stands; `has_room` shows whether so many bytes that came too
-    early may be held; `was_told`: a snapshot was taken over. Times are of the receiver's clock."""
+    """Batches are applied in order, and those behind a missing one are let go: `ask` wants all from a number on (0:
+    unknown), and is answered by these, as far as they can be sent again, and then by how the peer stands. Times are of
+    the receiver's clock. `held`: this process joins, and takes the batches afterwards."""
 
     def __init__(
-        self,
-        origin: Origin,
-        heard: PeerApplier,
-        *,
-        ask: Callable[[int], None],
-        has_room: Callable[[int], bool],
-        was_told: Callable[[], bool],
-        begins: bool,
-        now: float,
+        self, origin: Origin, heard: PeerApplier, *, ask: Callable[[int], None], begins: bool, now: float
     ) -> None:
         """`begins`: its first batch is number 1."""
         self.origin = origin
@@ -47,19 +35,17 @@ class Peer:
         self.heard_at = now
         self.gaps = self.lost = self.mismatches = 0  # lost: prompts never received
         self.blocks = 0  # in its approximate indexes, by its report
-        self.joining = False
         self.beat_sent_s: float | None = None  # its clock, at its latest beat
         self.beat_at = now  # ours, when that came
         self.lag = Lag()
         self.completeness = Completeness()
-        self.early = EarlyMessages(has_room)
         self._ask = ask
-        self._was_told = was_told
         self._next: int | None = 1 if begins else None  # number of the next batch; None: earlier ones unknown
+        self._latest = 0  # batch whose loads count
+        self._fresh = True  # nothing of it was applied, so that all its batches may be
         self._said_s = -math.inf  # its clock, at the latest of its messages
         self._asked_at: float | None = None
-        self._asks = self._summed = 0  # so often; the last batch of which sums are known already
-        self._unsure = False  # it was presumed dead and has to send its state
+        self._pause_s = ASK_AGAIN_S
         self._ahead = 0  # heartbeats in a row behind the number assumed here
 
     @property
@@ -67,122 +53,122 @@ class Peer:
         """Nothing is known to be missing."""
         return self._asked_at is None and self._next is not None
 
-    def take(self, message: Batch | PeerSnapshot, size_bytes: int, now: float) -> None:
-        """Take a message, which is held while earlier ones are missing."""
-        if isinstance(message, Batch):
-            self._take_batch(message, size_bytes, now)
-        elif (standing := self.early.join_parts(message, size_bytes)) is not None:
-            self._stand(standing, now)
+    @property
+    def waiting(self) -> int:
+        """Batches that it has sent and that are not applied."""
+        return max(0, self._latest + 1 - (self._next or 1))
 
-    def _take_batch(self, batch: Batch, size_bytes: int, now: float) -> None:
+    def take_batch(self, batch: Batch, now: float, *, held: bool = False) -> None:
         """Whenever it comes: loads count at once, deltas in their order and once."""
         late_s = self.lag.observe(batch.sent_s, now)
-        if self._next is None and batch.seq == 1:
-            self._next = 1
-        if self._next is not None and batch.seq < self._next:
+        if batch.seq > self._latest:
+            self._latest = batch.seq
+            self._said_s = batch.sent_s
+            self.heard.load(batch.loads, now - late_s)
+        if held:
             return
-        self.heard.load(batch.loads, batch.seq, now - late_s)
+        if self._next is None and self._fresh and batch.seq == 1:
+            self._next = 1
         if self._next == batch.seq:
-            self._apply(batch, now)
-            self._go_on(now)
-        else:
-            self.early.hold(batch, size_bytes)
+            self._next += 1
+            self._fresh = False
+            self.heard.apply(batch.deltas, now, late=late_s > _LATE_S)
+            if self._asked_at is not None:
+                self._asked_at = now  # the others are on their way
+        elif self._next is None or batch.seq > self._next:
             self._miss(now)
+
+    def take_standing(self, standing: PeerSnapshot, now: float, *, held: bool = False) -> None:
+        """Take its own report of how it stands: what was missing before, and cannot be sent again, is lost."""
+        if standing.seq >= self._latest:
+            self._latest = standing.seq
+            self.heard.load(standing.loads, now)
+        if self._fresh and self._next != 1 and standing.oldest == 1 and not held:
+            self._next = 1
+            self.heard.forget_prompts()
+            self._request(now)
+        if self._next is None or self._next == standing.seq + 1 or self._next < standing.oldest:
+            self._stand(standing, now, held=held)
+        elif self._next <= standing.seq and not held:
+            self._miss(now)  # the others can be sent again
+
+    def _stand(self, standing: PeerSnapshot, now: float, *, held: bool) -> None:
+        lost = self.heard.stand(standing, now)
+        if lost is None:
+            return
+        self.lost += 0 if self._next is None else lost
+        self._next = standing.seq + 1
+        self._fresh = held
+        self._asked_at = None
+        self._pause_s = ASK_AGAIN_S
 
     def beat(self, beat: Heartbeat, now: float) -> None:
         """Handle a heartbeat, which shows its last batch: the end of the stream may have been lost."""
-        if not 0 <= self._said_s - beat.sent_s < _STALE_S:
+        overtaken = 0 <= self._said_s - beat.sent_s < _STALE_S
+        if not overtaken:
             self._said_s = beat.sent_s
-        elif self._next is None or beat.seq + 1 < self._next:
-            return  # a later message of the peer overtook it
+            self._latest = min(self._latest, beat.seq)
+        if self._next is not None and self._next > beat.seq + 1:
+            if not overtaken:
+                self._contradict(now)
+            return
+        self._ahead = 0
         self.blocks = beat.blocks
-        self.joining = beat.joining
         self.beat_sent_s = beat.sent_s
         self.beat_at = now
         self.lag.observe(beat.sent_s, now)
-        self._contradict(beat.seq)
         if self._next is None and not beat.seq:
             self._next = 1
         if self._next is None or beat.seq >= self._next:
             self._miss(now)
-            return
-        if self.in_order and beat.seq == self._next - 1:
-            if (beat.told, beat.digest) != (self.heard.told, self.heard.digest):
-                self.mismatches += 1
-                self.heard.told = beat.told
-                self.heard.digest = beat.digest
-            if self.heard.unsure:
-                self._unsure = True
-                self._request(now)
-            self.completeness.mark(now, beat.told, self.lost)
+        elif self._asked_at is None:
+            self._compare(beat, now)
 
-    def _contradict(self, seq: int) -> None:
-        """Discard batches beyond the peer's own heartbeats, which repeatedly were not its own."""
-        self.heard.bound_rows(seq)
-        self.early.forget_batches(range(seq + _FAR + 1, 1 << 64))
-        self._ahead = self._ahead + 1 if self._next is not None and self._next > seq + 1 else 0
+    def _contradict(self, now: float) -> None:
+        """Discard a position beyond the peer's own heartbeats, if that is so repeatedly."""
+        self._ahead += 1
         if self._ahead >= _BEATS:
-            self._next = None
             self._ahead = 0
-            self._unsure = True
+            self._next = None
+            self._request(now)
 
-    def _stand(self, standing: PeerSnapshot, now: float) -> None:
-        """Its own word of how it stands: what was missing before, and cannot be sent again, is not waited for."""
-        self._unsure = False
-        if self._next is None and standing.oldest == 1:
-            self._next, self._summed = 1, standing.seq if self._was_told() else 0
-        if self._next is not None and standing.oldest <= self._next <= standing.seq:
-            self.heard.resume(standing, now)
-            self._asks = 0
-            self._request(now)  # the batches, which can be sent again
-        elif self._next is None or self._next <= standing.seq + 1:
-            self._jump(standing, now)
-
-    def _jump(self, standing: PeerSnapshot, now: float) -> None:
-        lost = self.heard.stand(standing, now)
-        self.lost += lost if self._next is not None else 0
-        self._next = standing.seq + 1
-        self._asked_at = None
-        self._asks = 0
-        self.early.full = False
-        self.early.forget_batches(range(standing.seq + 1))
-        self._go_on(now)
+    def _compare(self, beat: Heartbeat, now: float) -> None:
+        if (beat.told, beat.digest) != (self.heard.told, self.heard.digest):
+            self.mismatches += 1
+            self.heard.told = beat.told
+            self.heard.digest = beat.digest
+        if self.heard.unsure:
+            self._request(now)
+        self.completeness.mark(now, beat.told, self.lost)
 
     def look(self, now: float) -> None:
-        """Request missing batches again, from time to time."""
-        if self._asked_at is not None and self.alive and now - self._asked_at >= ASK_AGAIN_S:
+        """Request what is missing again, from time to time."""
+        if self._asked_at is not None and self.alive and now - self._asked_at >= self._pause_s:
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._request(now)
 
     def revive(self, now: float) -> None:
         """Revive a peer that was presumed dead: its load counts again, after the missed batches."""
         self.alive = True
-        self._asks = 0
-        self._unsure = True
         self._request(now)
+
+    def go_on(self, now: float, *, told: bool) -> None:
+        """Take its batches after this process has joined; unless another `told` it the state, those of the time before
+        that, too."""
+        self._fresh = self._fresh and not told
+        self._asked_at = now
+        self._ask(0 if self._next is None or (self._fresh and self._next > 1) else self._next)
 
     def die(self, now: float) -> None:
         """Handle a peer that was silent for too long."""
         self.alive = False
         self._asked_at = None
-        self.early.clear()
+        self.heard.hide_load(now)
+
+    def end(self, now: float) -> None:
+        """Handle the end of its life."""
+        self.alive = False
         self.heard.leave(now)
-
-    def _apply(self, batch: Batch, now: float) -> None:
-        self._next = batch.seq + 1
-        self._said_s = batch.sent_s
-        known = _SUMS if batch.seq <= self._summed else ()
-        late = self.lag.late_s(batch.sent_s, now) > _LATE_S
-        self.heard.apply((one for one in batch.deltas if not isinstance(one, known)), now, late=late)
-
-    def _go_on(self, now: float) -> None:
-        for batch in self.early.take_from(self._next):
-            self.heard.load(batch.loads, batch.seq, now)  # again: an earlier one may have come after it
-            self._apply(batch, now)
-        if self.early.batches:
-            self._miss(now)
-        elif self._next is not None and not self._unsure:
-            self._asked_at = None
-            self._asks = 0
 
     def _miss(self, now: float) -> None:
         if self._asked_at is None:
@@ -191,7 +177,4 @@ class Peer:
 
     def _request(self, now: float) -> None:
         self._asked_at = now
-        self._asks += 1
-        in_short = self._unsure or self._asks > ASKS or self.early.full
-        self.early.full = False
-        self._ask(0 if in_short or self._next is None else self._next)
+        self._ask(self._next or 0)

@@ -39,7 +39,8 @@ class PeerApplier:
         self.journal = journal
         self.requests = PeerRequests(origin, world)
         self._world = world
-        self._rows: dict[tuple[str, str], int] = {}  # number of the batch that had its latest load
+        self._rows: set[tuple[str, str]] = set()  # endpoints with its load
+        self._missed = 0  # prompts of the parts of a report so far that were never received
 
     def apply(self, said: Iterable[Delta], now: float, *, late: bool = False) -> None:
         """Apply deltas, the oldest first. A delta that cannot be applied is dropped alone. `late`: they are of times
@@ -50,52 +51,52 @@ class PeerApplier:
             self._try(_APPLY[type(delta)], delta, world, now)
         self.late = False
 
-    def load(self, loads: Iterable[EndpointLoads], seq: int, now: float) -> None:
-        """Ledgers as of batch `seq`, in any order of these."""
+    def load(self, loads: Iterable[EndpointLoads], now: float) -> None:
+        """Show ledgers of the peer as they are now."""
         clusters = self._world().clusters
         for one in loads:
             key = (one.cluster, one.endpoint)
             part = clusters.get(one.cluster)
             if part is None or part.load(EndpointId(one.endpoint)) is None:
                 self.unknown += 1
-            elif self._rows.get(key, -1) < seq:
-                self._rows[key] = seq
+            else:
+                self._rows.add(key)
                 _show_load(self.origin, part, EndpointId(one.endpoint), one, now)
 
-    def bound_rows(self, seq: int) -> None:
-        """Bound the numbers of load rows by the peer's last batch: rows with later numbers are not its own and are
-        replaced."""
-        for key, number in self._rows.items():
-            if number > seq:
-                self._rows[key] = seq
-
-    def resume(self, standing: PeerSnapshot, now: float) -> None:
-        """Resume a peer that was presumed dead: restore its in-flight requests; missed batches will be resent."""
-        for one in self.requests.take_back(standing.open):
-            self._try(_begin_again, one, self._world(), now)
-        self.load(standing.loads, standing.seq, now)
-
-    def stand(self, standing: PeerSnapshot, now: float) -> int:
-        """Replace the peer's state with that after a batch, whatever was lost before it: requests no longer in flight
-        count as served. Returns the number of prompts never received."""
-        new = self.requests.keep_only(standing.open, now)
-        lost = standing.told - self.told - len(new)
-        for one in new:
-            self._try(_begin_again, one, self._world(), now)
-        self.load(standing.loads, standing.seq, now)
+    def stand(self, standing: PeerSnapshot, now: float) -> int | None:
+        """Replace the peer's requests in flight with those after a batch, whatever was lost before it: others count as
+        served. Returns the number of prompts never received; None: there are more parts to come."""
+        for one in standing.open:
+            if self.requests.confirm(one):
+                self._missed += 1
+                self._try(_begin, one, self._world(), now)
+        if standing.more:
+            return None
+        self.requests.end_others(now)
+        lost = standing.told - self.told - self._missed
+        self._missed = 0
         self.told = standing.told
         self.digest = standing.digest
         self.unsure = False
         return max(0, lost)
 
-    def leave(self, now: float) -> None:
-        """Drop the load of a peer that is gone; its requests in flight count as never sent."""
-        self.requests.give_up(now)
+    def hide_load(self, now: float) -> None:
+        """Drop the load of a peer that fell silent; its requests in flight stay where they are."""
+        self.requests.end_turns(now)
         clusters = self._world().clusters
         for cluster, endpoint in self._rows:
             if (part := clusters.get(cluster)) is not None and part.load(EndpointId(endpoint)) is not None:
                 _show_load(self.origin, part, EndpointId(endpoint), None, now)
         self._rows.clear()
+
+    def leave(self, now: float) -> None:
+        """Drop all of a peer that is gone; its requests in flight count as never sent."""
+        self.hide_load(now)
+        self.requests.give_up(now)
+
+    def forget_prompts(self) -> None:
+        """Count the prompts from the first again."""
+        self.told = self.digest = 0
 
     def count_prompt(self, hashes: bytes) -> None:
         """Count a prompt that was received."""
@@ -138,10 +139,10 @@ def _show_load(origin: Origin, part: ClusterPart, endpoint: EndpointId, one: End
 def _routed(peer: PeerApplier, delta: deltas.Routed, world: SharedState, now: float) -> None:
     peer.count_prompt(delta.hashes)
     if (delta.cluster, delta.number) not in peer.requests.open:
-        _begin_again(peer, delta, world, now)
+        _begin(peer, delta, world, now)
 
 
-def _begin_again(peer: PeerApplier, delta: deltas.Routed, world: SharedState, now: float) -> None:
+def _begin(peer: PeerApplier, delta: deltas.Routed, world: SharedState, now: float) -> None:
     peer.unknown += not peer.requests.begin(delta, now, late=peer.late)
 
 

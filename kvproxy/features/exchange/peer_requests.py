@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
@@ -15,8 +15,6 @@ from kvproxy.features.exchange.wire import Origin
 
 #: Requests that are under way at a time; of more the oldest counts as served.
 MAX_OPEN = 65_536
-#: Requests of a silent peer that can be under way again; of more the oldest count as never sent.
-MAX_GIVEN_UP = 4096
 
 #: Cluster and number.
 Key = tuple[str, int]
@@ -35,7 +33,7 @@ class PeerRequests:
         self._origin = origin
         self._world = world
         self.open: dict[Key, SpeculativeEntry] = {}
-        self.given_up: dict[Key, SpeculativeEntry] = {}  # when the peer fell silent
+        self._confirmed: set[Key] = set()  # by the peer's present report of how it stands
 
     def begin(self, delta: Routed, now: float, *, late: bool = False) -> bool:
         """Enter a request; return False for an endpoint that is not here. One that comes too `late`, as those that a
@@ -71,8 +69,6 @@ class PeerRequests:
         """Settle the entry of a request that is over."""
         key = (delta.cluster, delta.number)
         part = self._world().clusters.get(delta.cluster)
-        if (given_up := self.given_up.pop(key, None)) is not None and delta.prefilled:
-            self._enter(key, given_up)
         entry = self.open.get(key)
         indexes = None if part is None else part.indexes
         if entry is not None and indexes is not None:
@@ -86,27 +82,28 @@ class PeerRequests:
         self._end_turn(key, now, served=delta.prefilled and not delta.ends, calls_tool=delta.calls_tool)
         self.open.pop(key, None)
 
-    def take_back(self, open_: Sequence[Routed]) -> list[Routed]:
-        """Return those that were given up, of a peer that was presumed dead: they begin again."""
-        return [one for one in open_ if self.given_up.pop((one.cluster, one.number), None) is not None]
+    def confirm(self, delta: Routed) -> bool:
+        """Keep a request at the next `end_others`; return whether it is not known."""
+        key = (delta.cluster, delta.number)
+        if len(self._confirmed) < MAX_OPEN:
+            self._confirmed.add(key)
+        return key not in self.open
 
-    def keep_only(self, open_: Sequence[Routed], now: float) -> list[Routed]:
-        """End all but these, as served, and return those that are not known."""
-        wanted = {(one.cluster, one.number): one for one in open_}
-        for key in self.open.keys() - wanted.keys():
+    def end_others(self, now: float) -> None:
+        """End those that were not confirmed, as served."""
+        for key in self.open.keys() - self._confirmed:
             self._end(key, now, prefilled=True)
-        for key in self.given_up.keys() - wanted.keys():
-            self._enter(key, self.given_up[key])
-        self.given_up.clear()
-        return [one for key, one in wanted.items() if key not in self.open]
+        self._confirmed.clear()
+
+    def end_turns(self, now: float) -> None:
+        """End the turns of sessions: their client may go on with another proxy."""
+        for key in self.open:
+            self._end_turn(key, now, served=True)
 
     def give_up(self, now: float) -> None:
         """Count all as never sent: their peer is gone."""
-        self.given_up.update(self.open)
-        for key in list(self.given_up)[: max(0, len(self.given_up) - MAX_GIVEN_UP)]:
-            del self.given_up[key]
+        self.end_turns(now)
         for key in list(self.open):
-            self._end_turn(key, now, served=True)  # its client may go on with another proxy
             self._end(key, now, prefilled=False)
 
     def _end(self, key: Key, now: float, *, prefilled: bool) -> None:
@@ -121,8 +118,3 @@ class PeerRequests:
         part = self._world().clusters.get(key[0])
         if part is not None and part.admission is not None:
             part.admission.ended_elsewhere((self._origin, key[1]), now, served=served, calls_tool=calls_tool)
-
-    def _enter(self, key: Key, entry: SpeculativeEntry) -> None:
-        """Insert the prompt of a request that was given up but had been served."""
-        if (indexes := find_indexes(self._world(), key[0], entry.endpoint)) is not None:
-            indexes.approximate.insert(entry.endpoint, entry.cursor)

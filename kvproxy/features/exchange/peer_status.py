@@ -57,15 +57,10 @@ def bind_gauges(
         lambda: [
             (("deltas",), float(journal.dropped)),
             (("messages",), float(sum(link.dropped for link in links))),
-            (("received",), float(_dropped(peers))),
             (("failed",), float(sum(peer.heard.failed for peer in list(peers.known.values())))),
         ]
     )
     shown.held.set_source(lambda: [((what,), float(held)) for what, held in _held_bytes(peers, journal, links).items()])
-
-
-def _dropped(peers: Peers) -> int:
-    return peers.newcomer.dropped + sum(peer.early.dropped for peer in list(peers.known.values()))
 
 
 def _held_bytes(peers: Peers, journal: Journal, links: Sequence[Link]) -> Mapping[str, int]:
@@ -73,8 +68,7 @@ def _held_bytes(peers: Peers, journal: Journal, links: Sequence[Link]) -> Mappin
         "deltas": journal.waiting.held_bytes,
         "unsent": sum(link.held_bytes for link in links),
         "sent": peers.own.sent.held_bytes,
-        "early": peers.lives.early_bytes,
-        "joining": peers.newcomer.buffered_bytes + peers.newcomer.snapshot_bytes,
+        "joining": peers.newcomer.snapshot_bytes,
     }
 
 
@@ -98,7 +92,7 @@ def describe(
         "consistency_ratio": round(peers.lives.consistency_ratio(now), 4),
         "waiting": len(journal.waiting),
         "held_bytes": _held_bytes(peers, journal, links),
-        "dropped": journal.dropped + sum(link.dropped for link in links) + _dropped(peers),
+        "dropped": journal.dropped + sum(link.dropped for link in links),
         "links": {link.name: link.connected for link in links},
         "peers": [_describe(peer, now) for peer in peers.known.values()],
     }
@@ -117,7 +111,7 @@ def _describe(peer: Peer, now: float) -> dict[str, object]:
         "lost": peer.lost,
         "told_last_minute": told,
         "lost_last_minute": lost,
-        "waiting": len(peer.early.batches),
+        "waiting": peer.waiting,
         "unknown": peer.heard.unknown,
         "failed": peer.heard.failed,
         "open": len(peer.heard.requests.open),

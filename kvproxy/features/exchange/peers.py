@@ -7,14 +7,14 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from kvproxy.features.exchange import wire
-from kvproxy.features.exchange.joining import Joining, ReceiveSnapshot, RunSteps, run_at_once
+from kvproxy.features.exchange.joining import Joining, ReceiveSnapshot
 from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.lives import Lives
 from kvproxy.features.exchange.own_messages import OwnMessages
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peer_applier import PeerApplier
 from kvproxy.features.exchange.shared_state import SharedState
-from kvproxy.features.exchange.wire import Batch, Message, Origin
+from kvproxy.features.exchange.wire import Message, Origin
 
 
 class SyncStatus(StrEnum):
@@ -28,8 +28,7 @@ class SyncStatus(StrEnum):
 
 class Peers:
     """Peers of this process. `send` is called with bytes for one peer, or for all; `serve` with one that wants the
-    whole state, `receive_snapshot` with the answer to such a request, `run` with steps between which other tasks may
-    run."""
+    whole state, `receive_snapshot` with the answer to such a request."""
 
     def __init__(
         self,
@@ -42,7 +41,6 @@ class Peers:
         receive_snapshot: ReceiveSnapshot | None = None,
         other: Callable[[Message], None] = lambda message: None,
         blocks: Callable[[], int] = lambda: 0,
-        run: RunSteps = run_at_once,
     ) -> None:
         self.origin = journal.origin
         self.lives = Lives(self._make_peer, beat_s=beat_s)
@@ -55,8 +53,7 @@ class Peers:
         self._other = other
         self._blocks = blocks
         #: Takes the others' state when joining.
-        take = self._take_late
-        self.newcomer = Joining(self.origin, send_to=self.send_to, receive=receive_snapshot, take=take, run=run)
+        self.newcomer = Joining(self.origin, send_to=self.send_to, receive=receive_snapshot, over=self._go_on)
 
     @property
     def living(self) -> list[Peer]:
@@ -66,7 +63,7 @@ class Peers:
     @property
     def status(self) -> SyncStatus:
         """Where nothing is known of what carries the messages."""
-        if self.newcomer.holds_back:
+        if self.newcomer.running:
             return SyncStatus.JOINING
         if not (living := self.living):
             return SyncStatus.ALONE
@@ -101,8 +98,8 @@ class Peers:
             peer.look(now)
         self.newcomer.look(now)
 
-    def receive(self, message: Message, size_bytes: int, now: float) -> None:
-        """Handle a message of `size_bytes` from a peer."""
+    def receive(self, message: Message, now: float) -> None:
+        """Handle a message from a peer."""
         if message.origin.place == self.origin.place:
             return
         if isinstance(message, wire.Bye):
@@ -113,18 +110,19 @@ class Peers:
         if peer is None:
             return
         peer.heard_at = now
-        if not peer.alive:
-            peer.revive(now)
+        joining = self.newcomer.running
         match message:
-            case wire.Batch() | wire.PeerSnapshot():
-                self._take(peer, message, wire.held_bytes(message, size_bytes), now)
+            case wire.Batch():
+                peer.take_batch(message, now, held=joining)
+            case wire.PeerSnapshot():
+                peer.take_standing(message, now, held=joining)
             case wire.Heartbeat():
                 self._heard_beat(peer, message, now)
             case wire.Hello():
                 self.send_to(peer.origin, self._own_beat(now, []))
-                self.own.stand(peer.origin, now)
+                self.own.answer(peer.origin, 0, now)
             case wire.Ask():
-                self.own.send_again(peer.origin, message.first, now)
+                self.own.answer(peer.origin, message.first, now)
             case wire.StateRequest():
                 self._serve(peer.origin)
             case wire.StateChunk():
@@ -133,32 +131,21 @@ class Peers:
                 self._other(message)
 
     def _make_peer(self, origin: Origin, begins: bool, now: float) -> Peer:
+        heard = PeerApplier(origin, self._world, self._journal)
         return Peer(
-            origin,
-            PeerApplier(origin, self._world, self._journal),
-            ask=lambda first: self.send_to(origin, wire.Ask(self.origin, first)),
-            has_room=self.lives.has_room,
-            was_told=lambda: self.newcomer.told,
-            begins=begins,
-            now=now,
+            origin, heard, ask=lambda first: self.send_to(origin, wire.Ask(self.origin, first)), begins=begins, now=now
         )
 
-    def _take(self, peer: Peer, message: Batch | wire.PeerSnapshot, size_bytes: int, now: float) -> None:
-        if self.newcomer.holds_back:
-            peer.heard.load(message.loads, message.seq, now)
-            self.newcomer.hold(message, size_bytes)
-        else:
-            peer.take(message, size_bytes, now)
-
-    def _take_late(self, message: Batch | wire.PeerSnapshot, size_bytes: int, now: float) -> None:
-        if (peer := self.lives.find(message.origin)) is not None:  # else its load is gone
-            peer.take(message, size_bytes, now)
+    def _go_on(self, now: float) -> None:
+        """Take the batches of others after joining."""
+        for peer in self.living:
+            peer.go_on(now, told=self.newcomer.told)
 
     def _heard_beat(self, peer: Peer, beat: wire.Heartbeat, now: float) -> None:
         for echo in beat.echoes:
             if echo.peer == self.origin:
                 peer.lag.went_around(now - echo.sent_s - echo.held_s)
-        if not self.newcomer.holds_back:
+        if not self.newcomer.running:
             peer.beat(beat, now)
         elif not beat.joining:
             self.newcomer.heard_of(peer.origin, now)

@@ -7,23 +7,22 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 from pydantic import SecretStr
 from xxhash import xxh3_64_intdigest
 
-from kvproxy.base.background_task import TaskSet, run_in_slices
+from kvproxy.base.background_task import TaskSet
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import wire
-from kvproxy.features.exchange.claims import PeerClaims, SharedLocks
+from kvproxy.features.exchange.claims import PeerClaims
 from kvproxy.features.exchange.datagrams import DatagramLink, Link
 from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.metrics import SyncMetrics
@@ -32,7 +31,7 @@ from kvproxy.features.exchange.peers import Peers, SyncStatus
 from kvproxy.features.exchange.ray_link import RayLink
 from kvproxy.features.exchange.settings import SyncPlace, SyncSettings
 from kvproxy.features.exchange.shared_state import SharedState
-from kvproxy.features.exchange.snapshot import SLICE_S, Handover
+from kvproxy.features.exchange.snapshot import Handover
 from kvproxy.features.exchange.stores import NatsLink, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Origin
 from kvproxy.operate.companion import Companion, Serving, Siblings
@@ -40,8 +39,6 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filters import kvcache as kvcache_filter
 
 log = logging.getLogger("kvproxy.sync")
-
-T = TypeVar("T")
 
 #: Checks for missing batches per heartbeat.
 _LOOKS = 5
@@ -74,15 +71,13 @@ class SyncService(Companion):
             beat_s=settings.heartbeat,
             serve=lambda peer: self._handover.give(peer),
             receive_snapshot=lambda peer, data, rest: self._handover.take(peer, data, rest),
-            other=lambda message: self.claims.receive(message),
+            other=lambda message: self.locks.receive(message),
             blocks=lambda: self._world.count_blocks(),
-            run=self._run_later,
         )
-        self.claims = PeerClaims(self.peers, clock=clock)
+        self.locks = PeerClaims(self.peers, self.journal, clock=clock)
         self.store = make_store(
             settings, self.origin, on_message=partial(self._heard, store=True), on_change=self._store_changed
         )
-        self.locks = SharedLocks(self.claims, self.journal, lambda: None if self.store is None else self.store.keys)
         self._alone_of = 1  # processes there were when the store was lost
         self._workers: DatagramLink | None = None
         self._links: list[Link] = []
@@ -114,7 +109,7 @@ class SyncService(Companion):
             self._running = starting.pop_all()
         self.peers.join(self._clock())
         self._tasks.start(self._keep_time(), name="sync")
-        if self.store is not None and self.store.keeps:
+        if isinstance(self.store, RedisLink):
             self._tasks.start(self._handover.keep_in(self.store, self.locks), name="sync keep")
         self._soon.start()
         return self
@@ -215,18 +210,11 @@ class SyncService(Companion):
                 return  # it comes by the workers' own way
             if near and self._workers is not None:
                 self._workers.know(message.origin.worker)
-            self.peers.receive(message, len(payload), self._clock())
+            self.peers.receive(message, self._clock())
             self._outcomes.labels("received").inc()
         except Exception:
             self._outcomes.labels("failed").inc()
             log.exception("a message of %s could not be applied", message.origin)
-
-    def _run_later(self, steps: Generator[None, None, None]) -> None:
-        async def run() -> None:
-            await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock)
-
-        if self._tasks.running:
-            self._tasks.start(run(), name="sync catches up")
 
 
 class PublishTimer:

@@ -22,9 +22,8 @@ from kvproxy.features.exchange.journal import Journal, acted, session_served, si
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peer_applier import PeerApplier
 from kvproxy.features.exchange.peers import Peers
-from kvproxy.features.exchange.redis_keys import MAX_RECALLED_BYTES
 from kvproxy.features.exchange.shared_state import SharedState
-from kvproxy.features.exchange.stores import StoreKeys, StoreLink
+from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, RedisLink
 from kvproxy.features.exchange.wire import MAX_DELTAS, Origin, StateChunk, decode_deltas, encode_deltas
 from kvproxy.operate.runtime.saved_state import Contents, Unusable, decode, pack_checksum
 
@@ -159,22 +158,21 @@ class Handover:
         """As of ReceiveSnapshot."""
         self._tasks.start(self._take(peer, data, rest), name="sync join")
 
-    async def keep_in(self, store: StoreLink, claims: ActionLocks) -> NoReturn:
+    async def keep_in(self, store: RedisLink, claims: ActionLocks) -> NoReturn:
         """Keep the state that would be lost with all proxies: read it if no peer can send it, and then write it from
         one of them."""
         known = failed = False
         pause_s = RECALL_S
         while True:
             await asyncio.sleep(KEEP_EVERY_S if known else pause_s)
-            keys = store.keys
-            if keys is None or not store.connected or self._peers.newcomer.holds_back:
+            if store.client is None or not store.connected or self._peers.newcomer.running:
                 continue
             try:
                 if not known and not self._peers.newcomer.told:
-                    await self._recall(keys)
+                    await self._recall(store)
                 known = True
                 if await claims.claim("keep", _KEEPER_S):
-                    await keys.keep(await self._in_slices(take_kept(self._world, self._clock())), KEPT_S)
+                    await store.keep(await self._in_slices(take_kept(self._world, self._clock())), KEPT_S)
                 failed = False
             except Exception as error:  # noqa: BLE001 - any error of a library: it is tried again
                 if not failed:
@@ -183,8 +181,8 @@ class Handover:
                 failed = True
                 pause_s = min(KEEP_EVERY_S, 2 * pause_s)
 
-    async def _recall(self, keys: StoreKeys) -> None:
-        data, age_s = await keys.recall(KEPT_S)
+    async def _recall(self, store: RedisLink) -> None:
+        data, age_s = await store.recall(KEPT_S)
         if len(data) > MAX_RECALLED_BYTES:
             raise msgspec.DecodeError("longer than anything that is kept")
         said = decode_deltas(data) if data else []

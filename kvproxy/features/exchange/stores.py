@@ -10,7 +10,7 @@ import random
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
@@ -19,7 +19,6 @@ from xxhash import xxh3_64_hexdigest
 from kvproxy.base.background_task import BackgroundTask, cancel_tasks, raise_if_cancelled
 from kvproxy.features.exchange.bounded_queue import BoundedQueue
 from kvproxy.features.exchange.datagrams import MESSAGE_BYTES
-from kvproxy.features.exchange.redis_keys import MAX_RECALLED_BYTES, RedisKeys
 from kvproxy.features.exchange.wire import Origin
 
 log = logging.getLogger("kvproxy.sync")
@@ -38,26 +37,12 @@ _TOGETHER = 128
 #: otherwise.
 UNHEARD = 10
 LOOK_S = 0.5
+#: Bound on a value read from the store; a longer one is not ours.
+MAX_RECALLED_BYTES = 4 * 1024 * 1024
 #: A longer reply, or message, ends the connection.
 MAX_REPLY_BYTES = MAX_RECALLED_BYTES + 64 * 1024
 #: A message of one's own to oneself.
 _PROOF = b"kvproxy"
-
-
-class StoreKeys(Protocol):
-    """Keys with a time to live."""
-
-    async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool:
-        """As of ActionLocks."""
-        ...
-
-    async def keep(self, payload: bytes, ttl_s: float) -> None:
-        """Keep this for proxies that start when none is left to ask."""
-        ...
-
-    async def recall(self, ttl_s: float) -> tuple[bytes, float]:
-        """Return what is kept for so long, and how long it has been; b"" for nothing."""
-        ...
 
 
 class StoreLink(BackgroundTask):
@@ -65,8 +50,6 @@ class StoreLink(BackgroundTask):
 
     task_name = "sync store"
     name: str
-    keeps = False
-    keys: StoreKeys | None = None  # those of a store that `keeps` them, while it is reached
 
     def __init__(
         self,
@@ -215,8 +198,7 @@ class RedisLink(StoreLink):
     """Link over Redis or Valkey."""
 
     name = "redis"
-    keeps = True
-    _client: Any = None
+    client: Any = None  # of the library, while the store is reached
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
@@ -232,11 +214,10 @@ class RedisLink(StoreLink):
                 await subscribed.subscribe(self._topic, self._own)
                 for _ in range(2):  # one answer a channel: from then on it is in force
                     await subscribed.get_message(timeout=TIMEOUT_S)
-            self._client = client
-            self.keys = RedisKeys(self._topic, client)
+            self.client = client
             yield subscribed
         finally:
-            self._client = self.keys = None
+            self.client = None
             with contextlib.suppress(Exception):  # a lost connection need not be closed
                 async with asyncio.timeout(TIMEOUT_S):
                     await subscribed.aclose()  # type: ignore[no-untyped-call]
@@ -249,10 +230,29 @@ class RedisLink(StoreLink):
             raise_if_cancelled()
 
     async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None:
-        pipeline = self._client.pipeline(transaction=False)
+        pipeline = self.client.pipeline(transaction=False)
         for channel, payload in messages:
             pipeline.publish(channel, payload)
         await pipeline.execute()
+
+    async def keep(self, payload: bytes, ttl_s: float) -> None:
+        """Keep this for proxies that start when none is left to ask."""
+        async with asyncio.timeout(TIMEOUT_S):
+            await self.client.set(f"{self._topic}.kept", payload, px=int(1000 * ttl_s))
+
+    async def recall(self, ttl_s: float) -> tuple[bytes, float]:
+        """Return what is kept for so long, and how long it has been; b"" for nothing."""
+        from redis.exceptions import ResponseError
+
+        pipeline = self.client.pipeline()
+        key = f"{self._topic}.kept"
+        pipeline.getrange(key, 0, MAX_RECALLED_BYTES).pttl(key)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                payload, left_ms = await pipeline.execute()
+        except ResponseError:  # of another type: it is written anew
+            return b"", 0.0
+        return payload or b"", max(0.0, ttl_s - left_ms / 1000)
 
 
 class NatsLink(StoreLink):

@@ -14,7 +14,7 @@ from kvproxy.operate.runtime.approximate_dump import fingerprint
 log = logging.getLogger("kvproxy.sync")
 
 #: Version of the messages; proxies of other versions, or that hash prompts otherwise, use another topic.
-VERSION = 5
+VERSION = 6
 
 #: Bound on a message, whatever the link.
 MAX_BYTES = 60_000
@@ -25,9 +25,6 @@ MAX_DELTAS = 400
 
 #: Ledgers of one message.
 MAX_ROWS = 100
-#: Upper bound on the memory of a message and of each part of it, beside their bytes.
-_PART_BYTES = 200
-
 Deltas = Annotated[list[Delta], msgspec.Meta(max_length=MAX_DELTAS)]
 Rows = Annotated[list[EndpointLoads], msgspec.Meta(max_length=MAX_ROWS)]
 
@@ -91,7 +88,8 @@ class Bye(_Message, tag=4, frozen=True):
 
 
 class Ask(_Message, tag=5, frozen=True):
-    """To one: its batches from this one on are missing; 0: all that it has is wanted in short."""
+    """To one: its batches from this one on are missing (0: that is unknown). It sends those it has, and then how it
+    stands."""
 
     first: int
 
@@ -146,12 +144,6 @@ _delta_decoder = msgspec.msgpack.Decoder(list[Delta])
 def encode(message: Message) -> bytes:
     """As bytes."""
     return _encoder.encode(message)
-
-
-def held_bytes(message: Batch | PeerSnapshot, encoded_bytes: int) -> int:
-    """Return the memory of a held message."""
-    parts = len(message.deltas) if isinstance(message, Batch) else len(message.open)
-    return encoded_bytes + _PART_BYTES * (1 + parts + sum(1 + len(one.row.head) for one in message.loads))
 
 
 class Drops(Protocol):

@@ -224,7 +224,7 @@ class ManyRouters:
         message = self._replicas[sender].decode(payload)
         for replica in self._replicas:
             if replica.number != sender:
-                replica.peers.receive(message, len(payload), now)
+                replica.peers.receive(message, now)
 
     def _tell(self, replica: Replica, now: float) -> None:
         if self._delay_s is None:

@@ -23,7 +23,6 @@ from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.work import Features
 from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.claims import PeerClaims
-from kvproxy.features.exchange.joining import RunSteps, run_at_once
 from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.operated import find_service
 from kvproxy.features.exchange.peers import Peers, SyncStatus
@@ -105,7 +104,6 @@ class Node:
         self.origin = Origin(name, worker, epoch)
         self.journal = Journal(self.origin, on_news=lambda: None)
         self.served: list[Origin] = []
-        self.run: RunSteps = run_at_once
         self.snapshots: list[bytes] = []
         self.peers = Peers(
             self.journal,
@@ -114,9 +112,8 @@ class Node:
             beat_s=BEAT_S,
             serve=self.served.append,
             other=lambda message: self.claims.receive(message),
-            run=lambda steps: self.run(steps),
         )
-        self.claims = PeerClaims(self.peers, clock=lambda: self.now)
+        self.claims = PeerClaims(self.peers, self.journal, clock=lambda: self.now)
         self.journal.follow(self.world)
         bus.nodes.append(self)
 
@@ -202,7 +199,7 @@ class Bus:
                 shuffle.shuffle(waiting)
             for sent in waiting:
                 if sent.to in self.nodes:
-                    sent.to.peers.receive(wire.decode(sent.payload), len(sent.payload), sent.to.now)
+                    sent.to.peers.receive(wire.decode(sent.payload), sent.to.now)
 
     def heal(self, rounds: int = 8) -> None:
         """Nothing is lost any more, and some heartbeats pass."""

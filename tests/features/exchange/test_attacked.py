@@ -21,8 +21,7 @@ from kvproxy.features.exchange import peer_requests, stores, wire
 from kvproxy.features.exchange.datagrams import _READS, MAX_WORKERS, DatagramLink
 from kvproxy.features.exchange.deltas import Spent
 from kvproxy.features.exchange.lives import MISSED
-from kvproxy.features.exchange.redis_keys import MAX_RECALLED_BYTES
-from kvproxy.features.exchange.stores import MAX_REPLY_BYTES, RedisLink, StoreLink
+from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, MAX_REPLY_BYTES, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Batch, Bye, Heartbeat, Origin, PeerSnapshot, decode, decode_deltas, encode
 from kvproxy.operate.companion import Siblings
 from tests.features.exchange.support import BEAT_S, A, Bus, Node, deciding, pair
@@ -42,7 +41,7 @@ def beat_of(node: Node, seq: int | None = None) -> Heartbeat:
 
 def plant(node: Node, message: wire.Message) -> None:
     """Send a message of a client in another's name."""
-    node.peers.receive(message, 100, node.now)
+    node.peers.receive(message, node.now)
 
 
 def beats(bus: Bus, *nodes: Node, count: int = 1) -> None:
@@ -86,7 +85,7 @@ def test_loads_of_a_batch_that_never_was_give_way() -> None:
     one.end(request)
     beats(bus, one, two, count=3)
     assert two.in_flight()[A] == 1
-    assert two.peers.known[one.origin.place].early.batches == {}
+    assert two.peers.known[one.origin.place].waiting == 0
 
 
 def test_a_standing_that_never_was_gives_way() -> None:
@@ -129,15 +128,15 @@ def test_a_life_that_is_over_stays_over_while_the_next_one_beats() -> None:
 
 def test_state_of_a_silent_peer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It opens requests, falls silent and comes back, again and again."""
-    monkeypatch.setattr(peer_requests, "MAX_GIVEN_UP", 5)
+    monkeypatch.setattr(peer_requests, "MAX_OPEN", 5)
     bus, one, two = pair()
-    for number in range(12):
-        one.begin(A, number)
-    one.flush()
-    bus.deliver()
-    peer = two.peers.known[one.origin.place]
-    peer.die(two.now)
-    assert len(peer.heard.requests.given_up) == 5
+    for _ in range(3):
+        for number in range(4):
+            one.begin(A, number)
+        beats(bus, one, two)
+        two.peers.known[one.origin.place].die(two.now)
+        beats(bus, one, two)
+        assert len(two.peers.known[one.origin.place].heard.requests.open) <= 5
 
 
 def test_worker_numbers_that_no_configuration_has_are_not_sent_to(tmp_path: Path) -> None:
@@ -264,23 +263,15 @@ async def redis_of(
 
 
 async def test_keys_that_are_none_of_ours_are_replaced(tmp_path: Path) -> None:
-    """Of another type, without an end, or longer than anything that is kept."""
+    """Of another type, or longer than anything that is kept."""
     async with redis_of(tmp_path) as (link, client):
-        me, other = Origin("h", 0, 1), Origin("other", 0, 1)
-        keys = link.keys
-        assert keys is not None
-        await client.rpush("t.claim.x", "a")
-        assert await keys.claim("x", 60.0, me) is True
-        assert await keys.claim("x", 60.0, other) is False
-        await client.set("t.claim.y", "a")
-        assert await keys.claim("y", 60.0, me) is True
-        assert await keys.recall(60.0) == (b"", 60.0 + 0.002)
+        assert await link.recall(60.0) == (b"", 60.0 + 0.002)
         await client.rpush("t.kept", "a")
-        assert await keys.recall(60.0) == (b"", 0.0)
-        await keys.keep(b"kept", 60.0)
-        assert (await keys.recall(60.0))[0] == b"kept"
+        assert await link.recall(60.0) == (b"", 0.0)
+        await link.keep(b"kept", 60.0)
+        assert (await link.recall(60.0))[0] == b"kept"
         await client.set("t.kept", b"x" * (MAX_RECALLED_BYTES + 100_000))
-        assert len((await keys.recall(60.0))[0]) == MAX_RECALLED_BYTES + 1
+        assert len((await link.recall(60.0))[0]) == MAX_RECALLED_BYTES + 1
 
 
 async def test_a_huge_message_ends_its_connection(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Generator
 from random import Random
 
 import msgspec
@@ -18,13 +17,10 @@ from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.remote_load import LoadRow
 from kvproxy.cluster.routing.work import NO_WORK
-from kvproxy.features.exchange import deltas, lives, wire
-from kvproxy.features.exchange import joining as joining_module
-from kvproxy.features.exchange.joining import run_at_once
+from kvproxy.features.exchange import deltas, wire
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.shared_state import SharedState
 from kvproxy.features.exchange.snapshot import take_pieces
-from kvproxy.features.exchange.wire import Batch, Origin, PeerSnapshot
 from tests.features.exchange.support import (
     BEAT_S,
     A,
@@ -116,7 +112,7 @@ def test_a_lost_batch_is_asked_for_and_comes_in_its_place() -> None:
     one.flush()
     [batch] = bus.waiting
     bus.waiting = []
-    two.peers.receive(wire.decode(batch.payload), len(batch.payload), two.now)
+    two.peers.receive(wire.decode(batch.payload), two.now)
     assert two.in_flight() == {A: 0, B: 1}
     assert two.held(5) == {}
     assert two.peers.status is SyncStatus.DEGRADED
@@ -151,7 +147,7 @@ def test_batches_too_old_for_a_resend_count_as_lost() -> None:
     one.end(ended)
     under_way = one.begin(B, 7, 8)
     one.flush()
-    one.peers.own.sent._kept.clear()
+    one.peers.own.sent.clear()
     bus.heal(2)
     assert two.held(1, 2) == {}
     assert two.held(7, 8) == {B: 2}
@@ -164,7 +160,7 @@ def test_batches_too_old_for_a_resend_count_as_lost() -> None:
 
 
 def test_a_silent_peer_takes_its_load_along_and_brings_it_back() -> None:
-    """After three missed heartbeats it is dead; what it had under way counts as never sent."""
+    """After three missed heartbeats it is dead; of what it had under way the prompts stay where they are."""
     bus, one, two = pair()
     ended = one.begin(A, 4)
     one.end(ended)
@@ -176,7 +172,7 @@ def test_a_silent_peer_takes_its_load_along_and_brings_it_back() -> None:
         bus.now += BEAT_S
         two.beat()
     assert two.in_flight()[A] == 0
-    assert two.held(1, 2) == {}
+    assert two.held(1, 2) == {A: 2}
     assert two.held(4) == {A: 1}
     assert two.peers.status is SyncStatus.ALONE
     bus.heal(2)
@@ -198,7 +194,7 @@ def test_another_life_of_a_peer_replaces_it() -> None:
     again.peers.join(again.now)
     bus.deliver()
     assert two.in_flight()[A] == 0
-    two.peers.receive(wire.decode(late.payload), len(late.payload), two.now)
+    two.peers.receive(wire.decode(late.payload), two.now)
     assert two.in_flight()[A] == 0
     assert [peer.origin.epoch for peer in two.peers.known.values()] == [2]
 
@@ -386,83 +382,70 @@ def _talk(bus: Bus, speaker: Node, requests: int) -> None:
         bus.deliver()
 
 
-def test_early_messages_are_held_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond it is dropped and counted, and what was missed is told in short: nothing of it is lost."""
-    monkeypatch.setattr(lives, "MAX_EARLY_BYTES", 3000)
-    bus, one, two = pair()
-    bus.fate = lambda sent: 0
+def _talk(bus: Bus, speaker: Node, requests: int) -> None:
+    """Each in a batch of its own, which arrives."""
+    for number in range(requests):
+        speaker.end(speaker.begin(A, 1000 + number))
+        speaker.flush()
+        bus.deliver()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_batches_that_come_during_a_join_are_taken_afterwards(told: bool) -> None:
+    """Those of before, too, unless they are in the state that another one sent; none counts as a gap."""
+    bus, one, _ = pair()
+    _talk(bus, one, 1)
+    three = join_third(bus)
     one.end(one.begin(A, 7))
     one.flush()
-    bus.fate = lambda sent: int(sent.to is two)  # what it asks for is not heard
-    _talk(bus, one, 20)
-    [peer] = two.peers.living
-    assert 0 < two.peers.lives.early_bytes <= 3000
-    assert peer.early.dropped > 0
-    bus.heal(4)
-    assert two.peers.lives.early_bytes == 0
-    assert two.peers.status is SyncStatus.SYNCED
-    assert two.held(1019) == {A: 1}
-    assert two.held(7) == {A: 1}
+    bus.deliver()
+    assert three.held(7) == {}
+    three.peers.newcomer.end(three.now, told=told)
+    bus.deliver()
+    assert three.held(7) == {A: 1}
+    assert three.held(1000) == ({} if told else {A: 1})
+    bus.heal(1)
+    assert three.peers.status is SyncStatus.SYNCED
+    assert [(peer.gaps, peer.lost, peer.mismatches) for peer in three.peers.living] == [(0, 0, 0)] * 2
 
 
-def test_of_a_standing_without_room_the_loads_count_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer with more under way than may be held is followed from there on; the rest counts as lost."""
-    monkeypatch.setattr(lives, "MAX_EARLY_BYTES", 0)
+def test_a_report_in_several_messages_is_taken_as_one() -> None:
+    """A peer has more under way than fits into a message; of what ended meanwhile nothing is left."""
     bus, one, two = pair()
+    ended = one.begin(B, 9)
+    one.flush()
+    bus.deliver()
     bus.fate = lambda sent: 0
+    one.end(ended)
     requests = [one.begin(A, *range(number * 5000, number * 5000 + 5000)) for number in range(3)]  # 40 KB each
     one.flush()
-    one.peers.own.sent._kept.clear()
-    bus.heal(4)
+    one.peers.own.sent.clear()
+    bus.heal(2)
     assert two.in_flight() == {A: 3, B: 0}
-    assert two.peers.status is SyncStatus.SYNCED
     [peer] = two.peers.living
-    assert peer.early.dropped == 2
-    assert peer.lost == 2
+    assert (len(peer.heard.requests.open), peer.lost) == (3, 0)
+    assert two.peers.status is SyncStatus.SYNCED
     for request in requests:
         one.end(request)
     bus.heal(1)
     assert two.in_flight() == {A: 0, B: 0}
 
 
-def test_messages_during_a_join_wait_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest goes, and is asked for afterwards."""
-    monkeypatch.setattr(joining_module, "MAX_BUFFERED_BYTES", 3000)
-    bus, one, _ = pair()
-    three = Node(bus, "three")
-    three.peers.join(three.now)
+def test_missing_batches_are_asked_for_ever_more_rarely() -> None:
+    """A link that is slow, or loses answers, is not filled with them."""
+    bus, one, two = pair()
+    one.begin(A, 1)
+    bus.fate = lambda sent: 0
+    one.flush()
+    asked: list[float] = []
+    bus.fate = lambda sent: int(sent.to is two) if len(sent.payload) < 200 else 0
+    one.beat()
     bus.deliver()
-    _talk(bus, one, 20)
-    joining = three.peers.newcomer
-    assert joining.running
-    assert joining.dropped > 0
-    assert 0 < joining.buffered_bytes <= 3000
-    joining.end(three.now)
-    bus.heal(4)
-    assert three.held(1000) == three.held(1019) == {A: 1}
-    assert three.peers.status is SyncStatus.SYNCED
-
-
-def test_waiting_messages_are_applied_in_steps_and_in_order() -> None:
-    """A batch that comes between two steps waits behind it; until the last one it still joins."""
-    bus, one, _ = pair()
-    three = Node(bus, "three")
-    begun: list[Generator[None, None, None]] = []
-    three.run = begun.append
-    three.peers.join(three.now)
-    bus.deliver()
-    _talk(bus, one, 3)
-    three.peers.newcomer.end(three.now)
-    [steps] = begun
-    next(steps)
-    _talk(bus, one, 4)
-    assert three.peers.status is SyncStatus.JOINING
-    assert three.held(1003) == {}
-    run_at_once(steps)
-    assert three.held(1003) == {A: 1}
-    bus.heal(1)
-    assert three.peers.status is SyncStatus.SYNCED
-    assert [peer.gaps for peer in three.peers.living] == [0, 0]
+    bus.fate = lambda sent: asked.append(bus.now) or 0  # type: ignore[func-returns-value]
+    for _ in range(1000):
+        bus.now += 0.01
+        two.peers.look(two.now)
+    assert 3 <= len(asked) <= 10
 
 
 def _row(**fields: object) -> deltas.EndpointLoads:
@@ -533,7 +516,7 @@ def test_a_request_that_could_not_be_applied_is_asked_for() -> None:
     [batch], bus.waiting = bus.waiting, []
     stubborn.refusing = True
     said = msgspec.structs.replace(wire.decode(batch.payload), loads=[])
-    two.peers.receive(said, 0, two.now)
+    two.peers.receive(said, two.now)
     assert not two.held(1, 3)
     stubborn.refusing = False
     bus.heal(2)
@@ -602,26 +585,6 @@ def test_a_row_counts_from_when_it_was_sent() -> None:
     bus.deliver()
     load = one.cluster.ledgers[A]
     assert load.backlog((0.0, 0.001, 0.0, 1.0), 1.0, bus.now).elapsed_s == pytest.approx(0.5)
-
-
-def test_a_delta_that_fails_holds_nothing_back() -> None:
-    """Of what waited while it joined: the rest counts, and what comes next is no longer kept waiting."""
-    taken: list[int] = []
-
-    def take(message: Batch | PeerSnapshot, size_bytes: int, now: float) -> None:
-        taken.append(message.seq)
-        if message.seq == 1:
-            raise OverflowError
-
-    joining = joining_module.Joining(
-        Origin("new", 0, 1), send_to=lambda *_: None, receive=None, take=take, run=run_at_once
-    )
-    joining.begin(0.0)
-    for seq in (1, 2):
-        joining.hold(Batch(Origin("old", 0, 1), seq, 0.0, [], []), 100)
-    joining.end(0.0)
-    assert taken == [1, 2]
-    assert not joining.holds_back
 
 
 class Turns:

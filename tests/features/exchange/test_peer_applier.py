@@ -25,7 +25,7 @@ from kvproxy.features.exchange.deltas import (
     Used,
 )
 from kvproxy.features.exchange.peer_applier import PeerApplier
-from kvproxy.features.exchange.wire import Batch, Bye, Origin, encode
+from kvproxy.features.exchange.wire import Batch, Bye, Hello, Origin, encode
 from kvproxy.operate.companion import Siblings
 from tests.features.exchange.support import Deciding, deciding
 from tests.support.fake_engine import FakeEngine
@@ -62,6 +62,7 @@ async def hearing(tmp_path: Path) -> AsyncIterator[Hearing]:
         deciding(engine, siblings=Siblings(tmp_path, 0, 1), filters=CHAIN) as one,
     ):
         one.sync.peers.newcomer.end(one.proxy.clock())
+        one.sync._heard(encode(Hello(OTHER)), store=False)
         yield Hearing(one)
 
 
@@ -175,11 +176,13 @@ async def test_siblings_are_heard_by_their_own_way_alone(hearing: Hearing) -> No
     """Their messages to a store come back from it, and would count twice."""
     one = hearing.one
     sibling = Origin(one.sync.origin.host, 1, 1)
-    one.sync._heard(encode(Batch(sibling, 1, 0.0, [Entered("default", "a", BLOCKS)], [])), store=True)
-    assert (one.entries(), list(one.sync.peers.known)) == (0, [])
+    for message in (Hello(sibling), Batch(sibling, 1, 0.0, [Entered("default", "a", BLOCKS)], [])):
+        one.sync._heard(encode(message), store=True)
+    assert (one.entries(), list(one.sync.peers.known)) == (0, [OTHER.place])
+    one.sync._heard(encode(Hello(sibling)), store=False)
     one.sync._heard(encode(Batch(sibling, 1, 0.0, [Entered("default", "a", BLOCKS)], [])), store=False)
     assert one.entries() == 40
     one.sync._heard(encode(Bye(sibling)), store=True)
-    assert list(one.sync.peers.known) == [sibling.place]
+    assert list(one.sync.peers.known) == [OTHER.place, sibling.place]
     one.sync._heard(encode(Bye(sibling)), store=False)
-    assert not one.sync.peers.known
+    assert list(one.sync.peers.known) == [OTHER.place]

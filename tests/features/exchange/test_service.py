@@ -291,11 +291,8 @@ class Memory(Echo):
     def __init__(self, kept: bytes = b"", age_s: float = 0.0) -> None:
         super().__init__(on_message=lambda payload: None, on_change=lambda reached: None)
         self.connected = True
-        self.keys = self
+        self.client = self
         self.kept, self.age_s, self.recalls = kept, age_s, 0
-
-    async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool:
-        return True
 
     async def keep(self, payload: bytes, ttl_s: float) -> None:
         self.kept = payload

@@ -127,11 +127,10 @@ async def test_replicas_probe_for_themselves(monkeypatch: pytest.MonkeyPatch) ->
         there, cluster = find_service(both.proxies[1]), both.proxies[1].clusters["default"]
         assert there is not None
         other = Origin("elsewhere", 0, 1)
-        there.peers.receive(Hello(other), 0, both.proxies[1].clock())
+        there.peers.receive(Hello(other), both.proxies[1].clock())
         probed = Probed("default", "a", ProbeOutcome.UNREACHABLE)
-        there.peers.receive(
-            Batch(other, 1, 0.0, [probed, Drained("default", "a", True)], []), 0, both.proxies[1].clock()
-        )
+        batch = Batch(other, 1, 0.0, [probed, Drained("default", "a", True)], [])
+        there.peers.receive(batch, both.proxies[1].clock())
         assert cluster.endpoints[0].draining
         assert not cluster.endpoints[0].health.heard
 
