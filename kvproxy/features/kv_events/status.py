@@ -85,7 +85,7 @@ class StreamHealth:
         self._unanswered_blocks = 0
         self._silent = False
         self.status = StreamStatus(StreamState.CONNECTING, StreamReason.STARTING)
-        self.troubled_since: float | None = None  # None: exact, or never was in trouble
+        self.troubled_since: float | None = clock()  # None: exact
 
     def mark_connected(self) -> None:
         """Note a new connection; a synchronisation follows."""
@@ -150,7 +150,7 @@ class StreamHealth:
             self.status = status
             if status.state is StreamState.EXACT:
                 self.troubled_since = None
-            elif status.troubled and self.troubled_since is None:
+            elif self.troubled_since is None:
                 self.troubled_since = self._clock()
             self._changed(status)
 

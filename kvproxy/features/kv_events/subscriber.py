@@ -106,7 +106,7 @@ class KvEventSubscriber(BackgroundTask):
 
     @property
     def troubled_s(self) -> float | None:
-        """For how long the stream has not been what it should be; None: it is, or never was in trouble."""
+        """For how long the stream has not been exact; None: it is."""
         since = self._health.troubled_since
         return None if since is None else self._clock() - since
 

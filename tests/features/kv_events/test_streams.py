@@ -287,6 +287,25 @@ async def test_an_engine_that_publishes_nothing_after_a_restart_is_let_go(clock:
                 assert not streams.followed["default"].any
 
 
+async def test_an_engine_that_could_not_be_reached_is_asked_again(clock: FakeClock) -> None:
+    """After a restart it publishes at another port, whereas there never was a connection to the first one."""
+    async with simulated(engine=EVENTS, names=("a",)) as place:
+        elsewhere = {"0": {"endpoint": "tcp://*:1"}}
+        engine_at = Starting(place.fleet.engines["a"], Fake({"/kv_event_sources": lambda _: elsewhere}))
+        async with serve(engine_at) as url:
+            cluster = cluster_of({"a": url})
+            async with looking(cluster, clock) as streams:
+                (endpoint,) = cluster.endpoints
+                await streams.follow_endpoints()
+                engine_at.restarted = True
+                clock.advance(ASK_AGAIN_S + 1.0)
+                assert [one.for_s for one in streams.find_troubles()] == [ASK_AGAIN_S + 1.0]
+                await streams.follow_endpoints()
+                await streams.follow_endpoints()
+                await until(lambda: streams.streams(endpoint)[0].state is StreamState.EXACT)
+                assert not list(streams.find_troubles())
+
+
 async def test_an_endpoint_that_discovery_adds_is_followed(clock: FakeClock) -> None:
     """With the ones there are."""
     async with simulated(engine=EVENTS) as place:
