@@ -83,6 +83,7 @@ OPTIONAL_POLICIES = frozenset(
         PolicyName.LLM_D_STICKY,
         PolicyName.LMETRIC,
         PolicyName.LEAST_TTFT,
+        PolicyName.PREFIX_AFFINITY,
     }
 )
 

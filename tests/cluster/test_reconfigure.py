@@ -14,7 +14,7 @@ from kvproxy.cluster.membership import CONFIGURED_BY
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routing import registry
 from kvproxy.cluster.routing.policy import OverlapFacts
-from kvproxy.cluster.routing.simple import PrefixAffinity
+from kvproxy.cluster.routing.simple import LeastRequest
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.cluster.settings import (
     ClusterSettings,
@@ -96,14 +96,14 @@ def test_a_verdict_of_probes_ends_with_the_probes(make_cluster: MakeCluster) -> 
 
 def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
     """With what it learned."""
-    bench = make_cluster("a", "b", policy=PolicyName.PREFIX_AFFINITY)
+    bench = make_cluster("a", "b", policy=PolicyName.LEAST_REQUEST)
     policy = bench.cluster.policies.own.policy
-    assert isinstance(policy, PrefixAffinity)
+    assert isinstance(policy, LeastRequest)
     reconfigure(bench, queue={}, client_policies=["random"])
     assert bench.cluster.policies.own.policy is policy
 
 
-class CountsBlocks(PrefixAffinity):
+class CountsBlocks(LeastRequest):
     """Asks for the live blocks of endpoints."""
 
     counts_live_blocks = True
@@ -114,11 +114,11 @@ def test_live_blocks_are_counted_while_a_policy_asks_for_them(
     make_cluster: MakeCluster, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever part it plays, also for endpoints that come later; nothing is held before and after."""
-    monkeypatch.setitem(registry.POLICIES, PolicyName.PREFIX_AFFINITY, CountsBlocks)  # type: ignore[arg-type]
+    monkeypatch.setitem(registry.POLICIES, PolicyName.LEAST_REQUEST, CountsBlocks)  # type: ignore[arg-type]
     bench = make_cluster("a")
     facts = OverlapFacts(64, blocks=(1, 2, 3, 4), block_tokens=16.0)
     early = bench.picked(facts=facts)
-    name = PolicyName.PREFIX_AFFINITY
+    name = PolicyName.LEAST_REQUEST
     reconfigure(bench, **{part: [name] if part == "client_policies" else name})
     assert bench.endpoint("a").load.live is not None
     assert len(bench.endpoint("a").load.live) == 0

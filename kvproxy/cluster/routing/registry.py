@@ -9,13 +9,7 @@ from kvproxy.base.installed import installed
 from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import Policy
-from kvproxy.cluster.routing.simple import (
-    LeastRequest,
-    PowerOfTwo,
-    PrefixAffinity,
-    RandomPolicy,
-    RoundRobin,
-)
+from kvproxy.cluster.routing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
 from kvproxy.cluster.settings import PolicyName
 
 POLICIES: Mapping[PolicyName, type[Policy]] = {
@@ -24,7 +18,6 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
     PolicyName.LEAST_REQUEST: LeastRequest,
     PolicyName.POWER_OF_TWO: PowerOfTwo,
     PolicyName.KV_AWARE: KvAware,
-    PolicyName.PREFIX_AFFINITY: PrefixAffinity,
 }
 
 

@@ -1,4 +1,4 @@
-"""The policies that are one rule each: chance, turns, fewest requests, the longest prefix while loads are balanced."""
+"""The policies that are one rule each: chance, turns and fewest requests."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import random
 from collections.abc import Sequence
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.costs import least, least_loaded
+from kvproxy.cluster.routing.costs import least_loaded
 from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Policy
 
 #: Endpoints that left are forgotten once the memory of a policy is this many entries beyond the present ones.
 _FORGET_AFTER = 64
-#: Thresholds of the originals of PrefixAffinity: load decides once the busiest endpoint is this many requests ahead of
-#: the idlest, and by this factor; else the prefix, where more than this share of the prompt is known.
-_AHEAD = 64
-_TIMES = 1.5
-_KNOWN_SHARE = 0.3
 
 
 class Choices:
@@ -126,31 +121,3 @@ class PowerOfTwo(Policy):
         b = candidates[second]
         first_is_less = (a.load.in_flight + 1) * b.weight <= (b.load.in_flight + 1) * a.weight
         return self._choices[first if first_is_less else second]
-
-
-class PrefixAffinity(Policy):
-    """Follows the longest known prefix while the cluster is balanced.
-
-    The `cache_aware` policy of SGLang's router (now the Shepherd model gateway) and of vllm-router, with its
-    thresholds: when loads are far apart the least loaded endpoint is taken; otherwise the endpoint that holds the
-    longest prefix, if that is a large enough share of the prompt; otherwise the least loaded one.
-    """
-
-    uses_overlap = True
-    reasons = {
-        "overlap": "no other endpoint holds more of this prompt",
-        "no_overlap": "no endpoint is known to hold any of this prompt",
-        "imbalanced": "the loads are far apart, so the least loaded was taken",
-    }
-
-    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        loads = [candidate.load.in_flight for candidate in candidates]
-        busiest = max(loads)
-        idlest = min(loads)
-        if busiest - idlest > _AHEAD and busiest > idlest * _TIMES:
-            return Choice(least_loaded(candidates, self._rng), "imbalanced")
-        facts = request.facts
-        matched = [facts.matched_tokens(candidate.id) for candidate in candidates]
-        if facts.prompt_tokens == 0 or max(matched) / facts.prompt_tokens <= _KNOWN_SHARE:
-            return Choice(least_loaded(candidates, self._rng), "no_overlap")
-        return Choice(least([-tokens for tokens in matched], self._rng), "overlap")

@@ -19,7 +19,15 @@ class Published(Feature):
 
     def policy_types(self) -> Mapping[PolicyName, type[Policy]]:
         """Return all of them."""
-        from kvproxy.features.published.policies import Dynamo, DynamoAgentic, LeastTtft, LlmD, LlmDSticky, LMetric
+        from kvproxy.features.published.policies import (
+            Dynamo,
+            DynamoAgentic,
+            LeastTtft,
+            LlmD,
+            LlmDSticky,
+            LMetric,
+            PrefixAffinity,
+        )
 
         return {
             PolicyName.DYNAMO: Dynamo,
@@ -28,6 +36,7 @@ class Published(Feature):
             PolicyName.LLM_D_STICKY: LlmDSticky,
             PolicyName.LMETRIC: LMetric,
             PolicyName.LEAST_TTFT: LeastTtft,
+            PolicyName.PREFIX_AFFINITY: PrefixAffinity,
         }
 
 

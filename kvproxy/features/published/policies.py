@@ -43,12 +43,17 @@ from dataclasses import asdict, dataclass
 from random import Random
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.costs import LOWEST_COST, least, own_s
+from kvproxy.cluster.routing.costs import LOWEST_COST, least, least_loaded, own_s
 from kvproxy.cluster.routing.policy import Candidate, Choice, LoadView, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.speeds import SpeedModel
 
 _NOTHING_HELD = Overlap(device_tokens=0)
 BLOCK_TOKENS = 16
+#: Thresholds of the originals of PrefixAffinity: load decides once the busiest endpoint is this many requests ahead of
+#: the idlest, and by this factor; else the prefix, where more than this share of the prompt is known.
+_AHEAD = 64
+_TIMES = 1.5
+_KNOWN_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,3 +257,31 @@ def _used_tokens(load: LoadView, facts: OverlapFacts) -> float:
     """Of KV memory: what is shared is held once."""
     live = load.live
     return load.resident_tokens if live is None else len(live) * facts.block_tokens
+
+
+class PrefixAffinity(Policy):
+    """Follows the longest known prefix while the cluster is balanced.
+
+    The `cache_aware` policy of SGLang's router (now the Shepherd model gateway) and of vllm-router, with its
+    thresholds: when loads are far apart the least loaded endpoint is taken; otherwise the endpoint that holds the
+    longest prefix, if that is a large enough share of the prompt; otherwise the least loaded one.
+    """
+
+    uses_overlap = True
+    reasons = {
+        "overlap": "no other endpoint holds more of this prompt",
+        "no_overlap": "no endpoint is known to hold any of this prompt",
+        "imbalanced": "the loads are far apart, so the least loaded was taken",
+    }
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        loads = [candidate.load.in_flight for candidate in candidates]
+        busiest = max(loads)
+        idlest = min(loads)
+        if busiest - idlest > _AHEAD and busiest > idlest * _TIMES:
+            return Choice(least_loaded(candidates, self._rng), "imbalanced")
+        facts = request.facts
+        matched = [facts.matched_tokens(candidate.id) for candidate in candidates]
+        if facts.prompt_tokens == 0 or max(matched) / facts.prompt_tokens <= _KNOWN_SHARE:
+            return Choice(least_loaded(candidates, self._rng), "no_overlap")
+        return Choice(least([-tokens for tokens in matched], self._rng), "overlap")

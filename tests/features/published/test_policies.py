@@ -11,7 +11,7 @@ from kvproxy.base.types import Tier
 from kvproxy.cluster.routing.load import count_live_blocks
 from kvproxy.cluster.routing.policy import Overlap, PickRequest, Policy
 from kvproxy.cluster.routing.registry import make_policy
-from kvproxy.cluster.routing.simple import LeastRequest, PrefixAffinity
+from kvproxy.cluster.routing.simple import LeastRequest
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.cluster.settings import PolicyName
 from kvproxy.features.published.policies import (
@@ -22,6 +22,7 @@ from kvproxy.features.published.policies import (
     LlmDSticky,
     LlmDWeights,
     LMetric,
+    PrefixAffinity,
 )
 from tests.cluster.routing.fleet import FakeCandidate, ask, decode, fleet, live, occupy
 

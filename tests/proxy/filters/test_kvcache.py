@@ -78,7 +78,6 @@ async def test_facts_that_nothing_would_use_are_not_gathered() -> None:
         ({"prefer": False}, {}, False),
         ({}, {"policy": "power_of_two", "client_policies": ["random"]}, False),
         ({}, {"policy": "kv_aware"}, True),
-        ({}, {"policy": "prefix_affinity"}, True),
         ({}, {"client_policies": ["least_request", "kv_aware"]}, True),
         ({"prefer": True}, {}, True),
         ({"preference_header": "x-preferred"}, {}, True),

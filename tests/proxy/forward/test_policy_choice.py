@@ -32,11 +32,11 @@ async def gateway(**config: Any) -> AsyncIterator[tuple[RunningProxy, list[FakeE
 
 async def test_the_named_policy_decides() -> None:
     """The decision header and the metrics name it; the engine does not hear of it."""
-    async with gateway(client_policies=["prefix_affinity"]) as (running, engines):
-        headers = {HEADER: "prefix_affinity", "x-kvproxy-debug": "1"}
+    async with gateway(client_policies=["kv_aware"]) as (running, engines):
+        headers = {HEADER: "kv_aware", "x-kvproxy-debug": "1"}
         answers = [await running.client.post(PATH, json=chat("long " * 500), headers=headers) for _ in range(4)]
         assert len({answer.headers["x-kvproxy-endpoint"] for answer in answers}) == 1
-        assert {answer.headers["x-kvproxy-decision"].split(";")[0] for answer in answers} == {"policy=prefix_affinity"}
+        assert {answer.headers["x-kvproxy-decision"].split(";")[0] for answer in answers} == {"policy=kv_aware"}
         plain = [await running.client.post(PATH, json=chat()) for _ in range(2)]
         assert len({answer.headers["x-kvproxy-endpoint"] for answer in plain}) == 2
         assert {call.header(HEADER) for engine in engines for call in engine.calls} == {None}
