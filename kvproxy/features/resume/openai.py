@@ -8,7 +8,7 @@ import msgspec
 
 from kvproxy.base.types import RequestKind
 from kvproxy.features.resume.mismatch import Mismatch
-from kvproxy.features.resume.progress import Progress
+from kvproxy.features.resume.progress import START, Progress
 from kvproxy.features.resume.splice import Splice
 
 _ABSENT = msgspec.Raw()
@@ -102,6 +102,7 @@ class OpenAiEvents:
         if self._template is None:
             self._template = self._make_template(chunk, progress)
         made = dict(self._template)
+        self._keep_prompt_of(chunk, made, progress, splice)
         choices = [self._join_choice(choice, progress, splice) for choice in chunk.get("choices") or ()]
         if any(choice is not None and choice.get("finish_reason") is not None for choice in choices):
             progress.obstacle = progress.obstacle or "finished"
@@ -122,7 +123,7 @@ class OpenAiEvents:
 
     def _join_choice(self, choice: dict[str, Any], progress: Progress, splice: Splice) -> dict[str, Any] | None:
         ids = choice.pop("token_ids", None)
-        choice.pop("prompt_token_ids", None)
+        self._keep_prompt_of(choice, choice, progress, splice)
         ended = choice.get("finish_reason") is not None
         if not self._chat or (splice.plan.by_ids and not splice.plan.parsed):
             text = splice.take(choice.pop("text", None) or "", ids, last=ended)
@@ -154,6 +155,14 @@ class OpenAiEvents:
             delta = self._with_role(delta, progress)
         choice["delta"] = delta
         return choice if self._add_ids(choice, progress, splice) or delta or ended else None
+
+    def _keep_prompt_of(self, part: dict[str, Any], made: dict[str, Any], progress: Progress, splice: Splice) -> None:
+        """Keep the prompt's ids where the leg is the whole request, and give them to a client who asked for them."""
+        ids = part.pop("prompt_token_ids", None)
+        if isinstance(ids, list) and not progress.prompt_ids and splice.plan.place == START:
+            progress.prompt_ids = msgspec.json.encode(ids)
+            if progress.ids_wanted:
+                made["prompt_token_ids"] = ids
 
     def _add_ids(self, choice: dict[str, Any], progress: Progress, splice: Splice) -> bool:
         """Give the client the chunk's token ids, if it asked for any; return whether there are."""

@@ -12,6 +12,7 @@ import msgspec
 from kvproxy.base.types import RequestKind
 from kvproxy.cache.clients.vllm import ChatForm
 from kvproxy.features.resume.derendered import Came, DerenderedLeg
+from kvproxy.features.resume.ids_leg import IdsLeg
 from kvproxy.features.resume.progress import START, Mark, Progress
 from kvproxy.features.resume.settings import Grade
 from kvproxy.features.resume.text_leg import LEAST, IsSglang, TextLeg, less_kept
@@ -96,7 +97,9 @@ class BrokenRequest(NamedTuple):
 
     @property
     def stop_chars(self) -> int:
-        """Characters that the engine holds back, since they may begin a stop string."""
+        """Characters that the engine holds back, since they may begin a stop string that it takes out."""
+        if self.value("include_stop_str_in_output"):
+            return 0
         stop = self.value("stop") or self.value("stop_sequences")
         texts = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
         longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
@@ -171,7 +174,7 @@ def plan_leg(request: BrokenRequest, progress: Progress, wishes: Wishes) -> Plan
     """Return the plan, or the reason why there is none, from a closed set."""
     if progress.obstacle or (request.value("n") or 1) != 1:
         return progress.obstacle or "n"
-    if progress.empty:
+    if progress.empty and not (progress.ids_wanted and progress.ids):
         return Plan("restart", _repeat(request), START)
     obstacle = _find_obstacle(request, best_effort=wishes.best_effort)
     if obstacle:
@@ -223,7 +226,7 @@ def _why_not_exact(request: BrokenRequest, progress: Progress, wishes: Wishes) -
     """Return "" if the token ids can go on as they are."""
     if request.kind not in (RequestKind.CHAT, RequestKind.COMPLETION):
         return "api"
-    if not (progress.prompt_ids and progress.ids and progress.ids_known):
+    if not (progress.prompt_ids and (progress.ids or progress.again) and progress.ids_known):
         return "no_ids"
     if _media(request.members.get("messages", b"")):
         return "media"
@@ -231,6 +234,8 @@ def _why_not_exact(request: BrokenRequest, progress: Progress, wishes: Wishes) -
         return "tools"
     if progress.thinking:
         return "reasoning"
+    if not request.greedy and request.stop_chars:
+        return "stop"  # the text that was held back is in the tokens
     return "" if _find_limit(request, progress, wishes) is not None else "max_tokens"
 
 
@@ -239,6 +244,8 @@ def _why_not_text(request: BrokenRequest, progress: Progress, wishes: Wishes) ->
         return "tools"
     if progress.reasoned:
         return "reasoning"
+    if progress.ids_wanted:
+        return "no_ids"
     if request.kind is RequestKind.COMPLETION:
         return "" if isinstance(request.value("prompt"), str) else "no_text"
     if not progress.ids_known and request.max_tokens is not None and not wishes.best_effort:
@@ -271,7 +278,8 @@ def _place_by_tokens(request: BrokenRequest, progress: Progress) -> Mark:
     held = request.stop_chars
     for mark in reversed(marks):
         chars = mark.chars + held
-        if progress.tokens - mark.tokens >= OVERLAP_TOKENS and chars <= progress.chars - held:
+        whole = mark.whole or progress.text[chars : chars + 1].isascii()  # no part of a character is before it
+        if whole and progress.tokens - mark.tokens >= OVERLAP_TOKENS and chars < progress.chars - held:
             return Mark(mark.tokens, chars)
     return START
 
@@ -283,6 +291,8 @@ def _plan_ids(request: BrokenRequest, progress: Progress, place: Mark, wishes: W
     assert limit is not None
     if request.max_tokens is None and place.tokens >= limit:
         return "finished"  # the context is full: no engine takes another token
+    if progress.ids_wanted and not request.greedy and place.tokens < progress.tokens:
+        return "no_ids"  # the client has those of tokens that would be others
     target = request.target
     if request.kind is RequestKind.CHAT:
         target = target.replace(_CHAT_COMPLETION, _COMPLETION, 1)
@@ -292,7 +302,10 @@ def _plan_ids(request: BrokenRequest, progress: Progress, place: Mark, wishes: W
     bounds = {name: count for name, count in request.counts.items() if name == LEAST}
     members |= less_kept({"max_tokens": limit, **bounds}, place.tokens)
     members |= _raw(prompt=msgspec.Raw(joined), stream=True, return_token_ids=True)
-    return Plan("exact", Leg(target, msgspec.json.encode(members)), place, by_ids=True, limit=limit)
+    leg = Leg(target, msgspec.json.encode(members))
+    if not (request.greedy or place.whole):
+        leg = leg._replace(parts=IdsLeg(*leg[:2], request.value("model"), progress.ids[: place.tokens]))
+    return Plan("exact", leg, place, by_ids=True, limit=limit)
 
 
 def _plan_parsed(request: BrokenRequest, progress: Progress) -> Plan:
@@ -326,8 +339,8 @@ def _plan_text(request: BrokenRequest, progress: Progress, wishes: Wishes) -> Pl
         return "api"
     target = request.target.replace(_MESSAGES, _CHAT_COMPLETION, 1) if as_chat else request.target
     leg = Leg(target, next(iter(bodies.values())))
-    counts = {} if progress.ids_known else next(iter(wholes.values())).counts
-    if counts or as_chat:
+    counts = None if progress.ids_known else next(iter(wholes.values())).counts
+    if as_chat or counts is not None:
         is_sglang = wishes.is_sglang if as_chat else None
         parts = TextLeg(target, bodies, begun, kept=place.tokens, counts=counts, is_sglang=is_sglang)
         leg = leg._replace(parts=parts)

@@ -15,10 +15,12 @@ _MARKS = 128
 
 
 class Mark(NamedTuple):
-    """A place between two tokens: so many tokens and characters of the answer are before it."""
+    """A place between two tokens: so many tokens and characters of the answer are before it. `whole`: the last of
+    these tokens ends a character, as text came with it alone."""
 
     tokens: int
     chars: int
+    whole: bool = True
 
 
 START = Mark(0, 0)
@@ -78,7 +80,7 @@ class Progress:
             self.chars += len(text)
             self.thinking = False
         if text or mark is not None:
-            self.marks.append(Mark(self.tokens, self.chars if mark is None else mark))
+            self.marks.append(Mark(self.tokens, self.chars if mark is None else mark, len(ids or ()) < 2))
         if self.chars > MAX_CHARS or self.tokens > MAX_TOKENS:
             self.obstacle = "too_long"
             self.ids = []

@@ -38,7 +38,8 @@ def less_kept(counts: Mapping[str, int], kept: int) -> dict[str, msgspec.Raw]:
 
 class TextLeg:
     """The leg of one such answer: SplitsLeg. It goes on behind `text`, which has `kept` tokens: as many as events came,
-    until the engine has counted them if `counts`, members for the whole answer, have to be less by them. `bodies` are
+    until the engine has counted them; `counts`, members for the whole answer, are then less by them. None: they are
+    known. `bodies` are
     those for SGLang (True) and for other engines; without `is_sglang` there is one for all."""
 
     def __init__(
@@ -48,7 +49,7 @@ class TextLeg:
         text: str,
         *,
         kept: int,
-        counts: Mapping[str, int],
+        counts: Mapping[str, int] | None,
         is_sglang: IsSglang | None,
     ) -> None:
         self.kept = kept
@@ -67,7 +68,7 @@ class TextLeg:
             body = self._bodies[self._is_sglang is not None and await self._is_sglang(pick)]
         except (ClientError, KeyError):
             return fail_at_once(Mismatch("no chat is known to have the message's prompt there", refusal="api"))
-        if self._counts:
+        if self._counts is not None:
             members = _members(body)
             await self._count(request, pick, members)
             body = msgspec.json.encode(members | less_kept(self._counts, self.kept))

@@ -196,7 +196,7 @@ class ResponsesEvents(TypedEvents):
 
 def _note_end(event: dict[str, Any], progress: Progress) -> None:
     kind = event.get("type")
-    if kind in _CLOSERS and (progress.chars or kind == "message_delta"):  # else a block of thinking ended
+    if kind in _CLOSERS and not (kind == "content_block_stop" and progress.thinking):  # else a block of it ended
         progress.obstacle = progress.obstacle or "finished"
 
 

@@ -102,7 +102,35 @@ async def test_the_rest_has_what_the_limit_leaves(
     """Another engine counts the tokens of the text that came, so that the usage is right, too; one that cannot, or
     whose gateway does not let it, goes on by the number of events. Of a sampled answer whose 60 tokens all came there
     is the end alone."""
-    body = {**body, "stream": True, "temperature": temperature}
+    body = {**body, "temperature": temperature}
+    expected, events = await ask_in_pairs(path, body, came, tokenizer)
+    words = words_of(events)
+    assert words.startswith(words_of(expected))
+    assert (words == words_of(expected)) is (tokenizer == "there")
+    assert usage_of(path, events)["output_tokens"] == 60
+
+
+async def test_the_usage_is_right_without_a_limit() -> None:
+    """Prompt and answer, though the other engine's prompt has a part of the answer. A word is a token here."""
+    body = {name: value for name, value in RESPONSES_BODY.items() if name != "max_output_tokens"}
+    expected, events = await ask_in_pairs(RESPONSES, {**body, "temperature": 0}, 20)
+    usage = usage_of(RESPONSES, events)
+    assert usage["input_tokens"] == usage_of(RESPONSES, expected)["input_tokens"]
+    assert usage["output_tokens"] == len(words_of(events).split())
+
+
+def usage_of(path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the tokens of a message or response."""
+    last: dict[str, Any] = events[-2] if path == MESSAGES else events[-1]["response"]
+    usage: dict[str, Any] = last["usage"]
+    return usage
+
+
+async def ask_in_pairs(
+    path: str, body: dict[str, Any], came: int, tokenizer: str = "there"
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return an undisturbed answer, and one that broke behind so many events of two tokens."""
+    body = {**body, "stream": True}
     async with engine() as one, engine() as other:
         in_pairs = InPairs(one.app)
         await one.faults(**SINGLY)
@@ -121,11 +149,5 @@ async def test_the_rest_has_what_the_limit_leaves(
                 async for piece in answer.aiter_text():
                     text += piece
                     in_pairs.came.set()
-            events = typed_events(text)
         assert not in_pairs.breaks
-        words = words_of(events)
-        assert words.startswith(words_of(expected))
-        assert (words == words_of(expected)) is (tokenizer == "there")
-        last = events[-2 if path == MESSAGES else -1]
-        usage = last["usage"] if path == MESSAGES else last["response"]["usage"]
-        assert usage["output_tokens"] == 60
+        return expected, typed_events(text)

@@ -146,7 +146,46 @@ def test_requests_that_carry_state_are_not_resumed(fields: dict[str, Any], reaso
 @pytest.mark.parametrize("fields", [{"frequency_penalty": 0.5}, {"temperature": 1, "seed": 4, "stop": "END"}])
 def test_some_are_with_best_effort(fields: dict[str, Any]) -> None:
     """The rest may be another one then."""
-    assert isinstance(plan({**GREEDY, **fields}, progress_of(), best_effort=True), Plan)
+    assert isinstance(plan({**GREEDY, **fields}, progress_of(), best_effort=True, proven=True), Plan)
+
+
+def test_text_that_was_held_back_is_not_lost() -> None:
+    """It is in the tokens behind which a sampled answer would go on, and the client has not got it."""
+    held = {**CHAT, "stop": "END"}
+    assert plan(held, progress_of(), Grade.EXACT, best_effort=True) == "stop"
+    planned = plan(held, progress_of(), best_effort=True, proven=True)
+    assert leg_of(planned)[1]["messages"][-1]["content"] == progress_of().text
+    shown = {**held, "include_stop_str_in_output": True}  # nothing is held back
+    planned = plan(shown, progress_of(), Grade.EXACT, best_effort=True)
+    assert isinstance(planned, Plan)
+    assert planned.place[:2] == (20, len(progress_of().text))
+
+
+def test_a_leg_begins_at_the_beginning_of_a_character() -> None:
+    """Text that came with several tokens may be that of all but the last one."""
+    progress = progress_of(4)
+    for number in range(20):
+        progress.add("海は", [200 + 2 * number, 201 + 2 * number])
+    planned = plan(GREEDY, progress, Grade.EXACT)
+    assert isinstance(planned, Plan)
+    assert planned.place[:2] == (4, 24)  # behind the words, each of which came with one token
+    progress.add("x", [900, 901])
+    for number in range(8):
+        progress.add("y", [1000 + number])
+    planned = plan(GREEDY, progress, Grade.EXACT)
+    assert isinstance(planned, Plan)
+    assert planned.place.tokens == 46  # the text behind x begins with a character of one byte
+
+
+def test_token_ids_of_the_client_come_once() -> None:
+    """Those behind a place in the text, and those of a new draw, would be others."""
+    wants = {"return_token_ids": True}
+    progress = progress_of()
+    progress.ids_wanted = True
+    assert plan({**GREEDY, **wants, "tools": TOOLS}, progress, proven=True) == "no_ids"
+    assert isinstance(plan({**CHAT, **wants}, progress, Grade.EXACT), Plan)
+    progress.add("", [7])
+    assert plan({**CHAT, **wants}, progress, Grade.EXACT) == "no_ids"
 
 
 @pytest.mark.parametrize(
@@ -281,7 +320,7 @@ def test_the_least_tokens_are_less_by_those_that_came() -> None:
     planned = plan({**unlimited, "min_tokens": 50}, progress_of(ids=False), Grade.TEXT)
     assert isinstance(planned, Plan)
     assert isinstance(planned.leg.parts, TextLeg)
-    planned = plan(unlimited, progress_of(ids=False), Grade.TEXT)
+    planned = plan(unlimited, progress_of(), Grade.TEXT)
     assert isinstance(planned, Plan)
     assert planned.leg.parts is None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -193,6 +194,20 @@ async def test_a_stream_that_breaks_within_an_event(path: str) -> None:
             answer = await proxy.client.post(path, json=BODIES[path])
             check(answer.text, expected.decode(), "finished" if '"error"' in answer.text else WHOLE)
             assert cut.after is None
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_a_stream_that_breaks_within_its_first_event(path: str) -> None:
+    """A client who asked for the prompt's token ids gets these from the next engine."""
+    body = {**BODIES[path], "return_token_ids": True}
+    async with cut_gateway() as (proxy, cut, url), httpx.AsyncClient(base_url=url) as direct:
+        expected = (await direct.post(path, json=body)).text
+        cut.after = 100
+        answer = await proxy.client.post(path, json=body)
+        check(answer.text, expected, WHOLE)
+        assert cut.after is None
+        prompts = re.compile(r'"prompt_token_ids":(\[[^]]*\])').findall
+        assert prompts(answer.text) == prompts(expected) != []
 
 
 def list_places(stream: bytes) -> Sequence[int]:
