@@ -355,7 +355,7 @@ class RouterQueue:
                 at = self._queue.next_poll_at(_least_wait(candidates, self._speeds, now), now, room_at=room_at)
                 return None if at is None else max(_TICK_S, at - now)
             why = _reason(ticket, now, self._queue.settings.max_wait_s)
-            self._place(ticket.item, ReleaseReason.QUEUE_OFF if self._closed else why, now)
+            self._place(ticket.let_go(), ReleaseReason.QUEUE_OFF if self._closed else why, now)
         return 0.0
 
     def _place(self, queued: _QueuedRequest, why: ReleaseReason, now: float) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -152,6 +154,37 @@ async def test_a_place_given_to_a_client_that_leaves_in_the_same_turn_is_given_b
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert sum(endpoint.load.in_flight for endpoint in cluster.endpoints) == 1
+
+
+class Body:
+    """What a request holds while it waits, as the proxy's does its bytes."""
+
+    def __call__(self) -> PickRequest:
+        return request(200)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_request_that_waited_is_freed_at_once(clock: FakeClock, *, leaves: bool) -> None:
+    """A cycle with its ticket, or the entry that stays in a line, would keep its body for hours of steady traffic."""
+    cluster = cluster_of(clock)
+    first, _ = await fill(cluster)
+    body = Body()
+    held = weakref.ref(body)
+    waiting = enter(cluster, 200, again=body)
+    await until(lambda: len(room_of(cluster)) == 1)
+    gc.disable()
+    try:
+        if leaves:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        else:
+            first.settle(AttemptOutcome.SUCCESS, clock())
+            await placed(waiting)
+        del waiting, body
+        await asyncio.sleep(0)
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_higher_level_goes_first(clock: FakeClock) -> None:

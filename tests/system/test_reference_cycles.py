@@ -12,6 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
+import httpx
 import pytest
 from starlette.types import Send
 
@@ -38,6 +39,20 @@ async def stream(engine: FakeEngine, call: Call, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
+async def stall(engine: FakeEngine, call: Call, send: Send) -> None:
+    """One event, and nothing more until the proxy leaves."""
+    await start_stream(send)
+    await event(send, b'data: {"choices": [{"delta": {"content": "a"}}]}')
+    await call.gone.wait()
+
+
+async def closes(engine: FakeEngine, call: Call, send: Send) -> None:
+    """Answer, and close the connection."""
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close"), (b"content-length", b"2")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
 #: Nothing but requests: no readings of the engines' metrics.
 FILTERS = [
     "request_id",
@@ -47,7 +62,20 @@ FILTERS = [
     "router",
 ]
 
-CASES = {"whole": answer_ok, "streamed": stream, "refused": busy_first}
+CASES = {"whole": answer_ok, "streamed": stream, "refused": busy_first, "closed": closes, "left": stall}
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], engine: FakeEngine, *, leaves: bool) -> None:
+    """Send a request, and read its answer or leave in the middle."""
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200
+        if leaves:
+            await anext(answer.aiter_raw())
+        else:
+            await answer.aread()
+    if leaves:
+        await engine.calls[-1].gone.wait()
+        await asyncio.sleep(0.05)  # what is left is counted, and no wait makes it less
 
 
 async def leftovers(case: str) -> list[str]:
@@ -55,15 +83,14 @@ async def leftovers(case: str) -> list[str]:
     engine = FakeEngine("a", CASES[case])
     config: dict[str, Any] = {"policy": "kv_aware", "queue": {}, "filters": FILTERS, "shield": "off"}
     async with serve(engine) as url, running_proxy({"a": url, "b": url}, **config) as proxy:
-        body = chat("word " * 200, stream=case == "streamed")
+        body = chat("word " * 200, stream=case in ("streamed", "left"))
         for _ in range(TIMES):
-            await proxy.client.post("/v1/chat/completions", json=body)
+            await ask(proxy.client, body, engine, leaves=case == "left")
         gc.collect()
         gc.disable()
         gc.set_debug(gc.DEBUG_SAVEALL)
         for _ in range(TIMES):
-            answer = await proxy.client.post("/v1/chat/completions", json=body)
-            assert answer.status_code == 200
+            await ask(proxy.client, body, engine, leaves=case == "left")
         gc.collect()
         left = [type(one).__qualname__ for one in gc.garbage if type(one).__module__.startswith("kvproxy.")]
         gc.set_debug(0)

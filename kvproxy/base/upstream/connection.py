@@ -57,7 +57,7 @@ class IdleTimer:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_idle: Callable[[], None]) -> None:
         self._loop = loop
-        self._on_idle = on_idle
+        self._on_idle: Callable[[], None] | None = on_idle
         #: Loop time when data last arrived; set by the connection.
         self.last = 0.0
         self._limit_s = 0.0
@@ -81,8 +81,9 @@ class IdleTimer:
         self._limit_s = 0.0
 
     def close(self) -> None:
-        """Give the pending loop timer back."""
+        """Give the pending loop timer back, for good."""
         self._limit_s = 0.0
+        self._on_idle = None
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -96,7 +97,8 @@ class IdleTimer:
             self._handle = self._loop.call_at(due, self._fire)
             return
         self._limit_s = 0.0
-        self._on_idle()
+        if self._on_idle is not None:
+            self._on_idle()
 
 
 class Reading:
@@ -346,6 +348,7 @@ class Connection(asyncio.Protocol):
         self.reading.timer.close()
         self.resume_writing()
         self.fail(UpstreamDisconnected(f"connection lost: {exc}" if exc else "connection lost"))
+        self.parser.close()
         owner = self.owner
         self.owner = None
         if owner is not None:

@@ -41,6 +41,10 @@ class ResponseParser:
         #: Takes what arrived. Raises PARSER_ERRORS. (C without a call of ours around it: streams have many pieces.)
         self.feed: Callable[[bytes], None] = self._parser.feed_data
 
+    def close(self) -> None:
+        """Nothing is fed any more: leave no cycle behind, which only the garbage collector could free."""
+        del self._parser, self.feed
+
     def expect_response(self, method: bytes) -> None:
         """Begin the response to a request with this method."""
         self.body.clear()

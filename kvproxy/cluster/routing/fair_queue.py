@@ -102,7 +102,8 @@ class FairQueue(Generic[ItemT]):
         return ticket
 
     def poll(self, least_wait_s: LeastWait, now: float) -> Ticket[ItemT] | None:
-        """Return the request to place now, if any. Place it and poll again with the new loads."""
+        """Return the request to place now, if any: have its ticket `let_go`, place it, and poll again with the new
+        loads."""
         oldest = self._oldest()
         if oldest is not None and now - oldest.queued_at >= self.settings.max_wait_s:
             return self._take(oldest)
@@ -117,6 +118,7 @@ class FairQueue(Generic[ItemT]):
         """Cancel the ticket of a client that left. Idempotent, and harmless after the release."""
         if not ticket.released:
             self._drop(ticket)
+            ticket.let_go()
 
     def next_poll_at(self, least_wait_s: LeastWait, now: float, *, room_at: float = math.inf) -> float | None:
         """When polling may release something although no load changes; None when nothing waits. `room_at`: when room in

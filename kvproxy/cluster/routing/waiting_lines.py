@@ -47,6 +47,12 @@ class Ticket(Generic[ItemT]):
     early_s: float = 0.0  # by which its own deadline is before that of others
     released: bool = False  # released or cancelled: its entry in a line is void
 
+    def let_go(self) -> ItemT:
+        """Return the item; the entry that stays in a line for a while no longer holds it."""
+        item = self.item
+        del self.item
+        return item
+
 
 #: (urgency, number, ticket), the most urgent first.
 Entry = tuple[float, int, Ticket[ItemT]]

@@ -174,7 +174,7 @@ class VirtualRouter:
             ticket = self._queue.poll(lambda model: least_wait_s(self.endpoints, self._speeds, now), now)
             if ticket is None:
                 return None
-            request = ticket.item
+            request = ticket.let_go()
             decision = self._decide(request, now)
             room = request.room
             if room is not None:

@@ -30,7 +30,7 @@ _NEVER = 2**31 - 1
 SHORT_S = 0.01
 #: Interval of full collections in a quiet moment, and in any case.
 EVERY_S = 600.0
-AT_LATEST_S = 86_400.0
+AT_LATEST_S = 3_600.0
 #: Interval of checks for a quiet moment, and of trimming the heap in one.
 LOOK_S = 1.0
 TRIM_EVERY_S = 60.0

@@ -28,7 +28,7 @@ class World:
         """One release, with these seconds pending from now on, by model."""
         self.waits.update(waits if least_s is None else {"": least_s})
         ticket = self.queue.poll(self.waits.__getitem__, now)
-        return None if ticket is None else ticket.item
+        return None if ticket is None else ticket.let_go()
 
     def drained(self, now: float = 0.0, least_s: float | None = None, **waits: float) -> list[str]:
         """Everything released while nothing changes."""
