@@ -157,7 +157,7 @@ async def test_a_place_given_to_a_client_that_leaves_in_the_same_turn_is_given_b
 
 
 class Body:
-    """What a request holds while it waits, as the proxy's does its bytes."""
+    """Held by a request while it waits, as its bytes are by the proxy."""
 
     def __call__(self) -> PickRequest:
         return request(200)
