@@ -21,6 +21,7 @@ from kvproxy.app import Proxy
 from kvproxy.operate.commands.live_advice import AdviceRunner
 from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
+from kvproxy.operate.runtime.operated import ConfigFinding
 from kvproxy.proxy.listener.server import Server
 from tests.browser.conftest import Browser
 from tests.features.hygiene.test_prefix_changes import agent, dated, edited
@@ -365,7 +366,8 @@ LONG = "llama-3.3-70b-instruct-replica-{:02}.inference.svc.cluster.local"
 
 @pytest.mark.parametrize("width", [360, 700, 820, 861, 900, 985, 1100, 1280])
 async def test_nothing_scrolls_sideways(browser: Browser, width: int) -> None:
-    """Sixteen endpoints with long names in two clusters: the ill on top of theirs, and that on top of the page."""
+    """Sixteen endpoints with long names in two clusters: the ill on top of theirs, and that on top of the page. A
+    finding whose remedy is a long flag."""
     still = {"health": {"active": False}}
     clusters = {
         "well": {"endpoints": {f"e{number}": f"http://127.0.0.1:{number + 1}" for number in range(8)}, **still},
@@ -377,6 +379,8 @@ async def test_nothing_scrolls_sideways(browser: Browser, width: int) -> None:
     routes = [{"prefix": "/a", "cluster": "well"}, {"prefix": "/", "cluster": "production"}]
     async with stage(endpoints=None, policy=None, clusters=clusters, routes=routes) as on:
         on.proxy.clusters["production"].endpoints[5].draining = True
+        flag = f"`--kv-events-config '{json.dumps(dict.fromkeys(map(LONG.format, range(4)), True))}'`"
+        on.proxy.findings = [ConfigFinding("warning", "endpoint a", "publishes no KV events", f"start it with {flag}")]
         await browser.emulate(width=width)
         await browser.open(on.admin.url)
         await browser.until("document.querySelectorAll('#endpoints tbody tr').length === 18")

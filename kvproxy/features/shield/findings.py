@@ -22,7 +22,7 @@ def find_open_faults(clusters: Mapping[str, Cluster], mode: ShieldMode) -> Itera
     """Yield a finding for each fault of each cluster, and one for engines of an unknown version."""
     for name, cluster in clusters.items():
         software = {str(one.id): one.software for one in cluster.engines if one.software is not None}
-        where = f"clusters.{name}"
+        where = f"cluster {name}"  # as of the doctor, so that its finding at the start is the same
         for what, fix in describe_faults(software, mode):
             yield ConfigFinding("note", where, what, fix)
         if unknown := list_unknown(software):

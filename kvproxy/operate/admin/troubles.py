@@ -26,7 +26,7 @@ from kvproxy.operate.feature import Feature
 from kvproxy.operate.runtime.operated import AdminTarget, Conditions, OperatorFinding
 from kvproxy.operate.runtime.recent import FailureTally, Tally
 
-_PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
+_PROBE = {"unreachable": "not reachable", "timeout": "no answer in time", "failed": "answers with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"
 _ONE_A_PLACE = ("alarm", "speeds", "ranks", "adapters", "certificates")
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
@@ -43,9 +43,11 @@ class Troubles:
         self, now: float, conditions: Conditions, minute: Tally, failures: FailureTally
     ) -> list[tuple[Trouble, float]]:
         """All there are, each with when it was seen first, the worst first."""
-        present: list[Trouble] = []
+        found: dict[tuple[str, ...], Trouble] = {}  # by text: the doctor's look at the start may have found the same
         async for group in in_slices(self._list_groups(now, conditions, minute, failures)):
-            present += group
+            for one in group:
+                found.setdefault((one.where, one.what, one.fix), one)
+        present = list(found.values())
         refused = dict(find_refused_file(self._operated.reloader, now))
         self._since = {one.key: self._since.get(one.key, now) for one in present} | {
             one.key: changed_at for one, changed_at in refused.items()

@@ -49,7 +49,8 @@ def explain_decision(decision: Mapping[str, Any]) -> str:
     if "matched_tokens" in said and "endpoint" in said:
         lines.append(f"  Predicted: {said['matched_tokens']} of {said.get('prompt_tokens', '?')} tokens cached.")
     tries = int(decision.get("retries") or 0) + 1 if "endpoint" in said else 0
-    happened = f"status {said.get('status', 'none')}, {said.get('end', 'aborted')}"
+    cause = f" ({said['local_reason']})" if "local_reason" in said else ""
+    happened = f"status {said.get('status', 'none')}, {said.get('end', 'aborted')}{cause}"
     first = (
         "no first byte" if decision.get("ttft_s") is None else f"first byte after {format_seconds(decision['ttft_s'])}"
     )

@@ -68,6 +68,10 @@ async def test_doctor_names_what_is_open() -> None:
         found = [one for one in report.findings if one.check == "shield"]
         assert {one.severity for one in found} == {Severity.WARNING}
         assert any("a (vLLM 0.18.0): n:" in one.what for one in found)
+        proxy = proxy_of(clock=FakeClock(), endpoints=site.urls)
+        proxy.clusters["default"].engines[0].software = "vLLM 0.18.0"
+        shown = [(one.where, one.what) for one in find_open_faults(proxy.clusters, ShieldMode.WARN)]
+        assert shown == [(one.where, one.what) for one in found]  # the page shows them once
         off = await visit({"endpoints": site.urls, **CHAIN, "shield": "off"})
         assert not [one for one in (*off.findings, *off.passed) if one.check == "shield"]
     async with cluster({"a": ENGINE}, controller=None) as site:

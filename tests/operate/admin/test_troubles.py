@@ -124,7 +124,7 @@ async def test_a_dead_engine_comes_first_with_its_age(clock: FakeClock) -> None:
     live = await place.live()
     assert [one["where"] for one in live["findings"]] == ["default/a", "default", "endpoints", "log"]
     first = live["findings"][0]
-    assert first["what"] == "down: its probes fail (it cannot be reached); c, b took over"
+    assert first["what"] == "down: its probes fail (not reachable); c, b took over"
     assert (first["age_s"], live["findings"][2]["age_s"]) == (30.0, 120.0)
     assert live["state"]["text"] == "degraded: 30% of requests fail"
     clock.advance(60.0)
@@ -186,7 +186,16 @@ async def test_when_none_is_up(clock: FakeClock) -> None:
     }  # fmt: skip
     [finding] = live["findings"]
     assert (finding["severity"], finding["where"]) == ("problem", "default")
-    assert finding["what"] == ("all 3 engines are down (a, b, c: it cannot be reached); requests go to all of them")
+    assert finding["what"] == ("all 3 engines are down (a, b, c: not reachable); requests go to all of them")
+
+
+async def test_a_finding_of_the_start_that_is_still_found_is_shown_once(clock: FakeClock) -> None:
+    """A remembered one would outlive its cause, and both would hide what is urgent."""
+    place = Place(clock)
+    place.probe_fails("a")
+    [found] = (await place.live())["findings"]
+    place.proxy.findings = [ConfigFinding("warning", found["where"], found["what"], found["fix"])]
+    assert (await place.live())["findings"] == [found]
 
 
 async def test_nothing_was_saved_by_engines_that_are_gone(clock: FakeClock) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.routing.policy import PRECISE, Overlap
-from kvproxy.operate.receipts.explain import explain_receipt
+from kvproxy.operate.receipts.explain import explain_decision, explain_receipt
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, decode_receipt, encode_receipt
 
 A, B = EndpointId("a"), EndpointId("b")
@@ -93,6 +93,12 @@ def test_every_attempt_is_told_with_what_went_wrong() -> None:
     assert "b, status 200, upstream_died, after 2 attempts" in text
     assert "the engine did not report its cached tokens" in text
     assert "would have cost" not in text
+
+
+def test_a_remembered_decision_names_the_cause_of_a_local_reply() -> None:
+    """At an outage, when no receipts are kept."""
+    failed = {"request_id": "r", "endpoint": "a", "status": 502, "end": "local_reply", "local_reason": "connect_error"}
+    assert "status 502, local_reply (connect_error), after 1 attempt" in explain_decision(failed)
 
 
 def test_nobody_could_take_it() -> None:
