@@ -35,7 +35,7 @@ class SessionMetrics(MetricGroup):
     )
     expected_wait = callback_gauge(
         "kvproxy_sessions_expected_wait_seconds",
-        "Wait of a session that begins now, by the rate at which room becomes free; before any did, what others waited",
+        "Wait of a session that begins now, by the rate at which room becomes free; at first, what another has waited",
         "cluster",
         across=Across.MAX,
     )

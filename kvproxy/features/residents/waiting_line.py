@@ -109,18 +109,19 @@ class WaitingLine:
 
     @property
     def knows_rate(self) -> bool:
-        """Whether room became free often enough to refuse by it."""
+        """Whether room became free often enough to tell how fast it does."""
         return len(self._admitted) > _RATE_KNOWN
 
     def expected_wait_s(self, now: float) -> float:
         """Seconds until a session that comes now has room, by the rate of late at which it became free while some
-        waited; before any did, what the first has waited."""
-        if not self.waits:
+        waited; before that is known, what the first has waited."""
+        first = next(iter(self.waits), None)
+        if first is None:
             return 0.0
+        if not self.knows_rate:
+            return now - first.began_at
         (began_s, _), *admitted = self._admitted
         took_s = max(0.001, self._waited_s + now - self._since - began_s)
-        if not admitted:
-            return took_s
         return sum(wait.tokens for wait in self.waits) * took_s / sum(tokens for _, tokens in admitted)
 
 
