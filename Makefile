@@ -36,7 +36,7 @@ coverage: $(DEV) ## both with branch coverage and four times the examples of pro
 
 test-real: $(DEV) ## installs the real vLLM (CPU build), LMCache and SGLang, runs the acceptance tests against them
 	$(BIN)/python -m tests.real.engines.install
-	$(BIN)/python -m pytest -m real -p no:xdist -o timeout=600 -vv -s $(or $(filter tests/%,$(ARGS)),tests/real) $(filter-out tests/%,$(ARGS))
+	$(BIN)/python -m pytest -m real -p no:xdist -o timeout=600 -o timeout_func_only=true -vv -s $(or $(filter tests/%,$(ARGS)),tests/real) $(filter-out tests/%,$(ARGS))
 
 test-compat: $(DEV) ## API tests of vLLM, SGLang and LangChain, and SDKs for Node, straight to a real engine and through kvproxy (ARGS=node)
 	$(BIN)/python -m tests.real.engines.install

@@ -18,7 +18,7 @@ from tests.support.ports import free_ports
 
 LOCATION = "LocalCPUBackend"
 CHUNK_TOKENS = 256
-_START_LIMIT_S = 120.0
+_START_LIMIT_S = 600.0
 _ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",

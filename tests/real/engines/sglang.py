@@ -13,7 +13,7 @@ from tests.real.engines.program import Program, flags
 from tests.support.ports import free_ports
 
 PAGE_TOKENS = 16
-_START_LIMIT_S = 540.0
+_START_LIMIT_S = 1800.0
 
 
 class Sglang:

@@ -16,7 +16,7 @@ from tests.support.ports import free_ports
 BLOCK_TOKENS = 32
 #: Requests vLLM runs at once, and further ones it queues before it answers 503.
 MAX_RUNNING, MAX_QUEUED = 16, 16
-_START_LIMIT_S = 540.0
+_START_LIMIT_S = 1800.0
 
 
 class Vllm:
