@@ -101,6 +101,7 @@ class UpstreamPool:
         start: bytes = b"",
         timeouts: Timeouts,
         early: bool = True,
+        once: bool = False,
         on_head: Callable[[UpstreamResponse], None] | None = None,
         repeated: RepeatedFields = NO_FIELDS,
     ) -> UpstreamResponse:
@@ -110,8 +111,8 @@ class UpstreamPool:
 
         `start` is written before the body and belongs to it. Host and the framing header are written unless `headers`
         has them, the `repeated` fields behind them. A connection kept from an earlier request that dies before any byte
-        of the response is replaced once, when the body is bytes. Raises UpstreamError's kinds, UnsafeRequest before
-        anything was sent, and whatever an iterated body raises."""
+        of the response is replaced, when the body is bytes and may be sent more than `once`. Raises UpstreamError's
+        kinds, UnsafeRequest before anything was sent, and whatever an iterated body raises."""
         request = encode_request(
             origin, method, target=target, headers=headers, body=body, start=start, repeated=repeated
         )
@@ -129,7 +130,7 @@ class UpstreamPool:
                     raise response.error
             except UpstreamDisconnected:
                 response.abort()
-                if not kept or connection.parser.heard or not request.replayable or self._closed:
+                if once or not kept or connection.parser.heard or not request.replayable or self._closed:
                     raise
             except BaseException:
                 response.abort()

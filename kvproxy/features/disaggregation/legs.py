@@ -11,7 +11,7 @@ import asyncio
 import msgspec
 
 from kvproxy.base.background_task import cancel_tasks
-from kvproxy.base.errors import FirstByteTimeout, PoolFull, UpstreamError
+from kvproxy.base.errors import FirstByteTimeout, PoolFull, UpstreamDisconnected, UpstreamError
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.work import PromptSplit
@@ -20,7 +20,7 @@ from kvproxy.features.disaggregation.connectors.base import LegTerms, NoHandle
 from kvproxy.features.disaggregation.handle import Handle, HandleRefused
 from kvproxy.features.disaggregation.note import ERROR, FAILED, LOCAL, PULLED, REFUSED, Legs
 from kvproxy.features.disaggregation.plan import Plan, split_of_pulled
-from kvproxy.features.disaggregation.prefill_leg import FREEING_S, PrefillLeg, Splitting, let_go, take_member
+from kvproxy.features.disaggregation.prefill_leg import FREEING_S, PrefillLeg, Splitting, let_go, pull, take_member
 from kvproxy.proxy.forward.answer import read_short
 from kvproxy.proxy.forward.engine_request import Answer, EngineRequest
 
@@ -158,8 +158,13 @@ class TwoLegs:
         except HandleRefused:
             return await self._compute_here(LOCAL)
         self._count_as_pulled()
-        self._sent = sent = asyncio.ensure_future(self._request.ask_whole(self._pick, member))
-        answer = await self._await_decode(sent)
+        self._sent = sent = pull(self._request, self._pick, member)
+        try:
+            answer = await self._await_decode(sent)
+        except UpstreamDisconnected:  # also of a connection that was dead before
+            if not shared.connector.computes_alone:
+                raise
+            return await self._compute_here(REFUSED)
         if answer is None:
             again = self._prefill_beside() if self._elsewhere and self._reserve_another() else None
             return await (self._compute_here(LOCAL) if again is None else self._pull(again))

@@ -133,8 +133,7 @@ class PrefillLeg:
         with contextlib.suppress(NoHandle, HandleRefused):
             handle = self.make_handle(request, self._shared.connector.read_member(reading.result(), self.endpoint))
             if member := take_member(handle, request, self._shared.clock()):
-                sent = asyncio.ensure_future(request.ask_whole(self._decode, member))
-                await let_go(sent, FREEING_S)
+                await let_go(pull(request, self._decode, member), FREEING_S)
 
     def make_handle(self, request: EngineRequest, member: bytes) -> Handle:
         """Return the right to pull the prompt by this member of the decoder's body."""
@@ -157,6 +156,11 @@ def take_member(handle: Handle, request: EngineRequest, now: float) -> bytes:
     body = request.body.whole
     assert body is not None
     return handle.take(body, now)
+
+
+def pull(request: EngineRequest, pick: Pick, member: bytes) -> asyncio.Task[Answer]:
+    """Send the decode leg, which is sent once: a decoder that took the member may not get it again."""
+    return asyncio.ensure_future(msgspec.structs.replace(request, once=True).ask_whole(pick, member))
 
 
 def _judge(status: int) -> tuple[str, AttemptOutcome]:

@@ -79,6 +79,8 @@ class EngineRequest(msgspec.Struct, eq=False):
     on_head: Callable[[Pick, UpstreamResponse], None]
     #: None: requests of the cluster go to one endpoint.
     legs: SplitsRequests | None = None
+    #: A connection that proves dead is not replaced: the engine may have begun.
+    once: bool = False
 
     @property
     def level(self) -> int:
@@ -217,6 +219,7 @@ class EngineRequest(msgspec.Struct, eq=False):
             start=start,
             timeouts=self.timeouts,
             early=False,
+            once=self.once,
             on_head=functools.partial(self.on_head, pick),
             repeated=head.repeated,
         )
