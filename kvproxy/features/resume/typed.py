@@ -19,6 +19,8 @@ _OPENERS = frozenset(
 #: Behind them no more text comes.
 _CLOSERS = frozenset({"content_block_stop", "message_delta", "response.output_text.done"})
 _PLACES = ("index", "output_index", "content_index")
+#: Members of a response that are those of its first engine; the limit of a later one is less by what came.
+_OF_FIRST = ("id", "created_at", "max_output_tokens")
 
 
 class TypedEvents:
@@ -150,7 +152,7 @@ class ResponsesEvents(TypedEvents):
         kind = event.get("type")
         if kind == "response.created" and not self._response:
             response = event.get("response") or {}
-            self._response = {name: response.get(name) for name in ("id", "created_at")}
+            self._response = {name: response[name] for name in _OF_FIRST if name in response}
         elif kind == "response.output_item.added":
             item = event.get("item") or {}
             self._items.setdefault(event.get("output_index"), item.get("id"))

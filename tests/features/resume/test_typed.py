@@ -65,6 +65,7 @@ async def test_a_response_goes_on_by_text(chunks: int, input_: Any) -> None:
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         response, other = events[-1]["response"], expected[-1]["response"]
         assert response["id"] == events[0]["response"]["id"]
+        assert response["max_output_tokens"] == 60
         assert response["output"][0]["content"][0]["text"] == words_of(expected)
         assert {event["item_id"] for event in events if "item_id" in event} == {response["output"][0]["id"]}
         counts = ("input_tokens", "output_tokens", "total_tokens")
