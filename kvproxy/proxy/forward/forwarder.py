@@ -230,7 +230,7 @@ class Forwarding(Placement, kw_only=True):
                 await self._cannot_follow(pick, response, first)
             return await self._deliver(pick, response, first)
         except UpstreamError as error:
-            return self._failed(pick, error)
+            return self._failed(pick, error.with_traceback(None))  # kept, and its frames hold the request
         except asyncio.CancelledError:
             # that of `_give_back` alone?
             if self._given_back is None or self._task is None or self._task.uncancel():

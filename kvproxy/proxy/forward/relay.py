@@ -123,7 +123,7 @@ class Relay(msgspec.Struct, eq=False):
         except UpstreamError as error:
             if self._failure is not None:
                 raise self._failure from None
-            return await self._end_broken(headers, error)
+            return await self._end_broken(headers, error.with_traceback(None))  # kept, and its frames hold this
         finally:
             response.on_piece = None
         outcome.end = "completed"
