@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 from starlette.types import Message
 
+from kvproxy.base.errors import QueueFull
 from kvproxy.base.types import Clock, EndpointId, RequestKind
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.embed.no_endpoint import NoEndpoint, endpoint_ids
+from kvproxy.operate.placing.external import full_reply
 from kvproxy.proxy.filters.kvcache import KvCacheLearning
 from kvproxy.proxy.placement import Placement
 from kvproxy.proxy.request.error_reply import LocalReply
@@ -86,7 +88,7 @@ class HostedRequest(msgspec.Struct, eq=False):
         """Return the endpoint that this request should go to, and count the request there until its response ends.
 
         None: no endpoint may take it. A further call moves the request: the endpoint before has failed it. Raises
-        NoEndpoint for a request that a guard refuses.
+        NoEndpoint for a request that a guard refuses, or that has to come again later.
         """
         self._settle(AttemptOutcome.FAILURE)
         if self.refusal is not None:
@@ -100,7 +102,10 @@ class HostedRequest(msgspec.Struct, eq=False):
             model="" if exchange.inference is None else exchange.inference.model,
             excluded=endpoint_ids(exclude),
         )
-        self.pick = await placement.place(now)
+        try:
+            self.pick = await placement.place(now)
+        except QueueFull as full:
+            raise NoEndpoint(full_reply(full)) from None
         return None if self.pick is None else str(self.pick.endpoint.id)
 
     def went_to(self, name: str) -> None:

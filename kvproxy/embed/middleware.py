@@ -104,8 +104,9 @@ async def choose(request: HasScope | Mapping[str, Any], *, exclude: Iterable[str
     and what they have to do. The request counts there until its response ends.
 
     Call it once the body was read. To try another endpoint call it again, with those that failed in `exclude`; None
-    means that no endpoint may take the request. Raises LookupError for a request that is no inference request behind
-    KVCacheMiddleware.
+    means that no endpoint may take the request. Raises NoEndpoint, with the `status` to answer, where the engines have
+    no memory for another session, or the shield refuses the request; LookupError for a request that is no inference
+    request behind KVCacheMiddleware.
     """
     hosted = _state(request).get(HOSTED_KEY)
     if not isinstance(hosted, HostedRequest):

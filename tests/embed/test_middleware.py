@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import fastapi
 import httpx
@@ -21,8 +21,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 import kvproxy
 from kvproxy import KVCacheMiddleware
-from kvproxy.base.errors import ConfigError
+from kvproxy.base.errors import ConfigError, QueueFull
 from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.settings import EndpointSettings
 from tests.cache.fleet import simulated
 from tests.cache.support import NOWHERE, long_text
@@ -414,6 +415,34 @@ async def test_the_proxys_own_decision_spreads_what_begins_alike() -> None:
         assert sum(loads.values()) == 8
         assert min(loads.values()) >= 2
         assert [one.load.in_flight for one in app._cluster.endpoints] == [0, 0]
+
+
+async def test_a_session_without_room_is_asked_to_come_again() -> None:
+    """By the exception that an app gets for every refusal."""
+    raised: list[kvproxy.NoEndpoint] = []
+
+    async def forward(request: Request) -> JSONResponse:
+        await request.body()
+        try:
+            await kvproxy.choose(request)
+        except kvproxy.NoEndpoint as why:
+            raised.append(why)
+        return JSONResponse({})
+
+    class FullQueue:
+        awaits = False
+
+        def admits(self, *_: object) -> bool:
+            return False
+
+        async def wait(self, *_: object, **__: object) -> None:
+            raise QueueFull(6.5)
+
+    app = KVCacheMiddleware(Starlette(routes=[Route(CHAT, forward, methods=["POST"])]), endpoints=ENGINES)
+    async with app, client(app) as http:
+        app._cluster.queue = cast("RouterQueue", FullQueue())
+        assert (await http.post(CHAT, json=body(TURN, "one"))).status_code == 200
+    assert [(one.status, one.retry_after_s) for one in raised] == [(429, 7.0)]
 
 
 async def test_a_chosen_engine_is_learned_without_a_word() -> None:

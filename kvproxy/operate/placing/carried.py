@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping
 
 import msgspec
@@ -20,6 +19,7 @@ from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.placing.external import (
     ExternalPlacement,
     PlacerTarget,
+    full_reply,
     list_endpoints,
     outside_subset,
     read_headers,
@@ -218,17 +218,10 @@ class CarriedRequest:
         placer = self.placer
         if placer.held.full:
             raise shed_reply(429, "too_many_requests")
-        try:
-            pick = await placement.place(placer.clock())
-        except QueueFull as full:
-            raise shed_reply(429, "queue_full", math.ceil(full.retry_after_s)) from None
-        if pick is None:
-            raise refusal_reply(placement.refusal, placement.excluded)
+        pick = await self._reserve(placement, placement.excluded)
         self._placement = placement
-        self._hold(placement.cluster, pick)
         await placement.wait_to_send(pick)
         self.exchange.body = None
-        self.listed = [pick.endpoint]
         if placer.fallbacks:
             asked = placement.make_question()
             self.listed = list_endpoints(placement.cluster, asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
@@ -240,11 +233,19 @@ class CarriedRequest:
         tried = self.exchange.outcome.endpoint
         if tried is not None:
             placement.excluded |= {tried}
-        pick = await placement.place(self.placer.clock())
+        await self._reserve(placement, NO_ENDPOINTS)
+
+    async def _reserve(self, placement: ExternalPlacement, outside: frozenset[EndpointId]) -> Pick:
+        """Wait for a place and hold it. Raises LocalReply if none is left for a request that may not go `outside`."""
+        try:
+            pick = await placement.place(self.placer.clock())
+        except QueueFull as full:
+            raise full_reply(full) from None
         if pick is None:
-            raise refusal_reply(placement.refusal, NO_ENDPOINTS)
+            raise refusal_reply(placement.refusal, outside)
         self._hold(placement.cluster, pick)
         self.listed = [pick.endpoint]
+        return pick
 
     def move_to(self, endpoint: Endpoint, now: float) -> None:
         """Reserve the endpoint that served instead, if a request may be placed there."""

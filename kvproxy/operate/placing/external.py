@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
+from kvproxy.base.errors import QueueFull
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Headers
 from kvproxy.cache.service import KvCache
@@ -130,6 +132,11 @@ def refusal_reply(refusal: Refusal, outside: frozenset[EndpointId]) -> LocalRepl
     if refusal is Refusal.SATURATED:
         return shed_reply(429, refusal.value)
     return shed_reply(503, "subset" if outside and refusal is Refusal.ALL_TRIED else refusal.value)
+
+
+def full_reply(full: QueueFull) -> LocalReply:
+    """Return what the client gets where no place to wait is left."""
+    return shed_reply(429, "queue_full", math.ceil(full.retry_after_s))
 
 
 def shed_reply(status: int, reason: str, retry_after_s: int = 1) -> LocalReply:
