@@ -126,8 +126,7 @@ class UpstreamPool:
             try:
                 await response.changed()
                 if not response.status:
-                    assert response.error is not None
-                    raise response.error
+                    raise response.take_error()
             except UpstreamDisconnected:
                 response.abort()
                 if once or not kept or connection.parser.heard or not request.replayable or self._closed:

@@ -221,6 +221,12 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         if self._source is not None:
             self._source.cancel()
 
+    def take_error(self) -> BaseException:
+        """Return what ended the response, which keeps it no longer: its frames hold the response."""
+        assert self.error is not None
+        error, self.error = self.error, None
+        return error
+
     # called by the connection
 
     def finish(self, rest: bytes) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import socket
+import weakref
 
 import pytest
 from prometheus_client import generate_latest
@@ -471,3 +474,24 @@ async def test_a_small_request_goes_out_in_one_piece() -> None:
         assert response.status == 200
         host = upstream.origin.host_header
         assert seen == [b"POST /v1 HTTP/1.1\r\nhost: " + host + b"\r\na: b\r\ncontent-length: 5\r\n\r\nhello"]
+
+
+async def test_a_failed_request_is_freed_at_once() -> None:
+    """A cycle of its error and the frames behind that would keep the body until all garbage is collected."""
+    body = pieces(b"hello")
+    held = weakref.ref(body)
+    gc.disable()
+    try:
+        async with scripted(closes_unanswered) as upstream, UpstreamPool() as pool:
+            with contextlib.suppress(UpstreamDisconnected):
+                await post(pool, upstream.origin, body)
+            del body
+            await until(lambda: pool.open == 0)
+            assert held() is None
+    finally:
+        gc.enable()
+
+
+async def closes_unanswered(peer: Peer) -> None:
+    """Read a request, and say nothing."""
+    await peer.request()
