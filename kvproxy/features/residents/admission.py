@@ -168,7 +168,12 @@ class SessionAdmission:
         else:
             if session.running:
                 self.turn_ended(session, now, goes_on=True)
-            _go_on(session, self.habits, facts.prompt_tokens, now)
+            grown = facts.prompt_tokens - session.tokens
+            gap_s = now - session.ended_at
+            self.habits.note_return(session.head, gap_s, session.tokens, grown, calls_tool=session.calls_tool)
+            session.calls_tool = True
+            session.turns += 1
+            session.running = True
         self.known.enter(session, facts, now)
         session.stays = blocks[0] in self.habits.returning
         stays = session.stays and has_place
@@ -179,7 +184,7 @@ class SessionAdmission:
             if residents is None:
                 residents = self.sets[endpoint] = ResidentSet(endpoint)
             residents.enter(session, blocks, facts.prompt_tokens)
-            if residents.capacity_tokens:
+            if residents.tokens(self.habits.growth_tokens) > GIVE_WAY_AT * residents.capacity_tokens > 0.0:
                 _, limit = self.find_limits(residents.capacity_tokens)
                 for youngest in residents.shrink(limit, self.habits.growth_tokens):
                     self.known.idle.pop(youngest, None)
@@ -306,16 +311,6 @@ class SessionAdmission:
         if missing <= 0.0:
             return missing
         return missing - residents.count_shared(cast("array[int]", request.facts.blocks)) * tokens
-
-
-def _go_on(session: Session, habits: Habits, tokens: int, now: float) -> None:
-    """Have a session begin its next turn, with a prompt of so many tokens."""
-    gap_s = now - session.ended_at
-    grown = tokens - session.tokens
-    habits.note_return(session.head, gap_s, session.tokens, grown, calls_tool=session.calls_tool)
-    session.calls_tool = True
-    session.turns += 1
-    session.running = True
 
 
 def _allowed(request: PickRequest, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
