@@ -175,7 +175,6 @@ class _ClearedArray(_AllBlocksCleared, tag="AllBlocksCleared", array_like=True):
 class _Batch(msgspec.Struct, array_like=True):
     ts: float
     events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENTS)]
-    data_parallel_rank: int | None = None
 
 
 class _MapTag(msgspec.Struct):
@@ -211,12 +210,11 @@ _KNOWN_TYPES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 class KvEventBatch:
     """One published batch. Its events are decoded one by one, so that a large batch can be taken in slices."""
 
-    __slots__ = ("_events", "dp_rank", "seq", "ts")
+    __slots__ = ("_events", "seq", "ts")
 
     def __init__(self, seq: int, batch: _Batch) -> None:
         self.seq = seq
         self.ts = batch.ts  # the engine's wall clock, seconds
-        self.dp_rank = batch.data_parallel_rank
         self._events = batch.events
 
     def __len__(self) -> int:
