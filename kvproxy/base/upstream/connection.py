@@ -219,8 +219,10 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         # tasks of all connections while they run
         self._uploads = set[asyncio.Task[None]]() if uploads is None else uploads
-        self.parser = ResponseParser()
-        self.reading = Reading(loop, high_water_bytes, self._timed_out)
+        self._high_water_bytes = high_water_bytes
+        # made with the socket: uvloop makes a protocol for each attempt to connect, and failed ones leave no cycles
+        self.parser: ResponseParser
+        self.reading: Reading
         self.response: UpstreamResponse | None = None
         #: While the transport is paused.
         self.writable: asyncio.Future[None] | None = None
@@ -283,6 +285,8 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.parser = ResponseParser()
+        self.reading = Reading(self._loop, self._high_water_bytes, self._timed_out)
         self._transport = self.reading.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:

@@ -50,8 +50,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.connection = Connection(loop=Clock(), high_water_bytes=1 << 20)
-        self.connection.parser = ResponseParser(max_head_bytes=MAX_HEAD_BYTES)
         self.connection.connection_made(Socket())
+        self.connection.parser = ResponseParser(max_head_bytes=MAX_HEAD_BYTES)
         self.connection.owner = self
         self.reusable = False
 

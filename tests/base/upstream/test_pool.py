@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 
 from kvproxy.base.errors import ConnectError, ConnectTimeout, PoolFull, UnsafeRequest, UpstreamDisconnected
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.upstream.connection import Connection
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.origin_pool import OriginPool, PoolLimits
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
@@ -490,6 +491,24 @@ async def test_a_failed_request_is_freed_at_once() -> None:
             assert held() is None
     finally:
         gc.enable()
+
+
+async def test_a_refused_connection_leaves_no_cycle() -> None:
+    """An outage has thousands of them a minute; uvloop makes a protocol for each."""
+    async with UpstreamPool() as pool:
+        origin = Origin.parse(f"http://127.0.0.1:{free_port()}")
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            with pytest.raises(ConnectError):
+                await post(pool, origin)
+            gc.collect()
+            assert [one for one in gc.garbage if type(one) is Connection] == []
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
 
 
 async def closes_unanswered(peer: Peer) -> None:
