@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Protocol, Self
 
 from kvproxy.base.tls.watch import CertificateWatch
-from kvproxy.features.picker.http2 import Http2Connection, Stream, StreamHandler
+from kvproxy.features.picker.http2 import Ended, Http2Connection, Stream, StreamHandler
 from kvproxy.features.picker.http2_frames import Code, Fields, encode_fields
 from kvproxy.proxy.request.body import BodiesFull, HeldBodies
 from kvproxy.proxy.settings import ListenerTls
@@ -160,17 +160,6 @@ class _Messages:
         self._size = 0
 
 
-class _Refused:
-    """A call of something that is not served."""
-
-    def __init__(self, replies: Replies, status: Status, text: str) -> None:
-        replies.end(status, text)
-
-    def received(self, data: bytes) -> None: ...
-    def half_closed(self) -> None: ...
-    def gone(self) -> None: ...
-
-
 class GrpcServer:
     """Serves `methods`, by path, for the length of the block; what runs at its end has `drain_s` to finish."""
 
@@ -285,5 +274,6 @@ class GrpcServer:
     def _accept(self, stream: Stream, fields: Fields) -> StreamHandler:
         method = self._methods.get(fields.get(b":path", b""))
         if method is None:
-            return _Refused(Replies(stream), Status.UNIMPLEMENTED, "no such method")
+            Replies(stream).end(Status.UNIMPLEMENTED, "no such method")
+            return Ended()
         return _Messages(stream, method, held=self._held, most_bytes=self._most)

@@ -98,6 +98,17 @@ class StreamHandler(Protocol):
     def gone(self) -> None: ...
 
 
+class Ended:
+    """Handler of a stream that is over: the stream holds no other, which holds the stream."""
+
+    def received(self, data: bytes) -> None: ...
+    def half_closed(self) -> None: ...
+    def gone(self) -> None: ...
+
+
+_ENDED = Ended()
+
+
 class Stream:
     """Stream of one exchange. Data waits here while the peer's windows are full."""
 
@@ -107,7 +118,7 @@ class Stream:
         self.received = 0  # bytes that it was not granted again
         self.peer_ended = self.closed = False
         self.waiting_bytes = 0
-        self.handler: StreamHandler
+        self.handler: StreamHandler = _ENDED
         self._connection = connection
         self._waiting: deque[bytes | memoryview] = deque()
         self._ending: bytes | None = None  # the trailers' block, once that is all there is to come
@@ -163,8 +174,16 @@ class Stream:
         elif self.received:
             connection.grant(self)
 
+    def lose(self) -> None:
+        """End without a word: the peer ended the stream, or is gone."""
+        self.closed = True
+        handler = self.handler
+        self.handler = _ENDED
+        handler.gone()
+
     def _close(self) -> None:
         self.closed = True
+        self.handler = _ENDED
         self._waiting.clear()
         self._connection.forget(self)
 
@@ -228,8 +247,7 @@ class Streams:
         streams = list(self.there.values())
         self.there = {}
         for stream in streams:
-            stream.closed = True
-            stream.handler.gone()
+            stream.lose()
 
     def block(self, stream: Stream) -> None:
         """Note that the stream waits for a window."""
@@ -303,9 +321,8 @@ class Streams:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a reset without a stream")
         stream = self.there.get(name)
         if stream is not None:
-            stream.closed = True
             self.forget(stream)
-            stream.handler.gone()
+            stream.lose()
 
     def _take_settings(self, flags: int, _: int, payload: bytes) -> None:
         if flags & wire.ACK:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -17,6 +18,8 @@ from kvproxy.features.picker.messages import (
     request_pieces,
     response_piece,
 )
+from kvproxy.operate.placing.carried import CarriedRequest
+from kvproxy.proxy.request.exchange import Exchange
 from tests.features.picker.support import A, B, C, chat, destination, running_picker
 from tests.support.until import until
 
@@ -347,3 +350,27 @@ async def test_many_streams_share_a_connection() -> None:
         for envoy in asked:
             envoy.call.cancel()
         await until(lambda: sum(picker.in_flight().values()) == 0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_call_leaves_no_cycle(*, leaves: bool) -> None:
+    """One would keep its body until all garbage is collected."""
+    async with running_picker() as picker:
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            envoy = picker.ask()
+            await envoy.pick()
+            if leaves:
+                envoy.call.cancel()
+            else:
+                await envoy.answer()
+                await envoy.finish()
+            await until(lambda: picker.server.streams == 0)
+            gc.collect()
+            assert [one for one in gc.garbage if isinstance(one, CarriedRequest | Exchange)] == []
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
