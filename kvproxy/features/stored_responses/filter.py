@@ -119,8 +119,10 @@ class _Asked(msgspec.Struct):
     """A request for a response, with all that leads to it."""
 
     previous: str | None
+    members: dict[str, Raw]
     items: list[Raw]
     keeps: bool
+    engine_keeps: bool = False
 
 
 class StoredResponsesFilter:
@@ -169,13 +171,16 @@ class StoredResponsesFilter:
         try:
             members = _decode_members(exchange.body)
             previous = _scalar(members, _PREVIOUS)
-            if _scalar(members, "conversation") or _scalar(members, "background") or "input" not in members:
+            if _scalar(members, "conversation") or "input" not in members:
                 return None
             is_listed = bytes(members["input"]).lstrip().startswith(b"[")
+            in_background = bool(_scalar(members, "background"))  # its client asks the engine for the answer later
             return _Asked(
                 previous if isinstance(previous, str) else None,
+                members,
                 _decode_items(members["input"]) if is_listed else [_as_item(members["input"])],
-                _scalar(members, "store") is not False,
+                keeps=_scalar(members, "store") is not False and not in_background,
+                engine_keeps=in_background,
             )
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
@@ -192,10 +197,9 @@ class StoredResponsesFilter:
             return scope
         # A text becomes an item here already, so that the next turn begins with the same bytes. What an engine kept
         # itself, it would give to any tenant.
-        assert exchange.body is not None
-        members = {**_decode_members(exchange.body), "input": asked.items, "store": False}
+        members = {**asked.members, "input": asked.items}
         members.pop(_PREVIOUS, None)
-        body = msgspec.json.encode(members)
+        body = msgspec.json.encode(members if asked.engine_keeps else {**members, "store": False})
         await self._replace_body(exchange, body)
         headers = [_length(body) if name == b"content-length" else (name, value) for name, value in scope["headers"]]
         return {**scope, "headers": headers}

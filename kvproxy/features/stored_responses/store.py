@@ -6,11 +6,14 @@ import asyncio
 import hashlib
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Raw
 
+from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, utc_seconds
 
 #: A longer history is not kept: to parse one this long holds the event loop for some milliseconds.
@@ -20,6 +23,11 @@ MAX_AGE_S = 86_400.0
 _SWEEP_PART = 16
 _SWEEP_S = 600.0
 _SUFFIX = ".json"
+#: Of a call, after which the folder cannot be used for it, and calls at a time: those that hang go on.
+_TIMEOUT_S = 2.0
+_AT_ONCE = 8
+
+T = TypeVar("T")
 
 
 class StoredResponse(msgspec.Struct):
@@ -47,18 +55,33 @@ class ResponseStore:
         self._lock = threading.Lock()
         self._written = max_bytes  # since the last sweep: the first write sweeps
         self._swept_at = 0.0
+        # A mount that hangs takes so many threads, and none of those that all of the process share.
+        self._free = asyncio.Semaphore(_AT_ONCE)
 
     async def get(self, key: str) -> StoredResponse | None:
         """Return an answer; None: it is not there, or too old."""
-        return await asyncio.to_thread(self._read, key)
+        return await self._call(lambda: self._read(key))
 
     async def put(self, key: str, response: StoredResponse) -> bool:
         """Keep an answer; returns False if it is too large."""
-        return await asyncio.to_thread(self._write, key, response)
+        return await self._call(lambda: self._write(key, response))
 
     async def remove(self, key: str) -> bool:
         """Forget an answer; returns whether it was there."""
-        return await asyncio.to_thread(self._unlink, key)
+        return await self._call(lambda: self._unlink(key))
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+
+        def run() -> T:
+            try:
+                return work()
+            finally:
+                loop.call_soon_threadsafe(self._free.release)
+
+        async with asyncio.timeout(_TIMEOUT_S):
+            await self._free.acquire()
+            return await TimedThread("stored response").call(run, timeout_s=_TIMEOUT_S)
 
     def _read(self, key: str) -> StoredResponse | None:
         path = self._path(key)

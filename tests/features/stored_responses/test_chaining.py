@@ -150,6 +150,18 @@ async def test_a_response_that_is_not_to_be_kept_is_not(tmp_path: Path, fields: 
     assert not files_in(tmp_path)
 
 
+async def test_a_response_in_the_background_goes_on_from_what_is_kept_here(tmp_path: Path) -> None:
+    """Its engine has not the history; it keeps the answer itself, which is asked for later."""
+    fake = responding({"id": "resp_1", "output": []}, {"id": "resp_2", "output": []})
+    async with one_engine(fake, tmp_path) as running:
+        await post(running, FIRST)
+        await post(running, then({"id": "resp_1"}, background=True))
+    sent = json.loads(fake.calls[1].body)
+    assert [one["content"] for one in sent["input"]] == ["one two three", "four"]
+    assert (sent["background"], "store" in sent, "previous_response_id" in sent) == (True, False, False)
+    assert len(files_in(tmp_path)) == 1
+
+
 def responding(*bodies: dict[str, Any] | bytes, content_type: bytes = b"application/json") -> FakeEngine:
     """Return an engine that answers with these, in turn, the last one ever again."""
     left = list(bodies)

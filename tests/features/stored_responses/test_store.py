@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from msgspec import Raw
 from kvproxy.features.stored_responses import store as stores
 from kvproxy.features.stored_responses.store import MAX_AGE_S, ResponseStore, StoredResponse, key_of
 from tests.support.clock import FakeClock
+from tests.support.until import until
 
 MIB = 1024 * 1024
 
@@ -35,6 +38,35 @@ async def test_an_answer_comes_back_as_it_was(tmp_path: Path) -> None:
     assert await store.remove("a")
     assert not await store.remove("a")
     assert await store.get("a") is None
+
+
+async def test_a_folder_that_hangs_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls give up, leave the threads of the process alone, and go on once the folder is back."""
+    store = ResponseStore(tmp_path, max_bytes=MIB)
+    await store.put("a", entry())
+    back = threading.Event()
+    monkeypatch.setattr(stores, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(store, "_path", lambda key: back.wait() and tmp_path / f"{key}.json")
+    for found in await asyncio.gather(*(store.get("a") for _ in range(20)), return_exceptions=True):
+        assert isinstance(found, OSError)
+    assert await asyncio.to_thread(lambda: True)
+    assert sum(one.name == "stored response" for one in threading.enumerate()) == stores._AT_ONCE
+    back.set()
+    monkeypatch.setattr(stores, "_TIMEOUT_S", 60.0)
+    assert await store.get("a") is not None
+
+
+async def test_a_client_that_leaves_frees_no_thread_that_still_works(tmp_path: Path) -> None:
+    """Else more calls than allowed would run at a time."""
+    store = ResponseStore(tmp_path, max_bytes=MIB)
+    goes_on = threading.Event()
+    call = asyncio.create_task(store._call(goes_on.wait))
+    await until(lambda: store._free._value == stores._AT_ONCE - 1)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert store._free._value == stores._AT_ONCE - 1
+    goes_on.set()
+    await until(lambda: store._free._value == stores._AT_ONCE)
 
 
 async def test_the_longest_unused_go_first(tmp_path: Path) -> None:
