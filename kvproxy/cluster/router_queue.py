@@ -233,8 +233,8 @@ class RouterQueue:
         room. Raises QueueFull for a session that could not begin in time."""
         now = self._clock()
         early_s = max(0.0, self._queue.settings.max_wait_s - within_s)
-        placed: asyncio.Future[Pick | None] = asyncio.get_running_loop().create_future()
-        queued = _QueuedRequest(decide, take, placed, now, tenant, weight, level, early_s)
+        loop = asyncio.get_running_loop()
+        queued = _QueuedRequest(decide, take, loop.create_future(), now, tenant, weight, level, early_s)
         try:
             if not self._offer(queued, decision, now):
                 return take(decision, now)
@@ -251,6 +251,7 @@ class RouterQueue:
             self._abandon(queued)
             raise
         finally:
+            del queued.placed  # an error in it has frames that hold the request
             if queued.room is not None:
                 queued.room.over(self._clock())
         self._series.observe_wait(self._clock() - now)

@@ -159,27 +159,32 @@ async def test_a_place_given_to_a_client_that_leaves_in_the_same_turn_is_given_b
 class Body:
     """Held by a request while it waits, as its bytes are by the proxy."""
 
+    def __init__(self, *, is_broken: bool = False) -> None:
+        self.is_broken = is_broken
+
     def __call__(self) -> PickRequest:
+        if self.is_broken:
+            raise ValueError("no facts")
         return request(200)
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-async def test_a_request_that_waited_is_freed_at_once(clock: FakeClock, *, leaves: bool) -> None:
+@pytest.mark.parametrize("end", ["placed", "left", "failed"])
+async def test_a_request_that_waited_is_freed_at_once(clock: FakeClock, end: str) -> None:
     """A cycle with its ticket, or the entry that stays in a line, would keep its body for hours of steady traffic."""
     cluster = cluster_of(clock)
     first, _ = await fill(cluster)
-    body = Body()
+    body = Body(is_broken=end == "failed")
     held = weakref.ref(body)
     waiting = enter(cluster, 200, again=body)
     await until(lambda: len(room_of(cluster)) == 1)
     gc.disable()
     try:
-        if leaves:
+        if end == "left":
             waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
         else:
             first.settle(AttemptOutcome.SUCCESS, clock())
-            await placed(waiting)
+        await asyncio.wait([waiting])
+        assert end == "left" or (waiting.exception() is None) is (end == "placed")
         del waiting, body
         await asyncio.sleep(0)
         assert held() is None
