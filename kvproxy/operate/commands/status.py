@@ -253,12 +253,13 @@ def _queue(name: str, queue: Mapping[str, Any]) -> list[Cell]:
         state = ("full", "down")
     elif depth and oldest >= queue["max_wait_s"] / 2:
         state = ("long waits", "warn")
-    ways = ("turn", "max_wait", "client_left", "no_endpoint")
+    ways = ("max_wait", "client_left", "no_endpoint")
     return [
         (name, ""),
         state,
         (f"{depth:,} of {limit:,}", ""),
         (seconds(oldest) if depth else "-", ""),
+        (f"{released['turn'] + released['room']:,}", ""),
         *((f"{released[way]:,}", "") for way in ways),
         (f"{queue['refused']:,}", "warn" if queue["refused"] else ""),
     ]

@@ -284,11 +284,11 @@ async def test_the_router_queue() -> None:
     at = [" ".join(line.split()) for line in rows].index(heads)
     assert " ".join(rows[at + 1].split()) == "default empty 0 of 1,500 - 0 0 0 0 0"
     queue = live["routing"]["default"]["queue"]
-    queue["released"] |= {"turn": 4, "max_wait": 3, "client_left": 2, "no_endpoint": 1}
+    queue["released"] |= {"turn": 4, "room": 5, "max_wait": 3, "client_left": 2, "no_endpoint": 1}
     for depth, oldest, state in ((3, 1.0, "holds requests"), (3, 5.0, "long waits"), (1500, 5.0, "full")):
         queue |= {"depth": depth, "oldest_wait_s": oldest, "refused": 7}
         row = " ".join(render_page(live).splitlines()[at + 1].split())
-        assert row == f"default {state} {depth:,} of 1,500 {oldest:.1f}s 4 3 2 1 7"
+        assert row == f"default {state} {depth:,} of 1,500 {oldest:.1f}s 9 3 2 1 7"
     live["routing"]["default"]["queue"] = None
     assert "ROUTER QUEUE" not in render_page(live)
 
