@@ -196,11 +196,11 @@ class EventStreams(BackgroundTask, EngineReports):
         for endpoint in self._streams.keys() - present.keys():
             await self._end(endpoint)
         silent: dict[str, list[str]] = {}
-        for endpoint, name in present.items():
-            if endpoint in self._streams:
-                await self._ask_after_trouble(endpoint)
-            elif self._ask_at.get(endpoint, -math.inf) <= self._clock():
-                await self._begin(endpoint, name, silent)
+        at_once = asyncio.Semaphore(MAX_CONNECTIONS)
+        async with asyncio.TaskGroup() as group:
+            for endpoint, name in present.items():
+                if self._is_due(endpoint):
+                    group.create_task(self._ask(endpoint, name, silent, at_once))
         level = logging.WARNING if self._required else logging.INFO
         for why, endpoints in silent.items():
             log.log(level, "[kvcache] %s: %s; their indexes follow routed requests", ", ".join(endpoints), why)
@@ -213,12 +213,40 @@ class EventStreams(BackgroundTask, EngineReports):
                 log.exception("[kvcache] KV event streams cannot be followed")
             await self._sleep(LOOK_AGAIN_S)
 
-    async def _begin(self, endpoint: Endpoint, cluster: str, silent: dict[str, list[str]]) -> None:
+    def _is_due(self, endpoint: Endpoint) -> bool:
+        """Return True if its engine is to be queried: it is not followed, or its streams have long been in trouble."""
+        entry = self._streams.get(endpoint)
+        if entry is not None and any((one.troubled_s or 0.0) < ASK_AGAIN_S for one in entry[2]):
+            self._ask_at.pop(endpoint, None)
+            return False
+        return self._ask_at.get(endpoint, -math.inf) <= self._clock()
+
+    async def _ask(
+        self, endpoint: Endpoint, cluster: str, silent: dict[str, list[str]], at_once: asyncio.Semaphore
+    ) -> None:
+        """Follow the endpoint as its engine publishes now. Of one that was restarted and publishes elsewhere, or
+        nothing, the streams end."""
+        async with at_once:
+            found = await self._find_sources(endpoint)
+        entry = self._streams.get(endpoint)
+        if entry is None:
+            if found is not None:
+                await self._begin(endpoint, cluster, *found, silent)
+        elif found is None or found[0] == tuple(one.source for one in entry[2]):
+            self._ask_at[endpoint] = self._clock() + ASK_AGAIN_S
+        else:
+            await self._end(endpoint)
+            self._ask_at.pop(endpoint, None)
+
+    async def _begin(
+        self,
+        endpoint: Endpoint,
+        cluster: str,
+        sources: tuple[KvEventSource, ...],
+        why: str,
+        silent: dict[str, list[str]],
+    ) -> None:
         """Follow the endpoint; or note in `silent`, the first time, why it cannot be followed."""
-        found = await self._find_sources(endpoint)
-        if found is None:
-            return
-        sources, why = found
         if not sources:
             if endpoint not in self._ask_at:
                 silent.setdefault(why, []).append(str(endpoint.id))
@@ -245,20 +273,6 @@ class EventStreams(BackgroundTask, EngineReports):
         if endpoint.rank is not None:
             sources = tuple(one for one in sources if one.dp_rank == endpoint.rank)
         return sources, "no KV events are published"
-
-    async def _ask_after_trouble(self, endpoint: Endpoint) -> None:
-        """End the streams of an engine that was restarted and publishes elsewhere now, or nothing."""
-        subscribers = self._streams[endpoint][2]
-        if any((one.troubled_s or 0.0) < ASK_AGAIN_S for one in subscribers):
-            self._ask_at.pop(endpoint, None)
-            return
-        if self._ask_at.get(endpoint, -math.inf) > self._clock():
-            return
-        self._ask_at[endpoint] = self._clock() + ASK_AGAIN_S
-        found = await self._find_sources(endpoint)
-        if found is not None and found[0] != tuple(one.source for one in subscribers):
-            await self._end(endpoint)
-            self._ask_at.pop(endpoint, None)
 
     def _subscriber(self, endpoint: Endpoint, cluster: str, source: KvEventSource) -> KvEventSubscriber:
         return KvEventSubscriber(

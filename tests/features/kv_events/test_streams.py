@@ -366,6 +366,23 @@ async def test_an_engine_that_is_down_is_asked_again() -> None:
             assert down.calls["/kv_event_sources"] > before
 
 
+async def test_an_engine_that_does_not_answer_delays_no_other() -> None:
+    """One host that is gone costs each query its whole time-out."""
+    answers = asyncio.Event()
+
+    async def hang(_: dict[str, Any]) -> dict[str, Any]:
+        await answers.wait()
+        return {}
+
+    async with simulated(engine=EVENTS, names=("b",)) as place, serve(Fake({"/kv_event_sources": hang})) as url:
+        cluster = cluster_of({"a": url, **place.engines})
+        streams = EventStreams(clusters={"default": cluster}, timeout_s=3600, metrics=Metrics(), clock=time.monotonic)
+        async with streams:
+            await until(lambda: [streams.publishes(one) for one in cluster.endpoints] == [None, True])
+            answers.set()
+            await until(lambda: [streams.publishes(one) for one in cluster.endpoints] == [False, True])
+
+
 async def test_streams_end_with_their_endpoint() -> None:
     """And what they told is forgotten."""
     async with followed() as (place, service):
