@@ -231,11 +231,11 @@ class StoreFaults:
 
     def faults(self) -> dict[str, Fault]:
         later = Origin(self.origin.host, self.origin.worker, self.origin.epoch + 1)
-        beat = wire.Heartbeat(self.origin, 1 << 60, 0.0, 0, 0, joining=False, blocks=0, echoes=[])
+        beat = wire.Heartbeat(self.origin, 1 << 60, 0.0, 0, joining=False, blocks=0, echoes=[])
         false = [
             wire.Batch(self.origin, 1 << 60, 0.0, [], []),
             beat,
-            wire.PeerSnapshot(self.origin, 1 << 60, 0, 0, 0, [], [], more=False),
+            wire.PeerSnapshot(self.origin, 1 << 60, 0, 0, [], [], more=False),
             msgspec.structs.replace(beat, origin=later),
             wire.Bye(self.origin),
         ]

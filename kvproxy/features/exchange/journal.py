@@ -43,11 +43,6 @@ def numbers(code: str, data: bytes) -> array[int]:
     return little_endian(found)
 
 
-def add_to_digest(digest: int, hashes: bytes) -> int:
-    """Return the digest of the sent prompts, with one more."""
-    return (digest + int.from_bytes(hashes[-8:], "little")) & ((1 << 64) - 1)
-
-
 class IndexWatch:
     """Watches one cluster's indexes."""
 
@@ -180,7 +175,7 @@ class Journal:
 
     def __init__(self, origin: Origin, *, on_news: Callable[[], None]) -> None:
         self.origin = origin
-        self.seq = self.told = self.digest = 0
+        self.seq = self.told = 0
         self.dropped = 0  # deltas that found the journal full
         self.open: dict[tuple[str, int], deltas.Routed] = {}  # requests under way
         self.drains = Drains()
@@ -274,7 +269,6 @@ class Journal:
                 batch.append(delta)
                 if isinstance(delta, deltas.Routed | deltas.Entered):
                     self.told += 1
-                    self.digest = add_to_digest(self.digest, delta.hashes)
             self.seq += 1
             yield Batch(self.origin, self.seq, now, batch, said)
             del rows[:MAX_ROWS]

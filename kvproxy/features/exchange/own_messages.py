@@ -33,7 +33,8 @@ class OwnMessages:
         `to_all` if there are peers."""
         count = 0
         for batch in self._journal.take_batches(now):
-            payload = wire.encode_batch(batch, self._journal)
+            payload, dropped = wire.encode_batch(batch)
+            self._journal.dropped += dropped
             self.sent.append((batch.seq, payload), len(payload) + _BATCH_BYTES)
             if to_all:
                 self._send(payload, None)
@@ -50,7 +51,7 @@ class OwnMessages:
             for seq, payload in self.sent:
                 if seq >= first:
                     self._send(payload, to)
-        said = partial(wire.PeerSnapshot, journal.origin, journal.seq, oldest, journal.told, journal.digest)
+        said = partial(wire.PeerSnapshot, journal.origin, journal.seq, oldest, journal.told)
         loads = journal.rows(now)
         *parts, last = in_parts(journal.open.values()) or [[]]
         while len(loads) > wire.MAX_ROWS:

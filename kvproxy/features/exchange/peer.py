@@ -33,7 +33,7 @@ class Peer:
         self.heard = heard
         self.alive = True
         self.heard_at = now
-        self.gaps = self.lost = self.mismatches = 0  # lost: prompts never received
+        self.gaps = self.lost = 0  # lost: prompts never received
         self.blocks = 0  # in its approximate indexes, by its report
         self.beat_sent_s: float | None = None  # its clock, at its latest beat
         self.beat_at = now  # ours, when that came
@@ -85,7 +85,7 @@ class Peer:
             self.heard.load(standing.loads, now)
         if self._fresh and self._next != 1 and standing.oldest == 1 and not held:
             self._next = 1
-            self.heard.forget_prompts()
+            self.heard.told = 0
             self._request(now)
         if self._next is None or self._next == standing.seq + 1 or self._next < standing.oldest:
             self._stand(standing, now, held=held)
@@ -122,7 +122,9 @@ class Peer:
         if self._next is None or beat.seq >= self._next:
             self._miss(now)
         elif self._asked_at is None:
-            self._compare(beat, now)
+            if self.heard.unsure:
+                self._request(now)
+            self.completeness.mark(now, beat.told, self.lost)
 
     def _contradict(self, now: float) -> None:
         """Discard a position beyond the peer's own heartbeats, if that is so repeatedly."""
@@ -131,15 +133,6 @@ class Peer:
             self._ahead = 0
             self._next = None
             self._request(now)
-
-    def _compare(self, beat: Heartbeat, now: float) -> None:
-        if (beat.told, beat.digest) != (self.heard.told, self.heard.digest):
-            self.mismatches += 1
-            self.heard.told = beat.told
-            self.heard.digest = beat.digest
-        if self.heard.unsure:
-            self._request(now)
-        self.completeness.mark(now, beat.told, self.lost)
 
     def look(self, now: float) -> None:
         """Request what is missing again, from time to time."""

@@ -16,7 +16,7 @@ from kvproxy.cache.store import Action, ActionKind
 from kvproxy.cluster.routing.remote_load import RemoteLoad
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads
-from kvproxy.features.exchange.journal import Journal, add_to_digest, numbers
+from kvproxy.features.exchange.journal import Journal, numbers
 from kvproxy.features.exchange.peer_requests import PeerRequests, find_indexes
 from kvproxy.features.exchange.shared_state import ClusterPart, SharedState
 from kvproxy.features.exchange.wire import Origin, PeerSnapshot
@@ -32,7 +32,7 @@ class PeerApplier:
 
     def __init__(self, origin: Origin, world: Callable[[], SharedState], journal: Journal) -> None:
         self.origin = origin
-        self.told = self.digest = 0  # prompts received, as in Beat
+        self.told = 0  # prompts received, as in Heartbeat
         self.unknown = self.failed = 0  # deltas about unknown objects, and deltas that could not be applied
         self.late = False  # the present deltas are of times that are over
         self.unsure = False  # one of them concerned a request in flight: until the peer sends its state
@@ -76,7 +76,6 @@ class PeerApplier:
         lost = standing.told - self.told - self._missed
         self._missed = 0
         self.told = standing.told
-        self.digest = standing.digest
         self.unsure = False
         return max(0, lost)
 
@@ -93,15 +92,6 @@ class PeerApplier:
         """Drop all of a peer that is gone; its requests in flight count as never sent."""
         self.hide_load(now)
         self.requests.give_up(now)
-
-    def forget_prompts(self) -> None:
-        """Count the prompts from the first again."""
-        self.told = self.digest = 0
-
-    def count_prompt(self, hashes: bytes) -> None:
-        """Count a prompt that was received."""
-        self.told += 1
-        self.digest = add_to_digest(self.digest, hashes)
 
     def find_indexes(self, world: SharedState, cluster: str, endpoint: str) -> LocalIndexes | None:
         """Return the indexes that have the endpoint; an unknown one is counted."""
@@ -137,7 +127,7 @@ def _show_load(origin: Origin, part: ClusterPart, endpoint: EndpointId, one: End
 
 
 def _routed(peer: PeerApplier, delta: deltas.Routed, world: SharedState, now: float) -> None:
-    peer.count_prompt(delta.hashes)
+    peer.told += 1
     if (delta.cluster, delta.number) not in peer.requests.open:
         _begin(peer, delta, world, now)
 
@@ -241,7 +231,7 @@ def _drained(peer: PeerApplier, delta: deltas.Drained, world: SharedState, now: 
 
 
 def _entered(peer: PeerApplier, delta: deltas.Entered, world: SharedState, now: float) -> None:
-    peer.count_prompt(delta.hashes)
+    peer.told += 1
     if (indexes := peer.find_indexes(world, delta.cluster, delta.endpoint)) is not None:
         cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
         indexes.approximate.insert(EndpointId(delta.endpoint), cursor)

@@ -153,4 +153,4 @@ class Peers:
     def _own_beat(self, now: float, echoes: list[wire.Echo]) -> wire.Heartbeat:
         own = self._journal
         joining = self.newcomer.running
-        return wire.Heartbeat(self.origin, own.seq, now, own.told, own.digest, joining, self._blocks(), echoes)
+        return wire.Heartbeat(self.origin, own.seq, now, own.told, joining, self._blocks(), echoes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 
@@ -67,13 +67,11 @@ class Echo(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Heartbeat(_Message, tag=2, frozen=True):
-    """Heartbeat: number of the last batch, and the sender's state. `told`: prompts in its batches, `digest` their
-    sum."""
+    """Heartbeat: number of the last batch, and the sender's state. `told`: prompts in its batches."""
 
     seq: int
     sent_s: Finite
     told: int
-    digest: int
     joining: bool
     blocks: int  # in its approximate indexes
     echoes: list[Echo]
@@ -101,7 +99,6 @@ class PeerSnapshot(_Message, tag=6, frozen=True):
     seq: int
     oldest: int  # batch that can be sent again
     told: int
-    digest: int
     open: list[Routed]
     loads: Rows
     more: bool
@@ -146,21 +143,15 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-class Drops(Protocol):
-    """Counter of dropped deltas."""
-
-    dropped: int
-
-
-def encode_batch(batch: Batch, drops: Drops) -> bytes:
-    """Encode a batch. Deltas that cannot be encoded, such as one with a number too large, are dropped and counted."""
+def encode_batch(batch: Batch) -> tuple[bytes, int]:
+    """Encode a batch, and return how many deltas were left out since they cannot be encoded: a number is too large, or
+    a text no UTF-8."""
     try:
-        return encode(batch)
+        return encode(batch), 0
     except (ValueError, OverflowError) as error:
         log.warning("dropping sync message: cannot encode %s", type(error).__name__)
     said = [delta for delta in batch.deltas if _can_be_said(delta)]
-    drops.dropped += len(batch.deltas) - len(said)
-    return encode(msgspec.structs.replace(batch, deltas=said))
+    return encode(msgspec.structs.replace(batch, deltas=said)), len(batch.deltas) - len(said)
 
 
 def _can_be_said(delta: Delta) -> bool:

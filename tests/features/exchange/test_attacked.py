@@ -36,7 +36,7 @@ FAR = 2**60
 def beat_of(node: Node, seq: int | None = None) -> Heartbeat:
     journal = node.journal
     told = journal.seq if seq is None else seq
-    return Heartbeat(node.origin, told, node.now, journal.told, journal.digest, joining=False, blocks=0, echoes=[])
+    return Heartbeat(node.origin, told, node.now, journal.told, joining=False, blocks=0, echoes=[])
 
 
 def plant(node: Node, message: wire.Message) -> None:
@@ -93,7 +93,7 @@ def test_a_standing_that_never_was_gives_way() -> None:
     bus, one, two = pair()
     one.begin(A, 1)
     beats(bus, one, two)
-    plant(two, PeerSnapshot(one.origin, FAR, FAR, 0, 0, [], [], more=False))
+    plant(two, PeerSnapshot(one.origin, FAR, FAR, 0, [], [], more=False))
     beats(bus, one, two, count=4)
     one.begin(A, 2, 3)
     beats(bus, one, two, count=2)
@@ -107,7 +107,7 @@ def test_a_peer_that_was_said_to_be_over_and_beats_on_is_back(end: str) -> None:
     bus, one, two = pair()
     beats(bus, one, two)
     later = Origin(one.origin.host, one.origin.worker, one.origin.epoch + FAR)
-    plant(two, Bye(one.origin) if end == "bye" else Heartbeat(later, 0, 0.0, 0, 0, joining=False, blocks=0, echoes=[]))
+    plant(two, Bye(one.origin) if end == "bye" else Heartbeat(later, 0, 0.0, 0, joining=False, blocks=0, echoes=[]))
     beats(bus, one, two, count=2 * MISSED + 2)
     assert [peer.origin for peer in two.peers.living] == [one.origin]
     one.begin(A, 7)
@@ -121,7 +121,7 @@ def test_a_life_that_is_over_stays_over_while_the_next_one_beats() -> None:
     beats(bus, one, two)
     later = Origin(one.origin.host, one.origin.worker, one.origin.epoch + 1)
     for _ in range(10):
-        plant(two, Heartbeat(later, 0, 0.0, 0, 0, joining=False, blocks=0, echoes=[]))
+        plant(two, Heartbeat(later, 0, 0.0, 0, joining=False, blocks=0, echoes=[]))
         beats(bus, one, two)
     assert [peer.origin for peer in two.peers.living] == [later]
 

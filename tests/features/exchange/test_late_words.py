@@ -172,18 +172,6 @@ def test_messages_behind_a_lost_batch_wait_no_more() -> None:
     assert two.peers.status is SyncStatus.SYNCED
 
 
-def test_prompts_that_differ_in_as_many_are_noticed() -> None:
-    """Once: what is believed then is what the peer says."""
-    bus, one, two = pair()
-    one.begin(A, 1)
-    one.flush()
-    bus.deliver()
-    [peer] = two.peers.living
-    peer.heard.digest ^= 1
-    bus.heal(3)
-    assert peer.mismatches == 1
-
-
 def test_a_snapshot_with_a_hole_is_asked_of_another() -> None:
     """A lost piece would otherwise be made up for by those behind it."""
     bus, one, two = pair()

@@ -213,7 +213,7 @@ async def test_another_process_of_the_same_name_is_said(tmp_path: Path, caplog: 
 
 
 def _beat_of(origin: Origin) -> Heartbeat:
-    return Heartbeat(origin, 0, 1.0, 0, 0, joining=False, blocks=0, echoes=[])
+    return Heartbeat(origin, 0, 1.0, 0, joining=False, blocks=0, echoes=[])
 
 
 class Echo(StoreLink):
