@@ -149,8 +149,10 @@ class Peer:
         """Take its batches after this process has joined; unless another `told` it the state, those of the time before
         that, too."""
         self._fresh = self._fresh and not told
-        self._asked_at = now
-        self._ask(0 if self._next is None or (self._fresh and self._next > 1) else self._next)
+        if self._fresh and self._next != 1:
+            self._next = None
+        if self.alive:
+            self._request(now)
 
     def die(self, now: float) -> None:
         """Handle a peer that was silent for too long."""

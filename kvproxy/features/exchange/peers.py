@@ -138,7 +138,7 @@ class Peers:
 
     def _go_on(self, now: float) -> None:
         """Take the batches of others after joining."""
-        for peer in self.living:
+        for peer in self.known.values():
             peer.go_on(now, told=self.newcomer.told)
 
     def _heard_beat(self, peer: Peer, beat: wire.Heartbeat, now: float) -> None:

@@ -337,11 +337,12 @@ class Fates:
         return self.random.choice((0, 1, 1, 1, 2))
 
 
-@given(st.integers(0, 2**32), st.lists(st.sampled_from(["begin", "end", "fail", "flush", "deliver", "beat"])))
+@given(st.integers(0, 2**32), st.lists(st.sampled_from(["begin", "end", "fail", "flush", "deliver", "beat", "join"])))
 @example(1307, ["beat", "begin", "beat", "end", "flush", "begin", "deliver"])  # a heartbeat after later batches
 @example(80, ["beat", "begin", "begin", "beat", "begin", "begin", "deliver"])  # several
 @example(4213203, ["end", "beat", "beat", "begin", "flush", *["begin"] * 6, "deliver"])  # the first ones
 @example(3515323257, ["flush", "beat", "begin", "flush", "begin", "deliver"])  # doubled ones, of one instant
+@example(1, ["begin", "flush", "join", "deliver", *["beat", "begin", "flush", "deliver"] * 6])  # during a join
 def test_any_loss_disorder_and_doubling_ends_in_one_state(seed: int, steps: list[str]) -> None:
     """Once messages arrive again, all count the same load and hold the same prompts, whatever happened."""
     bus, random = Bus(), Random(seed)
@@ -364,7 +365,10 @@ def test_any_loss_disorder_and_doubling_ends_in_one_state(seed: int, steps: list
         elif step == "beat":
             bus.now += BEAT_S
             node.beat()
-    bus.heal()
+        elif step == "join" and len(nodes) == 3:
+            nodes.append(Node(bus, "four", skew_s=random.uniform(-1e6, 1e6)))
+            nodes[-1].peers.join(nodes[-1].now)
+    bus.heal(8 if len(nodes) == 3 else 24)  # one that joins is sent no state here
     assert len({str(node.in_flight()) for node in nodes}) == 1
     expected = sum(1 for _ in under_way)
     assert all(sum(node.in_flight().values()) == expected for node in nodes)
@@ -402,8 +406,11 @@ def test_batches_that_come_during_a_join_are_taken_afterwards(told: bool) -> Non
     bus.deliver()
     assert three.held(7) == {}
     three.peers.newcomer.end(three.now, told=told)
+    one.end(one.begin(B, 8))  # comes before the answer
+    one.flush()
     bus.deliver()
     assert three.held(7) == {A: 1}
+    assert three.held(8) == {B: 1}
     assert three.held(1000) == ({} if told else {A: 1})
     bus.heal(1)
     assert three.peers.status is SyncStatus.SYNCED
