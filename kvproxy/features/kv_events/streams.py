@@ -254,8 +254,21 @@ class EventStreams(BackgroundTask, EngineReports):
             return
         self._ask_at.pop(endpoint, None)
         stack = AsyncExitStack()
-        subscribers = [await stack.enter_async_context(self._subscriber(endpoint, cluster, one)) for one in sources]
-        self._streams[endpoint] = (cluster, stack, tuple(subscribers))
+        subscribers = tuple(
+            KvEventSubscriber(
+                endpoint.id,
+                source,
+                consumer=self._consumers[cluster],
+                metrics=self._metrics,
+                clock=self._clock,
+                wall_clock=self._wall_clock,
+                replay_memory=self._replay_memory,
+            )
+            for source in sources
+        )
+        for one in subscribers:
+            await stack.enter_async_context(one)
+        self._streams[endpoint] = (cluster, stack, subscribers)
         self.followed[cluster].any = True
 
     async def _find_sources(self, endpoint: Endpoint) -> tuple[tuple[KvEventSource, ...], str] | None:
@@ -273,17 +286,6 @@ class EventStreams(BackgroundTask, EngineReports):
         if endpoint.rank is not None:
             sources = tuple(one for one in sources if one.dp_rank == endpoint.rank)
         return sources, "no KV events are published"
-
-    def _subscriber(self, endpoint: Endpoint, cluster: str, source: KvEventSource) -> KvEventSubscriber:
-        return KvEventSubscriber(
-            endpoint.id,
-            source,
-            consumer=self._consumers[cluster],
-            metrics=self._metrics,
-            clock=self._clock,
-            wall_clock=self._wall_clock,
-            replay_memory=self._replay_memory,
-        )
 
     async def _end(self, endpoint: Endpoint) -> None:
         cluster, stack, _ = self._streams.pop(endpoint)
