@@ -73,8 +73,6 @@ class Peer:
             self._next += 1
             self._fresh = False
             self.heard.apply(batch.deltas, now, late=late_s > _LATE_S)
-            if self._asked_at is not None:
-                self._asked_at = now  # the others are on their way
         elif self._next is None or batch.seq > self._next:
             self._miss(now)
 

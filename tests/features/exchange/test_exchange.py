@@ -439,6 +439,27 @@ def test_a_report_in_several_messages_is_taken_as_one() -> None:
     assert two.in_flight() == {A: 0, B: 0}
 
 
+def test_an_unanswered_request_is_sent_again_although_batches_come_in_order() -> None:
+    """A peer that was silent is back, and does not get the request for its loads."""
+    bus, one, two = pair()
+    one.begin(A, 1)
+    bus.heal(1)
+    two.peers.known[one.origin.place].die(two.now)
+    bus.fate = lambda sent: int(sent.to is two)
+    one.beat()
+    bus.deliver()
+    bus.fate = lambda sent: 1
+    for number in range(20):
+        one.end(one.begin(B, number))
+        one.flush()
+        bus.deliver()
+        bus.now += 0.01
+        two.peers.look(two.now)
+        bus.deliver()
+    assert two.in_flight()[A] == 1
+    assert two.peers.status is SyncStatus.SYNCED
+
+
 def test_missing_batches_are_asked_for_ever_more_rarely() -> None:
     """A link that is slow, or loses answers, is not filled with them."""
     bus, one, two = pair()
