@@ -31,6 +31,7 @@ LAST_PIECES = 4
 _NO_PIECES = deque[bytes](maxlen=0)
 #: End of an event.
 _BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
+_LAST_EVENTS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed", b"event: response.incomplete")
 #: Content types of answers that may count tokens.
 _TELLING = (b"application/json", b"text/event-stream")
 
@@ -123,7 +124,9 @@ class Relay(msgspec.Struct, eq=False):
         except UpstreamError as error:
             if self._failure is not None:
                 raise self._failure from None
-            return await self._end_broken(headers, error.with_traceback(None))  # kept, and its frames hold this
+            if not self._has_end(headers):
+                return await self._end_broken(headers, error.with_traceback(None))  # kept, and its frames hold this
+            chunk = b""
         finally:
             response.on_piece = None
         outcome.end = "completed"
@@ -146,6 +149,12 @@ class Relay(msgspec.Struct, eq=False):
         *earlier, last = self._last
         tail = b"".join(earlier)[-TAIL_BYTES:] + last
         return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
+
+    def _has_end(self, headers: Headers) -> bool:
+        """Return whether the last event of a stream came: a break behind it takes nothing away."""
+        failed = self._continuation is not None and self._continuation.failure is not None
+        last = b"".join(self._last).rstrip().rpartition(b"\n\n")[2]
+        return not failed and last.startswith(_LAST_EVENTS) and is_event_stream(headers)
 
     def _edit(self, piece: bytes) -> bytes:
         """Return what goes down of a piece of a stream, and keep the piece for the end."""

@@ -165,7 +165,7 @@ async def test_others_are_refused(path: str, fields: dict[str, Any], reason: str
         assert both.refused(reason) == 1
 
 
-@pytest.mark.parametrize(("path", "chunks"), [(MESSAGES, 63), (MESSAGES, 65), (RESPONSES, 65), (RESPONSES, 67)])
+@pytest.mark.parametrize(("path", "chunks"), [(MESSAGES, 63), (MESSAGES, 64), (RESPONSES, 65), (RESPONSES, 67)])
 async def test_a_finished_answer_has_no_rest(path: str, chunks: int) -> None:
     """Behind the end of its text comes the error alone."""
     body = {**(MESSAGES_BODY if path == MESSAGES else RESPONSES_BODY), **STREAMED}

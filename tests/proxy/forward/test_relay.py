@@ -207,6 +207,17 @@ async def test_an_engine_that_dies_behind_passed_pieces_is_told_to_the_client(fl
     assert exchange.outcome.end == "upstream_died"
 
 
+@pytest.mark.parametrize("last", [b"data: [DONE]\n\n", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'])
+async def test_a_break_behind_the_last_event_takes_nothing_away(flow: Flow, last: bytes) -> None:
+    """The client has the whole answer, and no error in it."""
+    engine, client, task, exchange = flow
+    engine.comes(b"\n\n" + last)
+    engine.response.fail(UpstreamDisconnected("gone"), rest=b"")
+    assert await task is None
+    assert b"".join(client.pieces) == b"first\n\n" + last
+    assert exchange.outcome.end == "completed"
+
+
 @pytest.mark.parametrize("length", [(), ((b"content-length", b"1000"),)])
 async def test_a_broken_stream_says_so_unless_its_length_was_stated(length: tuple[tuple[bytes, bytes], ...]) -> None:
     """Within a stated length an event of ours would pass for the engine's; there the missing rest says it."""
