@@ -157,17 +157,9 @@ class KvAware(Policy):
         reason = "overlap" if here and here >= elsewhere else "load" if elsewhere else "no_overlap"
         own = owns[index]
         if facts.hot_tokens:
-            own = self._whole_s(facts, pool.ids[index], here)
+            own = own_s(facts, pool.ids[index], self.speeds)  # hot tokens are work as well
         bound = here > elsewhere and is_bound(own, facts, elsewhere, len(owns), seconds)
         return _CostedChoice(index, reason, costs, own_s=own, bound=bound, speeds=speeds, arrivals=arrivals)
-
-    def _whole_s(self, facts: OverlapFacts, endpoint: EndpointId, held: int) -> float:
-        """Seconds of the request's own prefill at the endpoint, without the discount of hot tokens."""
-        overlap = facts.by_endpoint.get(endpoint)
-        onboarding_s = 0.0
-        if overlap is not None and overlap.lower:
-            onboarding_s = onboarding_s_of(overlap, facts.prompt_tokens, endpoint, self.speeds)
-        return prefill_s(facts.prompt_tokens - held, held, onboarding_s, self.speeds.seconds)
 
     def _own_s(self, facts: OverlapFacts, pool: Pool, seconds: Features) -> tuple[list[float], list[int]]:
         """Pooled seconds of the request's own prefill by candidate, hot tokens discounted, and the tokens each holds;
