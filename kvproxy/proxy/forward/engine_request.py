@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 import msgspec
 
 from kvproxy.base.types import EndpointId, RequestKind
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
+from kvproxy.base.upstream.request import Body
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import NumberedRequest, RequestAddition
@@ -152,20 +153,14 @@ class EngineRequest(msgspec.Struct, eq=False):
 
     def _ask(self, pick: Pick, head: RequestHead, member: bytes = b"") -> Coroutine[None, None, Answer]:
         """`member` is written in front of those of the body."""
-        whole = self.body.whole
-        if whole is None:
-            return self._send(pick, head, self.body.take())
-        continuation = self.exchange.continuation
-        if continuation is not None:
-            member += continuation.member
-        addition = self.exchange.addition
-        if addition is not None:
-            number = self._choose_number(addition, pick)
-            if number is not None:
-                numbered = b'"%b":%d,' % (addition.member.encode(), number)
-                return self._ask_with_number(addition, pick, head, whole, numbered, member)
-        start, rest = in_front(whole, member) if member else (b"", whole)
-        return self._send(pick, head, rest, start=start)
+        if self.body.whole is not None:
+            continuation = self.exchange.continuation
+            if continuation is not None:
+                member += continuation.member
+            addition = self.exchange.addition
+            if addition is not None and (number := self._choose_number(addition, pick)) is not None:
+                return self._ask_with_number(addition, pick, head, number, member)
+        return self._send(pick, head, member)
 
     def _choose_number(self, addition: RequestAddition, pick: Pick) -> int | None:
         """Return the number that the request goes with, noted on its outcome; None: it goes without.
@@ -186,40 +181,36 @@ class EngineRequest(msgspec.Struct, eq=False):
         return number
 
     async def _ask_with_number(
-        self, addition: RequestAddition, pick: Pick, head: RequestHead, whole: bytes, numbered: bytes, member: bytes
+        self, addition: RequestAddition, pick: Pick, head: RequestHead, number: int, member: bytes
     ) -> Answer:
-        start, rest = in_front(whole, numbered + member)
-        response, status, first = await self._send(pick, head, rest, start=start)
+        numbered = b'"%b":%d,' % (addition.member.encode(), number)
+        response, status, first = await self._send(pick, head, numbered + member)
         if status not in addition.refusals:
             return response, status, first
         first, refused = await _refused(response, first, addition.is_named)
         if not refused:
             return response, status, first
         del self.exchange.outcome.notes[addition.note]
-        start, rest = in_front(whole, member)
-        response, status, first = await self._send(pick, head, rest, start=start)
+        response, status, first = await self._send(pick, head, member)
         if status < 400:
             addition.record_refusal(pick.endpoint)
         return response, status, first
 
-    async def _send(
-        self,
-        pick: Pick,
-        head: RequestHead,
-        body: bytes | memoryview | AsyncIterator[bytes] | None,
-        *,
-        start: bytes = b"",
-    ) -> Answer:
+    async def _send(self, pick: Pick, head: RequestHead, member: bytes) -> Answer:
+        whole = self.body.whole
+        start = b""
+        body: Body = self.body.take() if whole is None else whole
+        if member and whole is not None:
+            start, body = in_front(whole, member)
         response = await self.pool.request(
             pick.endpoint.origin,
             self.method,
             self.target,
-            head.own if self.body.whole is not None else head.own + self.body.framing,
+            head.own if whole is not None else head.own + self.body.framing,
             body,
             start=start,
             timeouts=self.timeouts,
             early=False,
-            once=self.once,
             on_head=functools.partial(self.on_head, pick),
             repeated=head.repeated,
         )
