@@ -59,8 +59,8 @@ adds all.
 A choice that lasts for one decision was built, too: it weighs only what a lower bound on the cost does not rule out,
 4.7 of 128 and 18 of 512 endpoints on average (medians 1 and 2), and decides the same. Counted in bytecodes, 99 of the
 110 thousand of a decision at 512 endpoints are looks at each of them, 194 a look: its cost 80, its wait 85, its own
-work 29. The bound needs every wait, too, for the pool's mean, and every first token, for lateness: of all bytecodes 0.80
-were left and of the choice's time 0.87, for 70 lines more and costs that are worked out when they are read. Most of the
+work 29. Its bound needs each wait, too, for the pool's mean, and every first token, for lateness: 0.80 of the bytecodes
+and 0.87 of the choice's time were left, for 70 lines more and costs that are worked out when they are read. Most of the
 time is memory, not arithmetic: a wait takes 0.54 to 0.85 us where a decision comes to ledgers that the caches have
 lost, and 0.26 us when it is asked for again. So it was left out. What would spare that is ledgers that report their
 changes to the pool, and a mean wait kept as a sum that moves with time. A request under way keeps 26 bytes of facts and
