@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+import weakref
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from cachetools import TTLCache
@@ -36,6 +38,13 @@ _TRIED = "kvproxy_tried"
 _HOSTED = ("hosted_vllm/", "openai/", "vllm/", "text-completion-openai/")
 
 
+class _PlaceName(str):
+    """Names a request's place in the metadata of its call. LiteLLM keeps both as long as the call, of whose end by
+    cancellation, or by a stream left early, it reports nothing."""
+
+    notes: Mapping[str, Any] = MappingProxyType({})  # LiteLLM's, on a stream
+
+
 class KVCacheRouting(CustomLogger):
     """Keeps, of the deployments that LiteLLM would choose from, the one where the request costs least.
 
@@ -50,7 +59,7 @@ class KVCacheRouting(CustomLogger):
         self._router: Router | None = None
         self._urls: dict[str, str] = {}
         self._open: TTLCache[str, PlacedRequest] = TTLCache(_MAX_OPEN, _OPEN_S)
-        self._streams: dict[str, Mapping[str, Any]] = {}  # LiteLLM's notes on streams without a first token yet
+        self._streams: weakref.WeakSet[_PlaceName] = weakref.WeakSet()  # without a first token yet
         self._watch: asyncio.Task[None] | None = None
 
     async def async_filter_deployments(
@@ -79,9 +88,9 @@ class KVCacheRouting(CustomLogger):
 
     def log_pre_api_call(self, model: str, messages: Any, kwargs: Mapping[str, Any]) -> None:
         """Keep LiteLLM's notes on a stream, in which the time of its first token will be. Called in any thread."""
-        name = _metadata_of(kwargs.get("litellm_params") or {}).get(_KEY, "")
-        if name in self._streams:
-            self._streams[name] = kwargs
+        name = _metadata_of(kwargs.get("litellm_params") or {}).get(_KEY)
+        if isinstance(name, _PlaceName):
+            name.notes = kwargs
 
     async def async_log_success_event(self, kwargs: Mapping[str, Any], response_obj: Any, *args: Any, **_: Any) -> None:
         """As of LiteLLM: the answer, or a whole stream of it, and its usage."""
@@ -103,8 +112,8 @@ class KVCacheRouting(CustomLogger):
             placed.failed()
         await placed.__aexit__(None, None, None)
 
-    def _await_first_token(self, name: str) -> None:
-        self._streams[name] = {}
+    def _await_first_token(self, name: _PlaceName) -> None:
+        self._streams.add(name)
         loop = asyncio.get_running_loop()
         if self._watch is None or self._watch.done() or self._watch.get_loop() is not loop:
             self._watch = loop.create_task(self._watch_streams(), name="first tokens of LiteLLM")
@@ -112,12 +121,23 @@ class KVCacheRouting(CustomLogger):
     async def _watch_streams(self) -> None:
         while self._streams:
             await asyncio.sleep(_LOOK_S)
-            for name, notes in list(self._streams.items()):
+            for name in list(self._streams):
                 placed = self._open.get(name)
-                if placed is None or notes.get("completion_start_time") is not None:
-                    del self._streams[name]
+                if placed is None or name.notes.get("completion_start_time") is not None:
+                    self._streams.discard(name)
                 if placed is not None and name not in self._streams:
                     placed.first_token()
+            name = placed = None  # type: ignore[assignment] # which would keep a call that nobody else has
+
+    def _drop(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        """Give the place of a dropped call back, unless its end was reported. Called in any thread."""
+        if name in self._open and not loop.is_closed():
+            loop.call_soon_threadsafe(self._leave, name)
+
+    def _leave(self, name: str) -> None:
+        placed = self._open.pop(name, None)
+        if placed is not None:
+            placed.leave()
 
     async def _place(self, call: Mapping[str, Any], deployments: Mapping[str, Deployment]) -> PlacedRequest:
         router = await self._router_for(deployments)
@@ -142,9 +162,10 @@ class KVCacheRouting(CustomLogger):
             exclude=self._urls.keys() - others,
         )
         await placed.__aenter__()
-        metadata[_KEY] = name = uuid.uuid4().hex
+        metadata[_KEY] = name = _PlaceName(uuid.uuid4().hex)
         metadata[_TRIED] = sorted(tried)
-        self._open[name] = placed
+        self._open[str(name)] = placed
+        weakref.finalize(name, self._drop, str(name), asyncio.get_running_loop()).atexit = False
         if call.get("stream"):
             self._await_first_token(name)
         return placed

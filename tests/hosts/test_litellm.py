@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from typing import Any
 
 import httpx
@@ -12,6 +14,8 @@ from tests.support.until import until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("default")]
 litellm = pytest.importorskip("litellm", reason="make test-hosts installs it", exc_type=ImportError)
+
+MESSAGES = [{"role": "user", "content": "long beginning " * 100}]
 
 
 def router_of(endpoints: dict[str, str], **options: Any) -> Any:
@@ -56,6 +60,7 @@ async def test_deployments_are_chosen_by_cache(routing: Any) -> None:
     await later_turns_find_their_prefix(routing)
     await a_stream_gives_its_place_back_at_its_end(routing)
     await the_first_token_of_a_stream_is_seen_when_it_comes(routing)
+    await a_call_that_is_dropped_gives_its_place_back(routing)
     await usage_of_streams_is_learned(routing)
     await a_deployment_that_cools_down_is_not_chosen(routing)
     await a_deployment_that_fails_is_left_to_litellms_retries(routing)
@@ -102,6 +107,31 @@ async def the_first_token_of_a_stream_is_seen_when_it_comes(routing: Any) -> Non
         assert in_flight(routing) == 1
         await stream.aclose()
     assert not routing._streams
+
+
+async def a_call_that_is_dropped_gives_its_place_back(routing: Any) -> None:
+    """LiteLLM reports no end of a call that was cancelled, nor of a stream that was left."""
+
+    async def leave(router: Any) -> None:
+        stream = await router.acompletion(model="m", messages=MESSAGES, max_tokens=2000, stream=True)
+        async for _ in stream:
+            return
+
+    async def cancel(router: Any, *, stream: bool) -> None:
+        asking = asyncio.create_task(router.acompletion(model="m", messages=MESSAGES, max_tokens=2000, stream=stream))
+        await until(lambda: in_flight(routing) == 1)
+        asking.cancel()
+        await asyncio.wait([asking])
+
+    async with simulated_engines(2) as endpoints:
+        router = router_of(endpoints)
+        await cancel(router, stream=False)
+        await until(lambda: gc.collect() >= 0 and in_flight(routing) == 0)
+        await cancel(router, stream=True)
+        await until(lambda: gc.collect() >= 0 and in_flight(routing) == 0)
+        await leave(router)
+        await until(lambda: gc.collect() >= 0 and in_flight(routing) == 0)
+        assert not routing._streams
 
 
 async def usage_of_streams_is_learned(routing: Any) -> None:
