@@ -125,6 +125,11 @@ class StreamApplier:
             self.since_pause = 0
             await self._pause()
 
+    def start_over(self) -> None:
+        """Forget the applied batches, until a replay has brought them again."""
+        self._health.mark_synchronising()
+        self.wipe()
+
     def mark_synchronised(self) -> None:
         """Show that the stream is followed, with what is missing."""
         self._health.mark_synchronised(self.missing)

@@ -193,7 +193,7 @@ class StreamFollower:
     async def _started_over(self, replays: Replays) -> bool:
         """Forgets everything and replays all the engine still has; False when it could not deliver."""
         applier = self._applier
-        applier.wipe()
+        applier.start_over()
         delivered = await replays.apply_from(0)
         applier.wants_retry = not delivered
         if not delivered:

@@ -97,6 +97,11 @@ class StreamHealth:
         self._connected = self._synchronised = self._behind = False
         self._settle()
 
+    def mark_synchronising(self) -> None:
+        """Note that what was applied is void, and comes again."""
+        self._synchronised = False
+        self._settle()
+
     def mark_synchronised(self, missing: StreamReason | None) -> None:
         """Note that the stream is followed again; `missing` shows the unknown part of its history."""
         self._synchronised = True

@@ -15,7 +15,7 @@ from kvproxy.cache.indexes.block_events import KvEvent
 from kvproxy.features.kv_events.applier import StreamApplier
 from kvproxy.features.kv_events.follower import StreamFollower
 from kvproxy.features.kv_events.sockets import Subscription, read_replay
-from kvproxy.features.kv_events.status import StreamHealth, StreamMeter, StreamState, StreamStatus
+from kvproxy.features.kv_events.status import StreamHealth, StreamMeter, StreamReason, StreamState, StreamStatus
 from kvproxy.features.kv_events.zmtp import ReceiveMemory
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class KvEventSubscriber(BackgroundTask):
         )
         self._follower = StreamFollower(self._applier, replay=self._replay if source.replay_endpoint else None)
         self._in_trouble = False
+        self._said: StreamStatus | None = None
         self.task_name = f"kv events {endpoint}/{source.dp_rank}"
 
     @property
@@ -202,7 +203,10 @@ class KvEventSubscriber(BackgroundTask):
             log.exception("[kvcache] KV events of %s/%d: state not taken", self.endpoint, self.source.dp_rank)
 
     def _say(self, status: StreamStatus) -> None:
-        """Trouble is a warning as it begins, and not again until it is over."""
+        """Trouble is a warning as it begins, and not again until it is over; retries in vain are no news."""
+        if status == self._said or (self._in_trouble and status.reason is StreamReason.SYNCHRONISING):
+            return
+        self._said = status
         begins = status.troubled and not self._in_trouble
         if status.troubled or status.state is StreamState.EXACT:
             self._in_trouble = status.troubled

@@ -385,6 +385,17 @@ async def test_a_gap_while_replay_does_not_answer() -> None:
     assert (stream.state, stream.blocks) == ("exact/following", {1, 2, 3})
 
 
+async def test_a_stream_that_starts_over_is_not_exact_meanwhile() -> None:
+    """Its index lacks what the replay has not brought again, and what was cleared long ago is no news."""
+    stream = Stream(Engine())
+    await stream.connect()
+    await stream.live(stored(1))
+    stream.engine.restart()
+    stream.index.statuses.clear()
+    await stream.live(CLEARED)
+    assert stream.index.states == ["connecting/synchronising", "exact/following"]
+
+
 async def test_an_engine_without_replay_followed_from_its_start() -> None:
     """Batch 0 leaves nothing behind it."""
     stream = Stream(Engine(), replay=False)

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -217,6 +218,17 @@ async def test_a_stream_in_trouble_is_a_warning_once(engine: Publisher, caplog: 
     (warning,) = [record for record in lines if record.levelname == "WARNING"]
     assert "degraded (disconnected): routed requests count" in warning.getMessage()
     assert (lines[-1].levelname, lines[-1].getMessage()) == ("INFO", "[kvcache] KV events of a/0: exact (following)")
+
+
+async def test_retries_in_vain_are_logged_once(engine: Publisher, caplog: pytest.LogCaptureFixture) -> None:
+    """However often a replay is requested that does not come."""
+    caplog.set_level(logging.INFO, "kvproxy.features.kv_events")
+    engine.mute = True
+    await engine.publish(stored(1))
+    async with following(engine, replay_timeout_s=0.02, clock=time.monotonic) as (_, index):
+        await until(lambda: index.states.count("degraded/replay_failed") >= 3)
+    lines = [record.getMessage() for record in caplog.records if "KV events of a/0" in record.getMessage()]
+    assert ["replay_failed" in line for line in lines] == [False, True]
 
 
 async def test_a_consumer_that_will_not_hear_the_state(engine: Publisher, caplog: pytest.LogCaptureFixture) -> None:
