@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -40,6 +41,8 @@ def server(request: pytest.FixtureRequest, saw: Saw) -> Iterator[Vllm]:
     server = Vllm("clients", TINY, core=0, further=further)
     with vllm.running([server]):
         warm_up(server)
+        first = {"model": TINY.name, "messages": [{"role": "user", "content": text(60, seed="first")}]}
+        httpx.post(f"{server.url}/tokenize", json=first, timeout=120).raise_for_status()  # takes seconds once
         yield server
 
 
@@ -108,7 +111,7 @@ async def test_a_billing_header_costs_no_prediction(
     server: Vllm, saw: Saw, ask: Callable[[RunningProxy, str, int], Awaitable[Turn]], events: bool
 ) -> None:
     """Later turns are predicted to hit as much as they do, all of the turn before: by text in sum, by events each."""
-    filters = with_kvcache(kv_events=events, request_timeout="20s")  # an engine's first /tokenize may take seconds
+    filters = with_kvcache(kv_events=events, request_timeout="20s")
     async with running_proxy({"a": server.url}, policy="kv_aware", filters=filters) as proxy:
         cache = proxy.proxy.kvcache
         assert cache is not None
