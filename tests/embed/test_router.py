@@ -96,6 +96,22 @@ async def test_leaving_without_a_word_gives_the_place_back() -> None:
         assert in_flight(router) == {"a": 0, "b": 0}
 
 
+@pytest.mark.parametrize("reported", [True, False])
+async def test_a_first_token_that_is_not_reported_teaches_no_speed(reported: bool) -> None:
+    """The end of a stream is no time to first token."""
+    async with Router(endpoints=NOWHERE) as router:
+        async with router.place({**BODY, "stream": True}) as placed:
+            assert placed._carried.held is not None
+            reservation = placed._carried.held.pick.reservation
+            if reported:
+                placed.first_token()
+            placed.finish()
+        assert (reservation.first_token_at is not None) == reported
+        families = {one.name: one for one in router.proxy.metrics.registry.collect()}
+        counts = [one for one in families["kvproxy_ttft_seconds"].samples if one.name.endswith("_count") and one.value]
+        assert [one.labels["stream"] for one in counts] == ["true" if reported else "false"]
+
+
 async def test_a_request_that_is_over_holds_no_place_again() -> None:
     """Neither by `again`, nor by a second entry: nothing would give that place back."""
     async with Router(endpoints=NOWHERE) as router:

@@ -283,13 +283,24 @@ class CarriedRequest:
         now = self.placer.clock()
         if held is not None:
             if outcome.ttft_s is None and outcome.status < 400:
-                self.first_byte(now)
+                self._infer_first_byte(now)
             verdict = _verdict_on(self.exchange, held, error, now)
             held.pick.endpoint.metrics.count_request(outcome.status)
             if held.pick.stay is not None:
                 held.pick.stay.calls_tool = outcome.calls_tool
             self.settle(verdict, cached_tokens=outcome.cached_tokens)
         self.finish(now)
+
+    def _infer_first_byte(self, now: float) -> None:
+        """Record the first byte of an answer at its end. Nothing is learned from that of a stream, which came long
+        before and was not reported."""
+        exchange = self.exchange
+        inference = exchange.inference
+        if inference is None or not inference.stream:
+            self.first_byte(now)
+            return
+        exchange.inference = msgspec.structs.replace(inference, stream=False)
+        exchange.outcome.ttft_s = now - exchange.received_at
 
     def left(self) -> None:
         """End a request without the end of an answer."""
