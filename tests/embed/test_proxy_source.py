@@ -58,7 +58,7 @@ def test_a_host_loads_no_server_and_no_admin() -> None:
         "kvproxy.AsyncTransport, kvproxy.Router\n"
         "print(sorted({'uvicorn', 'zmq', 'kvproxy.operate.admin', 'kvproxy.lab'} & sys.modules.keys()))\n"
         "kvproxy.Proxy({'endpoints': {'a': 'http://127.0.0.1:9'}})\n"
-        "print(sorted({'uvicorn', 'zmq', 'kvproxy.operate.admin.app', 'kvproxy.lab'} & sys.modules.keys()))\n"
+        "print(sorted({'uvicorn', 'zmq', 'kvproxy.operate.admin', 'kvproxy.lab'} & sys.modules.keys()))\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n[]\n"

@@ -64,7 +64,7 @@ class Hygiene(Feature):
 
     def list_admin_routes(self, operated: AdminTarget, audit: Audit) -> Sequence[Route]:
         """Return the list of breaks."""
-        from kvproxy.features.hygiene.prefix_breaks import list_routes
+        from kvproxy.features.hygiene.admin import list_routes
 
         return list_routes(operated)
 

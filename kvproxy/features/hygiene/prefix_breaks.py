@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, Prompt
@@ -22,9 +18,6 @@ from kvproxy.features.hygiene.metrics import PrefixBreakMetrics
 from kvproxy.features.hygiene.note import NOTE, PrefixBreak
 from kvproxy.features.hygiene.parts import digest_part
 from kvproxy.features.hygiene.threads import Session, SessionKey, Sessions, Thread
-from kvproxy.operate.admin.replies import reply_json
-from kvproxy.operate.admin.views import require_cache
-from kvproxy.operate.runtime.operated import AdminTarget
 
 #: Rows and breaks that are kept for people. Tenants are those of the configuration; beyond the bound they share a row.
 MAX_ROWS = 512
@@ -289,14 +282,3 @@ def header_of(prompt: Prompt) -> int:
 def _header_in(text: bytes) -> int:
     at = text.find(_HEADER)
     return 0 if at < 0 else digest_part(text[at:].partition(b'"')[0].partition(b"\\n")[0])
-
-
-def list_routes(operated: AdminTarget) -> Sequence[Route]:
-    """Return `/cache/breaks`, which answers with the sums and the latest breaks."""
-
-    async def answer(request: Request) -> Response:
-        observer = require_cache(operated).observers.by_feature["hygiene"]
-        assert isinstance(observer, PrefixBreaks)
-        return reply_json(observer.book.describe(operated.clock()))
-
-    return [Route("/cache/breaks", answer, methods=["GET"])]
