@@ -211,6 +211,7 @@ class EngineRequest(msgspec.Struct, eq=False):
             start=start,
             timeouts=self.timeouts,
             early=False,
+            once=self.once,
             on_head=functools.partial(self.on_head, pick),
             repeated=head.repeated,
         )
