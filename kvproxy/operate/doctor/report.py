@@ -62,8 +62,8 @@ def check(
     def make(collect: Callable[P, Awaitable[Sequence[Finding]]]) -> Callable[P, Check]:
         @wraps(collect)
         def bind(*args: P.args, **options: P.kwargs) -> Check:
-            subject: Any = args[0]
-            return Check(name, where or subject.where, calls, partial(collect, *args, **options), alone)
+            subjects: Sequence[Any] = args
+            return Check(name, where or subjects[0].where, calls, partial(collect, *args, **options), alone)
 
         return bind
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 
 from kvproxy.operate.doctor.report import (
     DoctorReport,
+    Finding,
     SkippedCheck,
+    check,
     ok,
     print_json,
     print_table,
@@ -20,6 +23,17 @@ BAD = problem("endpoint a", "does not work", "mend it", ("it is broken", "it was
 ODD = warning("endpoint b", "works badly", "oil it")
 GOOD = ok("endpoint c", "works")
 SKIPPED = SkippedCheck("lookup", "endpoint a", "cannot be connected to")
+
+
+async def test_a_check_of_a_named_place_needs_no_subject() -> None:
+    """Such as one of a feature that looks at no engine."""
+
+    @check("voice", calls=1, where="a place")
+    async def check_voice() -> Sequence[Finding]:
+        return [GOOD]
+
+    made = check_voice()
+    assert (made.where, await made.collect()) == ("a place", [GOOD])
 
 
 def test_problems_come_first() -> None:
