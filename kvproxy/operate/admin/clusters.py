@@ -174,8 +174,6 @@ def describe_routing(cluster: Cluster, now: float) -> dict[str, object]:
     queue = cluster.queue
     return {
         "policy": cluster.settings.policy.value,
-        "parameters": {},  # no policy has any; kept for readers of earlier versions
-        "allowed": {},
         "learned": policy.estimates(now),
         "adapters": cluster.adapters.estimates(),
         "queue": None if queue is None else queue.status(now),
@@ -190,13 +188,9 @@ class RoutingRoutes:
 
     def list_routes(self) -> list[Route]:
         """Their paths."""
-        return [Route("/routing", self._routing, methods=["GET", "PATCH"])]
+        return [Route("/routing", self._routing, methods=["GET"])]
 
     async def _routing(self, request: Request) -> Response:
-        if request.method == "PATCH":  # of earlier versions
-            raise RequestRefused(
-                422, Problem("clusters", "no policy has parameters", "set `policy` in the configuration file")
-            )
         now = self._operated.clock()
         return reply_json(
             {"clusters": {name: describe_routing(one, now) for name, one in self._operated.clusters.items()}}

@@ -151,9 +151,9 @@ class SettingsRoutes:
         if reloaded.errors:
             self._audit.write_line(request, "reload", before="", after="refused")
             raise RequestRefused(422, *reloaded.errors)
-        outcome = {"after_restart": list(reloaded.after_restart), "lost": {}}
-        self._audit.write_line(request, "reload", before="", after="applied", **outcome)
-        return reply_json({"reloaded": True, **outcome})
+        after_restart = list(reloaded.after_restart)
+        self._audit.write_line(request, "reload", before="", after="applied", after_restart=after_restart)
+        return reply_json({"reloaded": True, "after_restart": after_restart})
 
     async def _log(self, request: Request) -> Response:
         if request.method == "PATCH":
