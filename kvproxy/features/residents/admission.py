@@ -132,8 +132,7 @@ class SessionAdmission:
         if asked is not blocks or (session is not None and session.running):
             session = self.known.find(facts)
         # one that waited for too long passes without a place
-        session = self._begin_turn(session, facts, endpoint, now, has_place=not request.waits_for_room)
-        session.elsewhere = False
+        session = self._begin_turn(session, facts, endpoint, now, elsewhere=False, has_place=not request.waits_for_room)
         waited_s = self.line.waited_s(blocks)
         note = None
         if session.stays or waited_s:
@@ -146,8 +145,7 @@ class SessionAdmission:
         if not blocks:
             return
         self.expire(now)
-        session = self._begin_turn(self.known.find(facts), facts, endpoint, now, has_place=True)
-        session.elsewhere = True
+        session = self._begin_turn(self.known.find(facts), facts, endpoint, now, elsewhere=True, has_place=True)
         self._turns_elsewhere[turn] = session, session.turns
         self._shares = True
 
@@ -159,7 +157,14 @@ class SessionAdmission:
             self.turn_ended(session, now, goes_on=served)
 
     def _begin_turn(
-        self, session: Session | None, facts: OverlapFacts, endpoint: EndpointId, now: float, *, has_place: bool
+        self,
+        session: Session | None,
+        facts: OverlapFacts,
+        endpoint: EndpointId,
+        now: float,
+        *,
+        elsewhere: bool,
+        has_place: bool,
     ) -> Session:
         """Count the next turn of a session (None: its first)."""
         blocks = cast("array[int]", facts.blocks)
@@ -169,11 +174,12 @@ class SessionAdmission:
             if session.running:
                 self.turn_ended(session, now, goes_on=True)
             grown = facts.prompt_tokens - session.tokens
-            gap_s = now - session.ended_at
+            gap_s = None if elsewhere else now - session.ended_at
             self.habits.note_return(session.head, gap_s, session.tokens, grown, calls_tool=session.calls_tool)
             session.calls_tool = True
             session.turns += 1
             session.running = True
+        session.elsewhere = elsewhere
         self.known.enter(session, facts, now)
         session.stays = blocks[0] in self.habits.returning
         stays = session.stays and has_place

@@ -41,12 +41,16 @@ class Habits:
         #: Of these, the beginnings of prompts most of which were followed by their session's next turn.
         self.returning: set[int] = set()
 
-    def note_return(self, head: int, gap_s: float, tokens: int, growth_tokens: int, *, calls_tool: bool = True) -> None:
+    def note_return(
+        self, head: int, gap_s: float | None, tokens: int, growth_tokens: int, *, calls_tool: bool = True
+    ) -> None:
         """Note the next turn of a session with a prompt of so many tokens, after an answer that called a tool or
-        not."""
+        not. No gap is known of one that may have waited at another router."""
         self._note_outcome(head, 0)
         if not calls_tool:
             self._note_outcome(~head, 0)
+        if gap_s is None:
+            return
         self._seen += 1
         weight = max(_GROWTH_WEIGHT, 1.0 / self._seen)
         self.growth_tokens += weight * (max(0, growth_tokens) - self.growth_tokens)

@@ -780,6 +780,17 @@ def test_a_session_goes_on_at_another_router() -> None:
     assert [rule_.sets[A.id].running_tokens for rule_ in both.rules] == [0, 0]
 
 
+def test_a_wait_at_another_router_is_no_gap() -> None:
+    """Else residents that will not come back keep their room for as long as others wait there."""
+    both = TwoRouters()
+    for number in range(1, 30):
+        both.end(0, both.begin(0, prompt(1, 10 * number), 20.0 * number), 20.0 * number + 1.0)
+    here, there = (rule_.habits for rule_ in both.rules)
+    assert here.idle_limit_s > 18.0
+    assert there.idle_limit_s <= Habits().idle_limit_s
+    assert there.returning == here.returning
+
+
 def test_prompts_without_blocks_placed_elsewhere_are_not_counted() -> None:
     """As those placed here."""
     rule_ = SessionAdmission()
