@@ -19,6 +19,7 @@ from kvproxy.features.exchange import snapshot
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.stores import RedisLink
 from kvproxy.features.exchange.wire import Origin, decode_deltas
+from kvproxy.operate.companion import Siblings
 from tests.cache.support import controller, long_text
 from tests.features.exchange.support import Deciding, deciding, until_synced
 from tests.features.leases.test_proxy import Engine
@@ -315,6 +316,28 @@ async def test_replicas_that_start_at_once(store: Store) -> None:
             assert (await each.ask(text(number))).status_code == 200
         await until_synced(*together)
         await until(lambda: len({each.entries() for each in together}) == 1 and together[0].entries() > 15)
+
+
+async def test_workers_that_start_together_are_sent_the_state_of_another_replica(store: Store, tmp_path: Path) -> None:
+    """They meet each other before the store, and know as little; batches of the time before are kept nowhere."""
+    async with serve(FakeEngine("a")) as engine, Wire(store) as wire, replica(store, "one", engine) as one:
+        for number in range(5):
+            await one.ask(text(number))
+        one.sync.peers.publish(one.proxy.clock())
+        one.sync.peers.own.sent.clear()
+        wire.cut = True
+        sync = {store.kind: store.url(wire.port), "replica": "two", "heartbeat": "100ms"}
+        folder = tmp_path / "workers"
+        async with contextlib.AsyncExitStack() as stack:
+            starting = [
+                stack.enter_async_context(deciding(engine, siblings=Siblings(folder, number, 2), sync=sync))
+                for number in range(2)
+            ]
+            both = await asyncio.gather(*starting)
+            await until(lambda: all(each.sync.peers.status is SyncStatus.SYNCED for each in both))
+            wire.cut = False
+            await until_synced(one, *both)
+            await until(lambda: [each.entries() for each in both] == [one.entries()] * 2)
 
 
 async def test_claimed_work_is_done_once(store: Store) -> None:

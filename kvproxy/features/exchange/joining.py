@@ -42,7 +42,7 @@ class Joining:
         self._over = over
         self._until = 0.0
         self._late = False  # the latest look came after that
-        self._candidates: set[Origin] = set()
+        self._candidates: dict[Origin, int] = {}
         self._asked: set[Origin] = set()
         self._peer: Origin | None = None  # peer whose whole state was requested
         self._number = self._size = 0  # of the piece that comes next, and of those before it
@@ -59,10 +59,10 @@ class Joining:
         self._reset(now)
         self.running = True
 
-    def heard_of(self, peer: Origin, now: float) -> None:
-        """Note a peer that could be the source."""
+    def heard_of(self, peer: Origin, blocks: int, now: float) -> None:
+        """Note a peer that could be the source, with so many blocks in its indexes."""
         if peer not in self._asked:
-            self._candidates.add(peer)
+            self._candidates[peer] = blocks
             if self._peer is None:
                 self._until = min(self._until, now + 0.1 * ANSWER_S)  # others may answer as well
 
@@ -104,8 +104,10 @@ class Joining:
             self.end(now)
             return
         me = self._origin
-        self._peer = max(self._candidates, key=lambda one: xxh3_64_intdigest(f"{me} {one}".encode()))
-        self._candidates.discard(self._peer)
+        most = max(self._candidates.values())  # others may be as new, and have nothing yet
+        full = [one for one, blocks in self._candidates.items() if 2 * blocks >= most]
+        self._peer = max(full, key=lambda one: xxh3_64_intdigest(f"{me} {one}".encode()))
+        del self._candidates[self._peer]
         self._asked.add(self._peer)
         self._forget_pieces()
         self._until = now + PIECE_S
@@ -114,7 +116,7 @@ class Joining:
     def _reset(self, now: float) -> None:
         self._until = now + ANSWER_S
         self._peer = None
-        self._candidates = set()
+        self._candidates = {}
         self._asked = set()
         self._forget_pieces()
 

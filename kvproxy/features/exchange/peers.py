@@ -148,7 +148,7 @@ class Peers:
         if not self.newcomer.running:
             peer.beat(beat, now)
         elif not beat.joining:
-            self.newcomer.heard_of(peer.origin, now)
+            self.newcomer.heard_of(peer.origin, beat.blocks, now)
 
     def _own_beat(self, now: float, echoes: list[wire.Echo]) -> wire.Heartbeat:
         own = self._journal

@@ -79,6 +79,7 @@ class SyncService(Companion):
             settings, self.origin, on_message=partial(self._heard, store=True), on_change=self._store_changed
         )
         self._alone_of = 1  # processes there were when the store was lost
+        self._met_at_store = False
         self._workers: DatagramLink | None = None
         self._links: list[Link] = []
         self._world = SharedState({})
@@ -153,14 +154,15 @@ class SyncService(Companion):
 
     def _store_changed(self, reached: bool) -> None:
         """React to the store. While it is away, common limits are divided by the number of proxies. Afterwards a proxy
-        that missed a batch requests it, and one that never had a peer joins."""
+        that missed a batch requests it, and one that never had a peer there, or the state of another, joins."""
         now = self._clock()
         if not reached:
             self._alone_of = 1 + len(self.peers.living)
-        elif self.peers.known:
+        elif self.peers.known and (self._met_at_store or self.peers.newcomer.told):
             self.peers.beat(now)
         else:
             self.peers.join(now)
+        self._met_at_store |= reached
         self._weigh()
 
     def _weigh(self) -> None:

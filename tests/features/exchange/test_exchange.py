@@ -276,6 +276,17 @@ def test_a_peer_that_dies_while_it_tells_everything_is_replaced_by_another() -> 
     assert not three.peers.newcomer.running
 
 
+def test_a_new_one_asks_none_that_has_nothing() -> None:
+    """Whichever the two are: a peer with at least half of the most blocks is asked."""
+    for blocks in ((100, 10), (10, 100)):
+        bus, one, two = pair()
+        for node, count in zip((one, two), blocks, strict=True):
+            node.peers._blocks = lambda count=count: count  # type: ignore[misc]
+        three = join_third(bus)
+        asked, other = (one, two) if blocks[0] == 100 else (two, one)
+        assert (asked.served, other.served) == ([three.origin], [])
+
+
 def test_answers_that_came_while_a_joining_process_stood_still_are_taken() -> None:
     """It reads them before it goes on without the others."""
     bus, one, two = pair()
