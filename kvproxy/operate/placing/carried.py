@@ -144,7 +144,7 @@ class CarriedRequest:
         """
         exchange = self.exchange
         placer = self.placer
-        await self._read(body)
+        await _read(self, body)
         if "received" in exchange.hooks:
             notify(RequestObserver.received, exchange, placer.clock())
         inference = exchange.inference
@@ -164,25 +164,12 @@ class CarriedRequest:
             return None
         return await with_model(body, target.upstream_model, named=model, pace=placer.pace)
 
-    async def _read(self, body: bytes | None) -> None:
-        caller, encoded, self.exchange.request_id = read_headers(self._headers, self.placer.sessions)
-        if self._kind is None or body is None or encoded:
-            return
-        inference = decode_body(self._kind, body, caller)
-        if inference is None:
-            found = await scan_body(self._kind, body, caller, pace=self.placer.pace, also=is_examined)
-            inference, self.exchange.members = found
-        self.exchange.body = body
-        self.exchange.inference = inference
-        if inference is not None:
-            self.placer.clients.count_request(inference)
-
     async def prepare(self, target: RouteTarget, body: bytes | None) -> ExternalPlacement:
         """Return its placement, with all that decides about it. Raises LocalReply if no engine may get it."""
         exchange = self.exchange
         for guard in self.placer.target.guards:
             await guard.examine(exchange, self.path, self._headers, body)
-        await self._know(target)
+        await _gather_facts(self, target)
         return ExternalPlacement(
             exchange=exchange,
             cluster=target.cluster,
@@ -190,29 +177,6 @@ class CarriedRequest:
             model=target.upstream_model or ("" if exchange.inference is None else exchange.inference.model),
             priority=_priority_of(self.priority, self._headers, target.cluster),
         )
-
-    async def _know(self, target: RouteTarget) -> None:
-        """Gather overlaps with its prompt. No fact about a cache fails a request."""
-        exchange = self.exchange
-        service = self.placer.target.kvcache
-        preferring = self.placer.informed.get(target.cluster.name)
-        if service is None or preferring is None or exchange.inference is None or exchange.body is None:
-            return
-        if "facts_began" in exchange.hooks:
-            notify(RequestObserver.facts_began, exchange)
-        try:
-            facts = await service.facts_for(
-                exchange.inference, exchange.body, cluster=target.cluster, model=target.upstream_model
-            )
-        except Exception:
-            log.exception("no facts for this request")
-            return
-        later = exchange.observers
-        exchange.observers = ()
-        use_facts(service, facts, exchange, prefers=preferring)
-        exchange.observers += later  # they are notified of an end after the cache has learned from it
-        if "facts_known" in exchange.hooks:
-            notify(RequestObserver.facts_known, exchange)
 
     async def _decide(self, placement: ExternalPlacement) -> None:
         placer = self.placer
@@ -243,7 +207,7 @@ class CarriedRequest:
             raise full_reply(full) from None
         if pick is None:
             raise refusal_reply(placement.refusal, outside)
-        self._hold(placement.cluster, pick)
+        self.held = self.placer.held.hold_pick(placement.cluster, pick, lease_s=self.lease_s)
         self.listed = [pick.endpoint]
         return pick
 
@@ -261,10 +225,7 @@ class CarriedRequest:
         """Reserve what was decided, without a wait; a refusal is counted."""
         if (pick := placement.take(verdict, now)) is not None:
             placement.note_attempt(pick)
-            self._hold(placement.cluster, pick)
-
-    def _hold(self, cluster: Cluster, pick: Pick) -> None:
-        self.held = self.placer.held.hold_pick(cluster, pick, lease_s=self.lease_s)
+            self.held = self.placer.held.hold_pick(placement.cluster, pick, lease_s=self.lease_s)
 
     def first_byte(self, now: float) -> None:
         """Record the first byte of the engine's answer."""
@@ -283,24 +244,13 @@ class CarriedRequest:
         now = self.placer.clock()
         if held is not None:
             if outcome.ttft_s is None and outcome.status < 400:
-                self._infer_first_byte(now)
+                _infer_first_byte(self, now)
             verdict = _verdict_on(self.exchange, held, error, now)
             held.pick.endpoint.metrics.count_request(outcome.status)
             if held.pick.stay is not None:
                 held.pick.stay.calls_tool = outcome.calls_tool
             self.settle(verdict, cached_tokens=outcome.cached_tokens)
         self.finish(now)
-
-    def _infer_first_byte(self, now: float) -> None:
-        """Record the first byte of an answer at its end. Nothing is learned from that of a stream, which came long
-        before and was not reported."""
-        exchange = self.exchange
-        inference = exchange.inference
-        if inference is None or not inference.stream:
-            self.first_byte(now)
-            return
-        exchange.inference = msgspec.structs.replace(inference, stream=False)
-        exchange.outcome.ttft_s = now - exchange.received_at
 
     def left(self) -> None:
         """End a request without the end of an answer."""
@@ -327,6 +277,56 @@ class CarriedRequest:
         notify(RequestObserver.finished, exchange, now)
         if "ended" in exchange.hooks:
             notify(RequestObserver.ended, exchange, exchange.outcome.status, "")
+
+
+async def _read(request: CarriedRequest, body: bytes | None) -> None:
+    caller, encoded, request.exchange.request_id = read_headers(request._headers, request.placer.sessions)
+    if request._kind is None or body is None or encoded:
+        return
+    inference = decode_body(request._kind, body, caller)
+    if inference is None:
+        found = await scan_body(request._kind, body, caller, pace=request.placer.pace, also=is_examined)
+        inference, request.exchange.members = found
+    request.exchange.body = body
+    request.exchange.inference = inference
+    if inference is not None:
+        request.placer.clients.count_request(inference)
+
+
+async def _gather_facts(request: CarriedRequest, target: RouteTarget) -> None:
+    """Gather overlaps with its prompt. No fact about a cache fails a request."""
+    exchange = request.exchange
+    service = request.placer.target.kvcache
+    preferring = request.placer.informed.get(target.cluster.name)
+    if service is None or preferring is None or exchange.inference is None or exchange.body is None:
+        return
+    if "facts_began" in exchange.hooks:
+        notify(RequestObserver.facts_began, exchange)
+    try:
+        facts = await service.facts_for(
+            exchange.inference, exchange.body, cluster=target.cluster, model=target.upstream_model
+        )
+    except Exception:
+        log.exception("no facts for this request")
+        return
+    later = exchange.observers
+    exchange.observers = ()
+    use_facts(service, facts, exchange, prefers=preferring)
+    exchange.observers += later  # they are notified of an end after the cache has learned from it
+    if "facts_known" in exchange.hooks:
+        notify(RequestObserver.facts_known, exchange)
+
+
+def _infer_first_byte(request: CarriedRequest, now: float) -> None:
+    """Record the first byte of an answer at its end. Nothing is learned from that of a stream, which came long
+    before and was not reported."""
+    exchange = request.exchange
+    inference = exchange.inference
+    if inference is None or not inference.stream:
+        request.first_byte(now)
+        return
+    exchange.inference = msgspec.structs.replace(inference, stream=False)
+    exchange.outcome.ttft_s = now - exchange.received_at
 
 
 def _priority_of(own: int, headers: Headers, cluster: Cluster) -> int:
