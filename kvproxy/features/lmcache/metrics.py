@@ -10,6 +10,11 @@ from kvproxy.cache.metrics import FAST_BUCKETS_S
 class LMCacheMetrics(MetricGroup):
     """Lookups, actions on prefixes, and memory by instance."""
 
+    labels = {
+        "instance": "an LMCache instance by its id; empty: the store that all of them share",
+        "source": "`lmcache_controller` or `lmcache_coordinator`: a lookup",
+    }
+
     #: hit, miss, lookup_timeout, error, breaker_open, busy, no_tokens
     lookups = counter("kvproxy_kvcache_lookups", "Requests by outcome of the LMCache lookup before routing", "outcome")
     lookup_seconds = histogram(

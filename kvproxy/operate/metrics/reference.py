@@ -52,7 +52,6 @@ LABELS: Mapping[str, str] = {
     "index": "`approximate`, `in_flight`, `precise`, `hot`, `sessions` (hashes of chats, at most 64 MiB a cluster), "
     "`session_parts` (digests of sessions' last prompts, at most 17 MiB) or `prefixes` (tokens of prefixes that may be "
     "pinned or evicted, at most 64 MiB)",
-    "instance": "an LMCache instance by its id; empty: the store that all of them share",
     "kind": "one of a few kinds, which the meaning of the metric names",
     "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "
     "as the first requests for a listed one are, until the engines were asked",
@@ -65,8 +64,7 @@ LABELS: Mapping[str, str] = {
     "reason": "the reason; a closed set for each metric",
     "result": "the outcome",
     "session": "`named`, `child` (of a sub-agent or a fork) or `none`",
-    "source": "`approximate`, `precise`, `lmcache_controller`, `lmcache_coordinator`, or `session`: where its session "
-    "was served last",
+    "source": "`approximate`, `precise`, or `session`: where its session was served last",
     "state": "`1` on the series of the current state, `0` on the others; for connections `open` or `idle`, for "
     "processes `alive` or `silent`",
     "stream": "`true` for streamed answers, whose first byte comes before the rest; `false` for others",
