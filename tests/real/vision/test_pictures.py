@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.features.kv_events.reported_prompts import ReportedPrompts
 from tests.cache.media.samples import picture_part, png
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
@@ -102,9 +103,10 @@ async def test_predicted_picture_tokens_are_reused(server: Vllm, saw: Saw, *, ev
         for number in range(8):  # what a token is in bytes, and a picture in tokens
             await ask(proxy.client, chat(text(WORDS, seed=f"{events} learn {number}"), png(64, 64, seed=50 + number)))
         found = await send_all(proxy, saw, seed=f"{events}")
-    learned = len(kvcache.overlap.indexes["default"].followed.reported)
-    saw(f"{'KV events' if events else 'routed'}: {learned} beginnings of prompts with pictures by the engine's names")
     if events:
+        reported = kvcache.overlap.indexes["default"].followed.reported
+        assert isinstance(reported, ReportedPrompts)
+        saw(f"{len(reported)} beginnings of prompts with pictures by the engine's names")
         for name in ("the same again", "these again"):
             assert (found[name].source, found[name].predicted) == ("precise", found[name].cached_tokens)
     assert {name for name, asked in found.items() if not is_right(asked)} == set()
