@@ -147,7 +147,7 @@ async def test_the_precise_index_needs_no_file() -> None:
             assert after.metric("kvproxy_kvcache_index_blocks", index="precise") == 8
             assert after.metric("kvproxy_kv_event_batches_total", endpoint=home, outcome="replayed") > 0
             assert await complete(after) == home
-            source = PRECISE.value
+            source = PRECISE
             assert counted(after, "kvproxy_kvcache_predicted_tokens_total", source=source) == 256
 
 
