@@ -154,11 +154,11 @@ class SyncService(Companion):
 
     def _store_changed(self, reached: bool) -> None:
         """React to the store. While it is away, common limits are divided by the number of proxies. Afterwards a proxy
-        that missed a batch requests it, and one that never had a peer there, or the state of another, joins."""
+        that missed a batch requests it, and one that comes there first joins, whatever other workers sent it."""
         now = self._clock()
         if not reached:
             self._alone_of = 1 + len(self.peers.living)
-        elif self.peers.known and (self._met_at_store or self.peers.newcomer.told):
+        elif self.peers.known and self._met_at_store:
             self.peers.beat(now)
         else:
             self.peers.join(now)
