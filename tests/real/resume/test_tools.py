@@ -91,7 +91,7 @@ async def read_all(http: httpx.AsyncClient, bodies: list[dict[str, Any]], stream
     """Read all at once, each begun a little later than the one before, so that each is at another place."""
 
     async def read(number: int) -> None:
-        await asyncio.sleep(number * 0.4)
+        await asyncio.sleep(number * 0.1)
         await streams[number].read(http, bodies[number])
 
     await asyncio.gather(*(read(number) for number in range(len(bodies))))
