@@ -39,8 +39,7 @@ def less_kept(counts: Mapping[str, int], kept: int) -> dict[str, msgspec.Raw]:
 class TextLeg:
     """The leg of one such answer: SplitsLeg. It goes on behind `text`, which has `kept` tokens: as many as events came,
     until the engine has counted them; `counts`, members for the whole answer, are then less by them. None: they are
-    known. `bodies` are
-    those for SGLang (True) and for other engines; without `is_sglang` there is one for all."""
+    known. `bodies` are those for SGLang (True) and for other engines; without `is_sglang` there is one for all."""
 
     def __init__(
         self,
